@@ -143,6 +143,7 @@ _OTHERS = {
         values={"megatron_cp_algo": taken_as(cp_comm_type="p2p"), "ulysses_cp_algo": taken_as(cp_comm_type="a2a")},
     ),
     "cpu-optimizer": taken_as(optimizer_cpu_offload=True),
+    "checkpoint-in-cpu": taken_as(cpu_offloading=True),
     "moe-layer-recompute": taken_as(recompute_granularity="selective", recompute_modules=("moe",)),
 }
 

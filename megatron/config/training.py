@@ -9,6 +9,8 @@ from megatron.config.flags import check_flags, flag, switch
 
 RecomputeModule = Literal["core_attn", "layernorm", "mlp", "moe", "moe_act", "shared_experts", "mla_up_proj"]
 
+_ALL_LAYERS = 1 << 30
+
 
 @check_flags
 @dataclass(frozen=True, kw_only=True)
@@ -69,6 +71,18 @@ class TrainingConfig:
         default=None,
     )
     recompute_num_layers: int | None = flag("Layers of --recompute-method.", default=None, at_least=1)
+    cpu_offloading: bool = switch(
+        "Keep activations of layers in main memory between forward and backward pass. Copies run beside the layers."
+    )
+    cpu_offloading_num_layers: int | None = flag(
+        "Of --cpu-offloading, which it turns on: the first layers of each pipeline stage; default: all. Best is one "
+        "less than a stage has: what the last layer keeps is needed at once.",
+        default=None,
+        at_least=0,
+    )
+    min_offloaded_tensor_size: int = flag(
+        "Elements of the smallest tensors that --cpu-offloading copies.", default=1 << 20, at_least=1
+    )
     check_for_nan_in_loss_and_grad: bool = switch(
         "Do not stop when a loss or gradient is not finite.", off="--no-check-for-nan-in-loss-and-grad"
     )
@@ -85,7 +99,16 @@ class TrainingConfig:
         "Empty the GPU allocator's cache: 0 never, 1 after each iteration, 2 also before the optimizer.", default=0
     )
 
+    @property
+    def offloaded_layers(self) -> int:
+        """The first layers of each stage, whose activations are in main memory; more than any stage has for all."""
+        if not self.cpu_offloading:
+            return 0
+        return _ALL_LAYERS if self.cpu_offloading_num_layers is None else self.cpu_offloading_num_layers
+
     def __post_init__(self) -> None:
+        if self.cpu_offloading_num_layers:
+            object.__setattr__(self, "cpu_offloading", True)
         if self.recompute_activations and self.recompute_granularity is None:
             object.__setattr__(self, "recompute_granularity", "selective")
         if self.recompute_granularity == "full":

@@ -142,6 +142,8 @@ def _memory(memory: MemoryEstimate, *, only_reads: bool) -> list[str]:
     lines = [f"{name:<{width}}  {gigabytes(size):>10}" for name, size in parts.items() if size]
     if memory.offloaded:
         lines.append(f"and {gigabytes(memory.offloaded)} of optimizer state in main memory")
+    if memory.activations_offloaded:
+        lines.append(f"and {gigabytes(memory.activations_offloaded)} of activations in main memory")
     if memory.uncounted:
         lines.append(f"without activations of {', '.join(sorted(memory.uncounted))}: no method costs() of their own")
     return lines

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import nn
 
@@ -22,6 +22,7 @@ from megatron.core.models.train_spec import TrainSpec
 from megatron.core.optimizer.optimizer import CHUNK
 from megatron.core.parallel.costs import Costs, costs_of
 from megatron.core.parallel.sharding import sharded_parameters, sharding_of
+from megatron.core.pipeline_parallel.settings import PipelineSettings
 from megatron.planning.model import planned_context, stage_model, stage_models, whole_model
 from megatron.planning.schedule import schedule_facts
 
@@ -47,8 +48,8 @@ class MemoryEstimate:
     ``kept``: activations at the end of the forward pass. ``working``: the most that the loss, or the backward pass of
     one layer (or of one recomputed run of layers), needs in addition. ``copies``: of weights in FP8, one for each
     direction in which products sum over them. ``uncounted``: see ``Costs``. ``offloaded``: what is in main memory
-    instead. ``updating``: copies that the optimizer makes of a part of its numbers at a time, or what ranks send each
-    other of gradients.
+    instead, and ``activations_offloaded`` with it. ``updating``: copies that the optimizer makes of a part of its
+    numbers at a time, or what ranks send each other of gradients.
     """
 
     weights: int
@@ -61,6 +62,7 @@ class MemoryEstimate:
     uncounted: frozenset[str] = frozenset()
     offloaded: int = 0
     updating: int = 0
+    activations_offloaded: int = 0
 
     @property
     def states(self) -> int:
@@ -139,8 +141,14 @@ def memory_estimate(run: RunConfig, train_spec: TrainSpec) -> MemoryEstimate:
 def rank_peak(run: RunConfig, train_spec: TrainSpec, pipeline_rank: int) -> MemoryEstimate:
     """Memory of one rank, with the activations that its schedule keeps at once."""
     by_stage = stage_costs(run, train_spec)
-    peaks = schedule_facts(run, [costs.kept for costs in by_stage]).peaks
-    return _rank_memory(run, train_spec, pipeline_rank, by_stage, kept=int(peaks[pipeline_rank]))
+    # A split backward pass holds what has come back until gradients of weights are computed: no less than without.
+    splits = PipelineSettings.of(run).splits_backward
+    here = [costs.kept + costs.offloaded * splits for costs in by_stage]
+    kept, away = (
+        int(schedule_facts(run, each).peaks[pipeline_rank]) for each in (here, [costs.offloaded for costs in by_stage])
+    )
+    memory = _rank_memory(run, train_spec, pipeline_rank, by_stage, kept=kept)
+    return replace(memory, activations_offloaded=away)
 
 
 def rank_memory(run: RunConfig, train_spec: TrainSpec, pipeline_rank: int) -> MemoryEstimate:

@@ -44,6 +44,11 @@ LAYOUTS = {
         "--pipeline-model-parallel-size 2 --recompute-granularity full --attention-dropout 0 --hidden-dropout 0 "
         "--ranks all",
     ),
+    "pp2, activations in main memory": (
+        2,
+        "--pipeline-model-parallel-size 2 --cpu-offloading --min-offloaded-tensor-size 10000 --hidden-size 512 "
+        "--num-layers 8 --micro-batch-size 2 --seq-length 1024 --ranks all",
+    ),
     "norms recomputed": (2, "--recompute-granularity selective --recompute-modules layernorm mlp --ranks all"),
     "tp2 sp, mxfp8": (
         2,
@@ -64,7 +69,7 @@ def test_a_layout_runs_and_its_memory_is_what_is_estimated(layout: str) -> None:
     found = re.findall(r"at most (\S+) MB \(estimated (\S+) MB\), between steps (\S+) MB \((\S+) MB\)", said)
     assert len(found) == (2 if ranks == 1024 else ranks)
     for highest, estimated, held, states in found:
-        assert float(highest) == pytest.approx(float(estimated), rel=0.12)
+        assert float(highest) == pytest.approx(float(estimated), rel=0.03 if "activations" in layout else 0.12)
         assert float(held) == pytest.approx(float(states), rel=0.02)
     sizes = 2 * 4 if "experts" in flags else 0  # of each microbatch's all-to-all in each layer
     chunks = 4 if "offload" in flags else 0  # of gradients on their way to main memory

@@ -211,6 +211,7 @@ EVERY_VARIANT = VARIANTS | THREES | FEW_GROUPS | DRAWING
 
 FULL, BLOCK = RecomputePlan("full"), RecomputePlan("full", "block", 1)
 SELECTIVE = RecomputePlan("selective", modules=("core_attn", "layernorm"))
+OFFLOADED = RecomputePlan(offloaded=9, least_offloaded=1)
 
 HALVES: dict[str, Any] = {"micro_batch_size": 4}
 """Two microbatches, where one rank has four: gradients are added up, and ranks meet half as often."""
@@ -228,6 +229,8 @@ LAYOUTS: dict[str, Layout] = {
     "tp4 sp": Layout(tp=4, sequence_parallel=True, **HALVES),
     "tp2 sp recompute full": Layout(tp=2, sequence_parallel=True, recompute=FULL, **HALVES),
     "tp2 recompute selective": Layout(tp=2, recompute=SELECTIVE, **HALVES),
+    "tp2 sp offloaded": Layout(tp=2, sequence_parallel=True, recompute=OFFLOADED, **HALVES),
+    "cp2 offloaded": Layout(cp=2, recompute=OFFLOADED, **HALVES),
     "dp2": Layout(dp=2),
     "dp4, fully masked rank": Layout(dp=4, micro_batch_size=1),
     "dp2 overlapped, small buckets": Layout(dp=2, overlap=True, bucket_size=1000),

@@ -105,10 +105,12 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 
 FULL = RecomputePlan("full")
+OFFLOADED = RecomputePlan(offloaded=9, least_offloaded=1)
 MOE = RecomputePlan("selective", modules=("core_attn", "layernorm", "mlp", "moe"))
 PARTS = RecomputePlan("selective", modules=("layernorm", "moe_act", "shared_experts", "mla_up_proj"))
 LAYOUTS: dict[str, Layout] = {
     "one rank, recompute full": Layout(recompute=FULL),
+    "dp2 ep2, offloaded": Layout(dp=2, ep=2, recompute=OFFLOADED),
     "ep2": Layout(dp=2, ep=2),
     "ep4": Layout(dp=4, ep=4),
     "tp2 ep2 etp1": Layout(tp=2, ep=2, etp=1),

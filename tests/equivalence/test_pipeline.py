@@ -19,6 +19,7 @@ from tests.equivalence.training import Layout, train
 from tests.tiers import pairs
 
 FULL, SELECTIVE = RecomputePlan("full"), RecomputePlan("selective", modules=("core_attn", "layernorm"))
+OFFLOADED = RecomputePlan(offloaded=9, least_offloaded=1)
 VEE: dict[str, Any] = {"pp": 2, "chunks": 2, "schedule": "zb-v"}
 LOOPED: dict[str, Any] = {"pp": 2, "chunks": 2, "schedule": "interleaved"}
 OVERLAPPED: dict[str, Any] = {"overlap": True, "bucket_size": 1000}
@@ -45,6 +46,10 @@ COMBINED: dict[str, Layout] = {
     "dp2 outside pp2, overlapped": Layout(pp=2, dp=2, **OVERLAPPED, pp_before_dp=False),
     "pp2 cp2": Layout(pp=2, cp=2, **HALVES),
     "pp2 vpp2 dp2 overlapped, recompute full": Layout(**LOOPED, dp=2, **OVERLAPPED, recompute=FULL, micro_batch_size=1),
+    "pp2 offloaded": Layout(pp=2, recompute=OFFLOADED),
+    "pp2 vpp2, offloaded": Layout(**LOOPED, recompute=OFFLOADED, micro_batch_size=1),
+    "pp2 zb-h1 tp2 sp, offloaded": Layout(pp=2, schedule="zb-h1", tp=2, sequence_parallel=True, recompute=OFFLOADED),
+    "pp2 zb-v, offloaded": Layout(**VEE, recompute=OFFLOADED),
     "pp2 zb-h1 tp2 sp, recompute full": Layout(pp=2, schedule="zb-h1", tp=2, sequence_parallel=True, recompute=FULL),
     "pp2 zb-h1 dp2 zero overlapped": Layout(
         pp=2, schedule="zb-h1", dp=2, sharded=True, **OVERLAPPED, micro_batch_size=1

@@ -92,6 +92,7 @@ NEEDS: tuple[tuple[str, str, Callable[[RunConfig], object]], ...] = (
         " without --optimizer-cpu-offload",
         lambda run: run.optimizer.optimizer_cpu_offload,
     ),
+    ("min_offloaded_tensor_size", " without --cpu-offloading", lambda run: run.training.cpu_offloading),
     ("decoupled_min_lr", " without --decoupled-lr", lambda run: run.optimizer.decoupled_lr is not None),
     ("log_progress", " without --save, the folder of progress.txt", lambda run: run.checkpoint.save),
     ("load_hf_proof", " without --load-hf", lambda run: run.checkpoint.load_hf),

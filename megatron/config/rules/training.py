@@ -157,6 +157,24 @@ RULES: tuple[Rule, ...] = (
         ),
     ),
     rule(
+        "--cpu-offloading takes nothing from branches of --recompute-modules layernorm, which hold inputs of norms; "
+        "leave one out",
+        lambda run: (
+            run.training.cpu_offloading
+            and run.training.recompute_granularity == "selective"
+            and "layernorm" in run.training.recompute_modules
+        ),
+    ),
+    rule(
+        "--cpu-offloading-num-layers {run.training.cpu_offloading_num_layers} is more than --num-layers "
+        "{run.model.num_layers}; use at most {run.model.num_layers}",
+        lambda run: (run.training.cpu_offloading_num_layers or 0) > run.model.num_layers,
+    ),
+    rule(
+        "--cpu-offloading with --cpu-offloading-num-layers 0 takes nothing to main memory; leave one out",
+        lambda run: run.training.cpu_offloading and run.training.cpu_offloading_num_layers == 0,
+    ),
+    rule(
         "--recompute-activations means --recompute-granularity selective, which excludes full; keep one",
         lambda run: run.training.recompute_activations and run.training.recompute_granularity == "full",
     ),

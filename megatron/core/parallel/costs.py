@@ -65,7 +65,8 @@ class Costs:
     this rank needs besides, at most, while it computes. ``uncounted``: classes of modules without a method ``costs``.
     ``frozen_flops``: those of ``flops`` whose weight is frozen. ``exchanged``: bytes that this rank sends to ranks with
     other experts in the forward pass, if choices are balanced; the backward pass sends as many. ``replayed``: those
-    bytes of ``kept`` that recomputation keeps as well, as it must not choose them anew.
+    bytes of ``kept`` that recomputation keeps as well, as it must not choose them anew. ``offloaded``: bytes that are
+    kept in main memory instead.
     """
 
     flops: float = 0.0
@@ -75,6 +76,7 @@ class Costs:
     frozen_flops: float = 0.0
     exchanged: int = 0
     replayed: int = 0
+    offloaded: int = 0
 
     def __add__(self, other: Costs) -> Costs:
         """Costs of both modules, computed one after the other."""
@@ -86,6 +88,7 @@ class Costs:
             self.frozen_flops + other.frozen_flops,
             self.exchanged + other.exchanged,
             self.replayed + other.replayed,
+            self.offloaded + other.offloaded,
         )
 
     @classmethod

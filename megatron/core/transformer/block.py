@@ -1,14 +1,20 @@
-"""A stage's layers in order, named by their global number and, when asked, recomputed in the backward pass."""
+"""A stage's layers in order, named by their global number. When asked, activations are recomputed in the backward pass
+or wait for it in main memory.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import dataclasses
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Literal
 
+import torch
 from torch import Tensor, nn
 
 from megatron.config.training import RecomputeModule, TrainingConfig
+from megatron.core.parallel.activation_offload import Offload
 from megatron.core.parallel.context import ParallelContext
 from megatron.core.parallel.costs import Costs, Workload, costs_of
 from megatron.core.parallel.recompute import recomputed
@@ -20,25 +26,31 @@ from megatron.core.transformer.stack import StackConfig
 
 @dataclass(frozen=True)
 class RecomputePlan:
-    """Which activations are recomputed instead of kept.
+    """Which activations are recomputed instead of kept, and which are kept in main memory.
 
     ``selective``: ``modules`` of each layer (arXiv:2205.05198). ``full``: whole layers; method ``uniform`` recomputes
-    every layer in runs of ``num_layers``, ``block`` only the first ``num_layers`` layers of the stage.
+    every layer in runs of ``num_layers``, ``block`` only the first ``num_layers`` layers of the stage. ``offloaded``:
+    how many layers of the stage, the first, keep in main memory what they keep, in tensors of ``least_offloaded``
+    elements or more.
     """
 
     granularity: Literal["full", "selective"] | None = None
     method: Literal["uniform", "block"] = "uniform"
     num_layers: int = 1
     modules: tuple[RecomputeModule, ...] = ("core_attn",)
+    offloaded: int = 0
+    least_offloaded: int = 1 << 20
 
     @classmethod
     def of(cls, training: TrainingConfig) -> RecomputePlan:
-        """What ``--recompute-…`` asks for."""
+        """What ``--recompute-…`` and ``--cpu-offloading-…`` ask for."""
         return cls(
             granularity=training.recompute_granularity,
             method=training.recompute_method or "uniform",
             num_layers=training.recompute_num_layers or 1,
             modules=training.recompute_modules,
+            offloaded=training.offloaded_layers,
+            least_offloaded=training.min_offloaded_tensor_size,
         )
 
     @property
@@ -47,13 +59,21 @@ class RecomputePlan:
         return frozenset(self.modules if self.granularity == "selective" else ())
 
     def runs(self, count: int) -> list[tuple[int, int, bool]]:
-        """Layers ``0 … count-1`` of a stage as consecutive (start, stop, recomputed?) runs."""
+        """Layers ``0 … count-1`` of a stage as consecutive (start, stop, recomputed?) runs; those that begin before
+        layer ``offloaded`` are offloaded.
+        """
         if self.granularity != "full":
-            return [(0, count, False)]
+            return self._kept(0, count)
         if self.method == "block":
             first = min(self.num_layers, count)
-            return [(i, i + 1, True) for i in range(first)] + ([(first, count, False)] if first < count else [])
+            return [(i, i + 1, True) for i in range(first)] + self._kept(first, count)
         return [(i, min(i + self.num_layers, count), True) for i in range(0, count, self.num_layers)]
+
+    def _kept(self, start: int, stop: int) -> list[tuple[int, int, bool]]:
+        """One run; with offloading, a run for each layer, as copies of one layer go on beside the next."""
+        if self.offloaded:
+            return [(i, i + 1, False) for i in range(start, stop)]
+        return [(start, stop, False)] if start < stop or start == 0 else []
 
 
 class TransformerBlock(nn.Module):
@@ -81,26 +101,58 @@ class TransformerBlock(nn.Module):
 
     def forward(self, x: Tensor, inputs: LayerInputs) -> Tensor:
         """``[s, b, h] -> [s, b, h]``."""
-        for start, stop, recompute in self._recompute.runs(len(self.layers)):
-            if recompute and self.training:
-                x = recomputed(self._run, x, inputs, start, stop)
-            else:
-                x = self._run(x, inputs, start, stop)
+        plan = self._recompute
+        offload = self._offload(x, inputs) if plan.offloaded and self.training and torch.is_grad_enabled() else None
+        for start, stop, recompute in plan.runs(len(self.layers)):
+            leaves = offload is not None and start < plan.offloaded
+            with offload.group() if offload is not None and leaves else nullcontext():
+                if recompute and self.training:
+                    x = recomputed(self._run, x, inputs, start, stop)
+                else:
+                    x = self._run(x, inputs, start, stop)
+            if offload is not None:
+                offload.follow(x, grouped=leaves)
+        if offload is not None:
+            offload.finish()
         return x if self.final_layernorm is None else self.final_layernorm(x)
 
     def costs(self, workload: Workload) -> Costs:
-        """A recomputed run of layers keeps its input; its working memory is what its layers would keep."""
+        """A recomputed run of layers keeps its input; its working memory is what its layers would keep. An offloaded
+        one keeps nothing here, but what two of them keep is here while one is computed and the next comes or goes.
+        """
         layers = [costs_of(layer, workload) for layer in self.layers.values()]
-        found = costs_of(self.final_layernorm, workload)
-        for start, stop, recompute in self._recompute.runs(len(layers)):
+        found, aside = costs_of(self.final_layernorm, workload), list[int]()
+        given, plan = workload.rows * self._hidden_size * workload.stream_itemsize, self._recompute
+        offloads = workload.rows * self._hidden_size >= plan.least_offloaded
+        stays = given if layers and "0" not in self.layers else 0  # what another stage sent, until its gradient is sent
+        for start, stop, recompute in plan.runs(len(layers)):
             run = sum(layers[start:stop], start=Costs())
             if recompute:
-                given = workload.rows * self._hidden_size * workload.stream_itemsize
                 run = run.recomputed(given)
+            if offloads and start < plan.offloaded:
+                here = run.replayed + (stays if start == 0 else 0)
+                aside.append(run.kept - here)
+                run = dataclasses.replace(run, kept=here, offloaded=run.kept - here)
             found += run
-        return found
+        both = max((one + other for one, other in zip(aside, [*aside[1:], 0])), default=0)
+        return dataclasses.replace(found, working=found.working + max(0, both - found.kept))
+
+    def _offload(self, x: Tensor, inputs: LayerInputs) -> Offload:
+        """Of a forward pass. What all layers share stays: their inputs beside hidden states, and weights."""
+        stays = [*self.parameters(), *_tensors(inputs), *([x] if x.is_leaf else [])]
+        return Offload(x.device, least=self._recompute.least_offloaded, kept=stays)
 
     def _run(self, x: Tensor, inputs: LayerInputs, start: int, stop: int) -> Tensor:
         for layer in list(self.layers.values())[start:stop]:
             x = layer(x, inputs)
         return x
+
+
+def _tensors(inputs: LayerInputs) -> Iterator[Tensor]:
+    """Those that all layers are given."""
+    for field in dataclasses.fields(inputs):
+        value = getattr(inputs, field.name)
+        if isinstance(value, Tensor):
+            yield value
+    for table in inputs.rotary.values():
+        yield from (table.cos, table.sin)

@@ -202,6 +202,11 @@ def test_good_settings(changes: str, without: str, ranks: int) -> None:
 FP8 = "--bf16 --fp8-format e4m3"
 REMARKS = [
     (
+        "--min-offloaded-tensor-size 5",
+        "",
+        "--min-offloaded-tensor-size: no effect without --cpu-offloading",
+    ),
+    (
         "--optimizer-offload-fraction 0.5 --overlap-cpu-optimizer-d2h-h2d",
         "",
         "--optimizer-offload-fraction, --overlap-cpu-optimizer-d2h-h2d: no effect without --optimizer-cpu-offload",
