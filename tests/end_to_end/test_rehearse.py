@@ -37,7 +37,7 @@ LAYOUTS = {
     "dp4 zero overlapped, gradients sent in bf16 and summed in fp32": (
         4,
         "--use-distributed-optimizer --overlap-grad-reduce --grad-reduce-in-bf16 --ddp-bucket-size 500000 "
-        "--ddp-reduce-scatter-with-fp32-accumulation --ddp-pad-buckets-for-high-nccl-busbw --ranks all",
+        "--ddp-reduce-scatter-with-fp32-accumulation --ranks all",
     ),
     "pp2, recomputed": (
         2,
