@@ -20,6 +20,7 @@ from megatron.core.inference.invariance import EqualRows, agreeing, cancelling
 
 _PACKED_FROM = {torch.bfloat16: 1, torch.float32: 3}  # rows; fewer are multiplied by columns
 _LARGE = 1 << 22  # numbers of a weight from which on fewer bytes are worth a dozen small operators
+_STRIDE = 32  # inputs: torch's bf16 product with int8 weights reads behind rows of other lengths than its multiples
 _STEPS = 32_639  # from 0 to the largest of a row, so that both bytes have room for their offsets
 _HINT = 8  # rows for which oneDNN is asked to choose the blocks: measured to be good for any number
 
@@ -112,9 +113,10 @@ class _Whole:
 class Int8:
     """In 8 bits with a scale for each output, half the memory traffic of bf16.
 
-    Small weights of bf16 models are multiplied in bf16. Others are multiplied as whole numbers: each row of inputs is
-    rounded to 16 bits, with a scale of its own, and is two rows of bytes. Sums of whole numbers are exact, so that a
-    row's bits depend on nothing else, and errors are those of the weights.
+    Small weights of bf16 models are multiplied in bf16, where rows have a length that torch's kernel takes. Others are
+    multiplied as whole numbers: each row of inputs is rounded to 16 bits, with a scale of its own, and is two rows of
+    bytes. Sums of whole numbers are exact, so that a row's bits depend on nothing else, and errors are those of the
+    weights.
     """
 
     def refusal(self, weight: Tensor) -> str | None:
@@ -122,7 +124,7 @@ class Int8:
         if weight.device.type != "cpu" or weight.dtype not in (torch.bfloat16, torch.float32):
             dtype = str(weight.dtype).removeprefix("torch.")
             return f"it is for bf16 and fp32 models on a CPU, and this one is in {dtype} on {weight.device.type}"
-        return _works(self, weight.dtype)
+        return _works(self, weight.dtype) or _works(self, torch.float32)
 
     def pack(self, weight: Tensor) -> tuple[Tensor, Tensor] | _Whole:
         """Numbers from -127 to 127, and scales, whose rounding to the weight's type comes first so that it adds no
@@ -131,7 +133,7 @@ class Int8:
         wide = weight.detach().float()
         scales = (wide.abs().amax(dim=1) / 127).clamp(min=1e-30).to(weight.dtype)
         numbers = (wide / scales.float()[:, None]).round().clamp(-127, 127).to(torch.int8)
-        if weight.dtype == torch.bfloat16 and weight.numel() < _LARGE:
+        if weight.dtype == torch.bfloat16 and weight.numel() < _LARGE and weight.shape[1] % _STRIDE == 0:
             return numbers, scales
         blocks: Tensor = torch.ops.onednn.qlinear_prepack(numbers, None)
         return _Whole(blocks, scales.float(), torch.zeros(len(scales), dtype=torch.int32))

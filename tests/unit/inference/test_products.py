@@ -24,7 +24,7 @@ def weight_of(outputs: int, inputs: int) -> Tensor:
     return torch.randn(outputs, inputs, generator=torch.Generator().manual_seed(1)).bfloat16()
 
 
-@pytest.mark.parametrize("inputs", [33, 64, 1376])
+@pytest.mark.parametrize("inputs", [64, 1376])
 def test_int8_weights_are_off_by_half_a_step(inputs: int) -> None:
     """A step is the largest of an output's weights over 127, and a row of zeros stays zeros."""
     weight = weight_of(70, inputs)
@@ -58,6 +58,28 @@ def test_large_int8_weights_have_errors_of_weights_alone(dtype: torch.dtype, inp
     assert torch.all((found.double() - expected).norm(dim=1) <= bound * expected.norm(dim=1))
     for rows in (1, 3, 7):
         assert torch.equal(torch.cat([INT8.multiply(x[n : n + rows], packed, bias) for n in range(0, 40, rows)]), found)
+
+
+@pytest.mark.parametrize("inputs", [1, 7, 33, 80, 1366])
+@pytest.mark.parametrize("is_batch_invariant", [False, True])
+def test_int8_weights_of_any_width(inputs: int, is_batch_invariant: bool) -> None:
+    """torch's kernel for small weights reads behind rows that are no multiple of its steps long: NaN, or a crash."""
+    weight, x = nn.Parameter(weight_of(5, inputs), requires_grad=False), weight_of(9, inputs)
+    assert INT8.refusal(weight) is None
+    found = GenerationProducts(is_batch_invariant=is_batch_invariant, form=INT8)(x, weight, None)
+    expected = x.double() @ weight.double().t()
+    assert (found.double() - expected).norm() <= 0.02 * expected.norm()
+
+
+def test_large_weights_need_products_of_whole_numbers() -> None:
+    """A bf16 model has weights for both kernels, and is refused where one of them doesn't work."""
+
+    class Wrong(type(INT8)):  # type: ignore[misc]
+        def multiply(self, x: Tensor, packed: Any, bias: Tensor | None) -> Tensor:
+            found: Tensor = super().multiply(x, packed, bias)
+            return found if isinstance(packed, tuple) else found * 2
+
+    assert Wrong().refusal(weight_of(4, 64)) == "this torch or processor computes it wrongly"
 
 
 def test_one_row_in_fp32() -> None:
