@@ -2,7 +2,8 @@
 
 gloo often has a result before anyone waits for it, so a missing wait changes nothing on a CPU; on a GPU it is a race.
 In ``poisoned`` the result of everything that is started is NaN until its wait, and input and result must not be
-changed by others until then. ``POISON_COLLECTIVES=1`` does so in all ranks of ``run_ranks``.
+changed by others until then. It writes to ``x.data``, which autograd doesn't take for a change of ``x``.
+``POISON_COLLECTIVES=1`` does so in all ranks of ``run_ranks``.
 """
 
 from __future__ import annotations
@@ -70,7 +71,7 @@ def _all_reduce(usual: Callable[..., Any]) -> Callable[..., Any]:
         if not async_op:
             return usual(x, *args, **more)
         private = x.detach().clone()
-        return _Late("all_reduce", usual(private, *args, async_op=True, **more), private, x.detach())
+        return _Late("all_reduce", usual(private, *args, async_op=True, **more), private, x.data)
 
     return start
 
@@ -83,14 +84,14 @@ def _into(usual: Callable[..., Any], name: str) -> Callable[..., Any]:
             return usual(out, x, *args, **more)
         private, given = torch.empty_like(out), x.detach().clone()
         work = usual(private, given, *args, async_op=True, **more)
-        return _Late(name, work, private, out.detach(), x.detach())
+        return _Late(name, work, private, out.data, x.data)
 
     return start
 
 
 def _send(usual: Callable[..., Any]) -> Callable[..., Any]:
     def start(x: Tensor, *args: Any, **more: Any) -> Any:
-        return _Late("isend", usual(x.detach().clone(), *args, **more), given=x.detach())
+        return _Late("isend", usual(x.detach().clone(), *args, **more), given=x.data)
 
     return start
 
@@ -98,7 +99,7 @@ def _send(usual: Callable[..., Any]) -> Callable[..., Any]:
 def _receive(usual: Callable[..., Any]) -> Callable[..., Any]:
     def start(x: Tensor, *args: Any, **more: Any) -> Any:
         private = torch.empty_like(x)
-        return _Late("irecv", usual(private, *args, **more), private, x.detach())
+        return _Late("irecv", usual(private, *args, **more), private, x.data)
 
     return start
 
