@@ -101,17 +101,23 @@ def gradients_of_part(
             probabilities = block.softmax(scores)
         else:
             probabilities = _exp_less(scores.to(wide), all_lse[:, :, block.rows].flatten(1, 2)).to(q.dtype)
-        used, grad_probabilities = probabilities, torch.bmm(grad_out, block.v.transpose(1, 2))
+        del scores  # what is as large as they is freed as soon as it can be
+        used, kept = probabilities, None
         if options.dropout > 0.0:
             kept = draw_kept(probabilities, options.dropout, options.generator)
             used = scale_kept(probabilities, kept, options.dropout)
-            grad_probabilities = scale_kept(grad_probabilities, kept, options.dropout)
         block_grad_v = torch.bmm(used.transpose(1, 2), grad_out)
+        del used
+        grad_probabilities = torch.bmm(grad_out, block.v.transpose(1, 2))
+        if kept is not None:
+            grad_probabilities = scale_kept(grad_probabilities, kept, options.dropout)
+            del kept
         if whole is None:
             grad_scores = torch._softmax_backward_data(grad_probabilities, probabilities, -1, probabilities.dtype)
         else:
             means = all_means[:, :, block.rows].flatten(1, 2)
             grad_scores = (grad_probabilities - means).mul_(probabilities).to(q.dtype)
+        del grad_probabilities, probabilities
         if grad_bias is not None:
             by_head = grad_scores.view(q.shape[1], q.shape[2], -1, grad_scores.shape[2])
             grad_bias[:, block.rows, block.visible] = by_head.sum(0)
