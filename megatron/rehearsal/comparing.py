@@ -7,6 +7,7 @@ beside each other. An operation begins after what its rank has waited for before
 
 from __future__ import annotations
 
+import dataclasses
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 
@@ -58,6 +59,7 @@ def stuck(ranks: Mapping[int, Sequence[Operation]], *, one_queue: bool = False) 
     ``one_queue``: if each device ran one operation at a time, in the order of its rank, whatever their communicators:
     NCCL may, and does not have to, run several at once.
     """
+    ranks = {rank: _with_pairs(rank, asked) for rank, asked in ranks.items()}
     whole = set(_by_communicator(ranks))
     queues: dict[tuple[int, Communicator], list[list[Operation]]] = {}
     pending: dict[int, set[int]] = {rank: set() for rank in ranks}  # waits that are not over, by number
@@ -151,6 +153,21 @@ def _by_communicator(ranks: Mapping[int, Sequence[Operation]]) -> dict[Communica
                 members = found.setdefault(each.communicator, {member: [] for member in each.communicator.members})
                 members[rank].append(each)
     return found
+
+
+def _with_pairs(rank: int, asked: Sequence[Operation]) -> list[Operation]:
+    """Messages that are in no batch belong to a communicator of two, which NCCL makes for each pair of a group."""
+    return [
+        each
+        if each.peer is None or each.grouped
+        else dataclasses.replace(
+            each,
+            communicator=Communicator(
+                f"{each.communicator.name}, a pair", (min(rank, each.peer), max(rank, each.peer))
+            ),
+        )
+        for each in asked
+    ]
 
 
 def _pairs(communicator: Communicator) -> Iterable[tuple[int, int]]:

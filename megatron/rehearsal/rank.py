@@ -23,6 +23,7 @@ from megatron.config.parallel import ParallelConfig
 from megatron.config.run import RunConfig
 from megatron.core.checkpointing.save import SavePlanner
 from megatron.core.checkpointing.sharded_view import Staging, sharded_views
+from megatron.core.datasets import mock as mock_data
 from megatron.core.distributed import buffers
 from megatron.core.distributed.parameter_policy import matches
 from megatron.core.inference.request import Request
@@ -92,6 +93,7 @@ def rehearse(
         recorder.recording(),
         _answers(config, train_spec),
         mock.patch.object(initialize, "_normal_rows", _rows_at_once),
+        mock.patch.object(mock_data, "_NUM_DOCUMENTS", min(mock_data._NUM_DOCUMENTS, 100 * config.data.seq_length)),
     ):
         context = _context(config, device, rank)
         stack.enter_context(balanced(context.mesh, waits))

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
+from megatron.config.optimizer import OptimizerConfig
 from megatron.config.run import RunConfig
 from megatron.core.models.train_spec import TrainSpec
 from megatron.planning.estimate import stage_costs
@@ -21,11 +23,19 @@ def rehearsed(run: RunConfig, train_spec: TrainSpec, *, vocab_size: int, steps: 
         plain,
         model=dataclasses.replace(run.model, vocab_size=vocab_size),
         precision=run.precision,
-        optimizer=run.optimizer,
+        optimizer=_with_constant_rate(run.optimizer),
         training=dataclasses.replace(plain.training, eval_iters=min(run.training.eval_iters, 1)),
     )
     plain = with_stages(plain, train_spec)
     return plain if full else _with_microbatches(plain, _fewest_microbatches(plain, train_spec))
+
+
+def _with_constant_rate(optimizer: OptimizerConfig) -> OptimizerConfig:
+    """Without warm-up and decay, which may be longer than the rehearsal."""
+    schedule: dict[str, Any] = {
+        each.name: each.default for each in dataclasses.fields(optimizer) if each.name.startswith("lr_")
+    }
+    return dataclasses.replace(optimizer, **schedule | {"lr_decay_style": "constant"})
 
 
 def _with_microbatches(run: RunConfig, number: int) -> RunConfig:

@@ -86,3 +86,23 @@ def test_a_batch_of_messages_begins_with_all_ranks() -> None:
 def test_ranks_that_are_not_rehearsed_are_left_out() -> None:
     assert disagreements({0: rank(("all-reduce", BOTH, None, True))}) == []
     assert stuck({0: rank(("all-reduce", BOTH, None, True))}) is None
+
+
+def test_messages_of_several_pairs_do_not_wait_for_each_other() -> None:
+    """NCCL gives each pair of a group a communicator of its own, unless messages are started together."""
+    ring = Communicator("ring", (0, 1, 2))
+    met = [
+        [("send", ring, 1, True), ("receive", ring, 2, True)],
+        [("receive", ring, 0, True), ("send", ring, 2, True)],
+        [("receive", ring, 1, True), ("send", ring, 0, True)],
+    ]
+    early = {
+        0: rank(*met[0], ("receive", ring, 2, False), ("send", ring, 1, True)),
+        1: rank(*met[1], *met[1]),
+        2: rank(*met[2], *met[2]),
+    }
+    assert stuck(early) is None
+    for operations in early.values():
+        for each in operations:
+            each.grouped = True
+    assert stuck(early) is not None
