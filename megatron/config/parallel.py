@@ -97,6 +97,11 @@ class ParallelConfig:
         default=None,
         at_least=1,
     )
+    gradient_accumulation_fusion: bool | None = flag(
+        "Linear layers add their weights' gradients to the gradient buffer as they multiply, without a tensor of their "
+        "own; on GPUs unless turned off. Not in products in 8 bits, nor in those of embedding and output layer.",
+        default=None,
+    )
     ddp_pad_buckets_for_high_nccl_busbw: bool = switch(
         "Pad gradient buckets to multiples of 65,536 elements, with which NCCL keeps its speed on many nodes."
     )
@@ -114,6 +119,10 @@ class ParallelConfig:
     distributed_timeout_minutes: float = flag(
         "Minutes a collective may wait for a rank; then the run ends and names the rank.", default=10.0, above=0
     )
+
+    def fuses_accumulation(self, *, on_cpu: bool) -> bool:
+        """Whether ``gradient_accumulation_fusion`` is on, where it is or isn't a CPU that trains."""
+        return not on_cpu if self.gradient_accumulation_fusion is None else self.gradient_accumulation_fusion
 
     @property
     def etp(self) -> int:

@@ -22,6 +22,7 @@ from megatron.core.parallel.low_precision import LowPrecision
 from megatron.core.parallel.mesh import Mesh
 from megatron.core.parallel.rng import RngStreams
 from megatron.core.parallel.sharding import sharded_parameters
+from megatron.core.parallel.weight_gradients import WeightGradients
 from megatron.core.transformer.block import RecomputePlan
 from megatron.core.transformer.latent_attention import LatentAttention
 
@@ -41,6 +42,7 @@ class _Layout:
     dtype: torch.dtype
     fp8: Fp8Config
     num_layers: int
+    fuses_accumulation: bool
 
     @classmethod
     def of(cls, run: RunConfig) -> _Layout:
@@ -58,6 +60,7 @@ class _Layout:
             DTYPES[run.precision.params_dtype],
             run.fp8,
             run.num_layers if run.fp8.is_on else 0,
+            run.parallel.fuses_accumulation(on_cpu=False),
         )
 
 
@@ -82,6 +85,7 @@ def _context(layout: _Layout) -> ParallelContext:
         cp_comm_types=layout.cp_comm_types,
         cp_sizes=layout.cp_sizes,
         low_precision=low_precision,
+        weight_gradients=WeightGradients(fuses_accumulation=layout.fuses_accumulation),
     )
 
 

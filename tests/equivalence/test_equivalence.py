@@ -240,6 +240,10 @@ LAYOUTS: dict[str, Layout] = {
     "tp2 sp dp2 zero recompute": Layout(
         tp=2, dp=2, sequence_parallel=True, sharded=True, overlap=True, bucket_size=3000, recompute=FULL
     ),
+    "one rank, accumulation fused": Layout(micro_batch_size=1, fuses_accumulation=True),
+    "tp2 sp dp2 zero, accumulation fused": Layout(
+        tp=2, dp=2, sequence_parallel=True, sharded=True, overlap=True, bucket_size=3000, fuses_accumulation=True
+    ),
 }
 GATHER: tuple[CpCommType, ...] = ("all_gather",)
 HEADS: tuple[CpCommType, ...] = ("a2a",)

@@ -129,6 +129,9 @@ LAYOUTS: dict[str, Layout] = {
     ),
     "pp2 ep2 interleaved": Layout(pp=2, chunks=2, schedule="interleaved", dp=2, ep=2),
     "pp2 ep2 zb-h1": Layout(pp=2, dp=2, ep=2, schedule="zb-h1", sharded=True, overlap=True, bucket_size=3000),
+    "pp2 ep2 zb-h1, accumulation fused": Layout(
+        pp=2, dp=2, ep=2, schedule="zb-h1", sharded=True, overlap=True, bucket_size=3000, fuses_accumulation=True
+    ),
     "pp2 tp2 sp ep2 etp1 zb-v recompute": Layout(
         pp=2, chunks=2, tp=2, sequence_parallel=True, ep=2, etp=1, schedule="zb-v", recompute=FULL
     ),

@@ -51,6 +51,9 @@ LAYOUTS: dict[str, Layout] = {
     "pp2 vpp2 dp2 zero": Layout(pp=2, chunks=2, schedule="interleaved", **ZERO, recompute=FULL),
     "pp2 zb-h1": Layout(pp=2, schedule="zb-h1", micro_batch_size=1, recompute=FULL),
     "pp2 zb-v dp2 zero": Layout(**VEE, **ZERO),
+    "pp2 zb-h1, accumulation fused": Layout(
+        pp=2, schedule="zb-h1", micro_batch_size=1, recompute=FULL, fuses_accumulation=True
+    ),
     "tp2 sp pp2 dp2 zero": Layout(**TENSOR, pp=2, **ZERO, recompute=FULL),
     "tp2 pp2 zb-h1 dp2 zero": Layout(tp=2, pp=2, schedule="zb-h1", **ZERO, recompute=SELECTIVE),
     "tp2 sp pp2 zb-v dp2 zero": Layout(**TENSOR, **VEE, **ZERO, recompute=FULL),

@@ -15,7 +15,7 @@ from megatron.config.parallel import CpCommType
 from megatron.config.pipeline import balanced_sizes
 from megatron.config.precision import PrecisionConfig
 from megatron.core.conversion.portable import load_weights
-from megatron.core.distributed.buffers import build_buffers
+from megatron.core.distributed.buffers import FlatBuffer, build_buffers
 from megatron.core.distributed.grad_sync import GradSync
 from megatron.core.distributed.parameter_policy import parameter_policies
 from megatron.core.models.bert.train_spec import ORDER
@@ -76,6 +76,12 @@ class Layout:
     stage_sizes: tuple[int, ...] = ()
     ep: int = 1
     etp: int | None = None
+    fuses_accumulation: bool = False
+
+    def grad_sync(self, buffers: list[FlatBuffer], context: ParallelContext) -> GradSync:
+        """That of a rank."""
+        options = {"sharded": self.sharded, "overlap": self.overlap, "fuses_accumulation": self.fuses_accumulation}
+        return GradSync(buffers, context, **options)
 
 
 def microbatches(
@@ -131,7 +137,7 @@ def train(context: ParallelContext, settings: Mapping[str, Any], layout: Layout)
         bucket_size=layout.bucket_size,
         policies=policies,
     )
-    sync = GradSync(buffers, context, sharded=layout.sharded, overlap=layout.overlap)
+    sync = layout.grad_sync(buffers, context)
     optimizer = Optimizer(
         buffers,
         OptimizerConfig(lr=1e-2, weight_decay=0.1, clip_grad=0.5),

@@ -9,6 +9,8 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
+from megatron.core.distributed.buffers import build_buffers
+from megatron.core.distributed.grad_sync import GradSync
 from megatron.core.ops.matmul import transposed_times
 from megatron.core.parallel.collectives import Handle, reduce_scatter_into_async
 from megatron.core.parallel.context import ParallelContext
@@ -110,3 +112,22 @@ def test_gradient_of_a_weight_with_other_uses_is_added_at_once() -> None:
     assert weight.grad is not None and weight.grad.tolist() == [[12.0, 12.0], [12.0, 12.0]]
     with torch.no_grad():
         assert added_at_once(weight) is weight
+
+
+def test_a_weights_gradient_is_added_to_its_sum_without_autograd() -> None:
+    """--gradient-accumulation-fusion: else autograd makes a tensor of each gradient before it adds it."""
+    context, generator = ParallelContext.single(dtype=torch.bfloat16), torch.Generator().manual_seed(1)
+    layer = ColumnParallelLinear(WIDTH, 4, context, init=Normal(0.5), bias=False)
+    torch.nn.init.ones_(layer.weight)
+    (buffer,) = build_buffers(layer.named_parameters(), context, grad_dtype=torch.float32)
+    sync = GradSync([buffer], context, sharded=False, overlap=True, fuses_accumulation=True)
+    seen: list[Tensor] = []
+    layer.weight.register_post_accumulate_grad_hook(seen.append)  # type: ignore[no-untyped-call]
+    x = torch.randn(3, WIDTH, generator=generator).bfloat16()
+    with sync.last_backward():
+        for _ in range(2):
+            torch.autograd.backward(layer(x).float().sum())
+    sync.finish()
+    assert not seen and layer.weight.grad is None
+    expected = 2 * x.sum(0, dtype=torch.float32).expand(4, -1)
+    torch.testing.assert_close(buffer.grads[: 4 * WIDTH].view(4, WIDTH), expected, atol=0.1, rtol=0)

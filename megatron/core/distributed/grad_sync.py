@@ -26,6 +26,7 @@ from megatron.core.parallel.collectives import (
 from megatron.core.parallel.context import ParallelContext
 from megatron.core.parallel.exchange import Team
 from megatron.core.parallel.grid import Axis
+from megatron.core.parallel.weight_gradients import MainGrad
 from megatron.errors import RESTART_CANNOT_HELP, ParallelError
 
 _COALESCE_BELOW = 1 << 16
@@ -56,6 +57,7 @@ class GradSync:
     ``sharded``: this rank's gradients become whole only in its own shard of every bucket (ZeRO 1).
     ``overlap``: each bucket's reduction starts as soon as it has its last gradients, see ``last_backward``.
     ``sums_in_fp32``: 16-bit gradients that become sharded are summed in fp32 and rounded once.
+    ``fuses_accumulation``: linear layers add their weights' gradients to the buffers as they multiply.
     """
 
     def __init__(
@@ -66,6 +68,7 @@ class GradSync:
         sharded: bool,
         overlap: bool,
         sums_in_fp32: bool = False,
+        fuses_accumulation: bool = False,
     ) -> None:
         self._buffers = buffers
         self._mesh = context.mesh
@@ -74,11 +77,15 @@ class GradSync:
         self._sums_in_fp32 = sums_in_fp32
         self._counting = self._counted = False
         self._launched = 0
+        context.weight_gradients.fuses_accumulation = fuses_accumulation
         reductions = [_Reduction(buffer, bucket) for buffer in buffers for bucket in buffer.buckets]
         for reduction in reductions:
             for entry in reduction.bucket.entries:
                 collect = partial(self._collect, reduction, entry)
                 entry.parameter.register_post_accumulate_grad_hook(collect)  # type: ignore[no-untyped-call]
+                if fuses_accumulation:
+                    added = partial(self._count, reduction, entry)
+                    context.weight_gradients.main_grads[entry.parameter] = MainGrad(entry.main_grad, added)
         # Backward completes parameters from the last registered to the first; every rank launches in this same order.
         reductions.sort(key=lambda reduction: -min(entry.order for entry in reduction.bucket.entries))
         self._reductions = [each for each in reductions if each.buffer.num_shards > 1]
@@ -121,12 +128,16 @@ class GradSync:
         self._sum_tied()
 
     def _collect(self, reduction: _Reduction, entry: ParamEntry, parameter: Tensor) -> None:
-        """After autograd has accumulated a gradient: add it to the buffer, and count it towards its bucket."""
+        """After autograd has accumulated a gradient: add it to the buffer."""
         grad = parameter.grad
         assert grad is not None, "autograd calls this after it has set a gradient"
         if grad is not entry.resting_grad:
             reduction.buffer.accumulate(entry, grad)
             parameter.grad = entry.resting_grad
+        self._count(reduction, entry)
+
+    def _count(self, reduction: _Reduction, entry: ParamEntry) -> None:
+        """After a gradient has been added to the buffer: count it towards its bucket, and reduce what is complete."""
         if reduction.handle is not None:
             raise ParallelError(
                 f"{entry.name} received a gradient after its bucket had been reduced: the parameters that take part "

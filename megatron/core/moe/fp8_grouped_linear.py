@@ -46,3 +46,10 @@ class Fp8GroupedLinear(GroupedLinear):
         left = quantizer.quantize_all(groups.parts(grad), quantizer.grad, across=False)
         right = quantizer.quantize_all(groups.parts(rows), quantizer.input, across=False)
         return torch.stack([quantizer.multiply(a.along, b.along, grad.dtype) for a, b in zip(left, right)])
+
+    def add_outer(self, total: Tensor, weight: Tensor, grad: Tensor, rows: Tensor, groups: Groups) -> None:
+        """See ``GroupedLinear``. A product in 8 bits isn't added by the kernel that computes it."""
+        if self.quantizers[weight].wgrad:
+            total.add_(self.outer(weight, grad, rows, groups))
+        else:
+            super().add_outer(total, weight, grad, rows, groups)

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from megatron.core.ops.grouped_matmul import Backend, Groups
 from megatron.core.parallel.context import ParallelContext
+from megatron.core.parallel.weight_gradients import Work
 
 
 class Activation(Protocol):
@@ -73,9 +74,24 @@ class GroupedLinear:
         """The gradient of the weight, [e, out, in]."""
         return self.backend.outer(grad, rows, groups)
 
+    def add_outer(self, total: Tensor, weight: Tensor, grad: Tensor, rows: Tensor, groups: Groups) -> None:
+        """Add the gradient of the weight to ``total`` [e, out, in]."""
+        self.backend.add_outer(total, grad, rows, groups)
+
     def add_gradient(self, weight: Tensor, grad: Tensor, rows: Callable[[], Tensor], groups: Groups) -> None:
-        """Let autograd accumulate the gradient of ``weight``, now or when the schedule says."""
+        """Add the gradient of ``weight`` to its sum, if it has one, or let autograd accumulate it, now or when the
+        schedule says.
+        """
         if not weight.requires_grad:
+            return
+        main_grad = self.context.weight_gradients.main_grads.get(weight)
+        if main_grad is not None and self.sums is None:
+
+            def work() -> None:
+                self.add_outer(main_grad.sum.flatten(1, -2), weight, grad, rows(), groups)
+                main_grad.added()
+
+            self._do(work)
             return
 
         def computed() -> Tensor:
@@ -100,10 +116,11 @@ class GroupedLinear:
             self._accumulate(weight, total.detach)
 
     def _accumulate(self, weight: Tensor, gradient: Callable[[], Tensor]) -> None:
-        @torch.no_grad()
-        def work() -> None:
-            torch.autograd.backward(weight, gradient())
+        self._do(lambda: torch.autograd.backward(weight, gradient()))
 
+    def _do(self, work: Work) -> None:
+        """Compute a weight's gradient, now or when the schedule says."""
+        work = torch.no_grad()(work)
         if self.context.weight_gradients.noted is None:
             work()
         else:

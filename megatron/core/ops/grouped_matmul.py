@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from megatron.core.device import capability, is_gpu
+from megatron.core.ops.matmul import add_transposed_times
 from megatron.errors import ConfigError
 
 _grouped_mm: Any = getattr(functional, "grouped_mm", None)
@@ -63,6 +64,10 @@ class Backend(Protocol):
         """``gradsᵀ·rows`` of each group: [n, out] and [n, in] -> [e, out, in]; zero for a group without rows."""
         ...
 
+    def add_outer(self, total: Tensor, grads: Tensor, rows: Tensor, groups: Groups) -> None:
+        """Add that to ``total`` [e, out, in], whose type may be wider."""
+        ...
+
 
 class Loop:
     """One product for each group, in any type on any device."""
@@ -84,6 +89,12 @@ class Loop:
         for grad, part, into in zip(groups.parts(grads), groups.parts(rows), out.unbind(0)):
             torch.mm(grad.t(), part, out=into)
         return out
+
+    def add_outer(self, total: Tensor, grads: Tensor, rows: Tensor, groups: Groups) -> None:
+        """See ``Backend``; no tensor is made of what is added."""
+        for grad, part, into in zip(groups.parts(grads), groups.parts(rows), total.unbind(0)):
+            if len(part):
+                add_transposed_times(into, grad, part)
 
 
 class GroupedMM:
@@ -110,6 +121,10 @@ class GroupedMM:
         """See ``Backend``."""
         found: Tensor = _grouped_mm(_aligned(grads).t(), _aligned(rows), offs=groups.ends)
         return found
+
+    def add_outer(self, total: Tensor, grads: Tensor, rows: Tensor, groups: Groups) -> None:
+        """See ``Backend``; the kernel cannot add, and a product for each group would wait for their sizes."""
+        total.add_(self.outer(grads, rows, groups))
 
 
 def _aligned(rows: Tensor) -> Tensor:

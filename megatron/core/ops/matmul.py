@@ -48,6 +48,29 @@ def transposed_times(a: Tensor, b: Tensor, *, add_to: Tensor | None = None) -> T
     return add_to
 
 
+def add_transposed_times(total: Tensor, a: Tensor, b: Tensor) -> None:
+    """``total += aᵀ·b``, for [m, n], [k, m] and [k, n]; ``total`` may be wider than ``a`` and ``b``, fp32 and bf16.
+
+    A weight's gradient that is added to those before it, of which no tensor is made. A GPU's product then adds without
+    rounding to the narrow type; elsewhere the product is rounded, some rows at a time.
+    """
+    if total.dtype == a.dtype:
+        transposed_times(a, b, add_to=total)
+    elif total.device.type != "cpu" and _adds_to_wider():
+        torch.addmm(total, a.t(), b, out_dtype=total.dtype, out=total)
+    else:
+        block = max(64, _BLOCK_ELEMENTS // b.shape[1] // 64 * 64)
+        for start in range(0, total.shape[0], block):
+            product = torch.mm(a[:, start : start + block].t(), b)
+            total[start : start + block].add_(product.to(total.dtype))  # on CPU two steps are faster than one
+
+
+@functools.cache
+def _adds_to_wider() -> bool:
+    """Whether this torch has products of 16-bit numbers with a sum in fp32: from 2.8 on, not with ROCm."""
+    return torch.version.hip is None and hasattr(torch.ops.aten.addmm, "dtype_out")
+
+
 def _onednn_serves(a: Tensor, b: Tensor) -> bool:
     """Whether oneDNN computes ``a·bᵀ``: fp32 on an x86 CPU, and enough work."""
     return (

@@ -1,12 +1,25 @@
-"""Gradients of weights that a backward pass leaves for later: zero-bubble schedules compute them in waiting time."""
+"""How the gradients of weights are computed: at once or later, in a tensor of their own or added to those before."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+from torch import Tensor
 
 Work = Callable[[], None]
+
+
+@dataclass(frozen=True, eq=False)
+class MainGrad:
+    """Where the gradients of a weight are summed.
+
+    ``sum``: shaped like the weight. ``added``: to be called after a gradient has been added to it.
+    """
+
+    sum: Tensor
+    added: Callable[[], None]
 
 
 @dataclass(eq=False)
@@ -16,10 +29,14 @@ class WeightGradients:
     ``may_wait``: whether any backward pass of the run leaves them for later, which needs another form of the layer.
     ``noted``: where the running backward pass notes them down; None when it computes them at once. A layer's input and
     the gradient of its output are kept until the noted gradient is computed.
+    ``main_grads``: the weights whose gradients linear layers add to a sum as they multiply. Autograd, which else adds
+    them up, sees nothing of those. ``fuses_accumulation``: whether there are such weights.
     """
 
     may_wait: bool = False
     noted: list[Work] | None = None
+    fuses_accumulation: bool = False
+    main_grads: dict[Tensor, MainGrad] = field(default_factory=dict)
 
     @contextmanager
     def left_for_later(self) -> Iterator[list[Work]]:

@@ -131,12 +131,15 @@ class ReplicatedLinear(nn.Module):
 def _product(
     weight: nn.Parameter, workload: Workload, *, kept: int, fp8: Fp8Linear | None = None, gathers: bool = False
 ) -> Costs:
-    """Of a product with ``weight`` that keeps ``kept`` rows, and needs memory for the weight's gradient."""
+    """Of a product with ``weight`` that keeps ``kept`` rows, and needs memory for the weight's gradient unless it is
+    added to others at once.
+    """
     outputs, inputs = sharding_of(weight).shape
     width, itemsize = weight.shape[1], workload.itemsize
     flops = 2.0 * outputs * inputs * workload.all_tokens
     rows = kept * width * itemsize if fp8 is None else fp8.bytes_kept(kept, width, itemsize=itemsize, gathers=gathers)
-    return Costs.of_product(weight, flops, kept=rows, working=weight.shape[0] * width * itemsize)
+    fuses = fp8 is None and workload.context.weight_gradients.fuses_accumulation
+    return Costs.of_product(weight, flops, kept=rows, working=0 if fuses else weight.shape[0] * width * itemsize)
 
 
 class VocabParallelEmbedding(nn.Module):

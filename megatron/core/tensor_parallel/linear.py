@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron.core.ops.matmul import transposed_times
+from megatron.core.ops.matmul import add_transposed_times, transposed_times
 from megatron.core.parallel.collectives import Handle, all_gather, all_gather_into_async, reduce_scatter_into_async
 from megatron.core.parallel.context import ParallelContext
 from megatron.core.tensor_parallel.fp8_linear import Fp8Linear
@@ -28,19 +28,20 @@ def linear(
     gathers: bool = False,
     fp8: Fp8Linear | None = None,
 ) -> Tensor:
-    """``x·weightᵀ + bias``: [..., in] -> [..., out]. The weight's gradient may be left for later: see ``_Linear``.
+    """``x·weightᵀ + bias``: [..., in] -> [..., out]. The weight's gradient may be left for later: see ``_Linear``, and
+    is added to those before it without a tensor of its own where ``context.weight_gradients`` has their sum.
 
     ``gathers``: ``x`` [s, b, in] is this rank's part of the sequence and the product is that of all, [S, b, out].
     ``fp8``: computes it in 8 bits, except for generation, which has products of its own.
     """
     if fp8 is not None and (torch.is_grad_enabled() or context.products.multiply is F.linear):
         return fp8(x, weight, bias, gathers=gathers)
-    splits = context.weight_gradients.may_wait
-    if not (splits or gathers) or not (torch.is_grad_enabled() and weight.requires_grad):
+    by_hand = context.weight_gradients.may_wait or weight in context.weight_gradients.main_grads
+    if not (by_hand or gathers) or not (torch.is_grad_enabled() and weight.requires_grad):
         return context.products.multiply(enter(x, context) if gathers else x, weight, bias)
     if not x.requires_grad:
         x = x.detach().requires_grad_()  # else there is no backward pass, as autograd doesn't see the weight
-    add_gradient = partial(_add_gradient, weight)
+    add_gradient = partial(add_weight_gradient, weight, context)
     return _Linear.apply(x, bias, weight.detach(), add_gradient, context, gathers)  # type: ignore[no-untyped-call, no-any-return]
 
 
@@ -94,8 +95,13 @@ class _Linear(torch.autograd.Function):
 
 
 @torch.no_grad()
-def _add_gradient(weight: Tensor, grad_rows: Tensor, rows: Tensor) -> None:
-    """Compute ``grad_rowsᵀ·rows`` and let autograd accumulate it."""
+def add_weight_gradient(weight: Tensor, context: ParallelContext, grad_rows: Tensor, rows: Tensor) -> None:
+    """Add ``grad_rowsᵀ·rows`` to the weight's sum of gradients, if there is one, or let autograd accumulate it."""
+    main_grad = context.weight_gradients.main_grads.get(weight)
+    if main_grad is not None:
+        add_transposed_times(main_grad.sum, grad_rows, rows)
+        main_grad.added()
+        return
     torch.autograd.backward(weight, transposed_times(grad_rows, rows).contiguous())
 
 

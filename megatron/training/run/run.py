@@ -125,6 +125,7 @@ def build_run(
         sharded=sharded,
         overlap=config.parallel.overlap_grad_reduce,
         sums_in_fp32=config.parallel.ddp_reduce_scatter_with_fp32_accumulation,
+        fuses_accumulation=config.parallel.fuses_accumulation(on_cpu=context.device.type == "cpu"),
     )
     optimizer = Optimizer(
         buffers,

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from megatron.core.ops import matmul
-from megatron.core.ops.matmul import times_transposed, transposed_times
+from megatron.core.ops.matmul import add_transposed_times, times_transposed, transposed_times
 
 BIG = (96, 128, 160)  # enough work for oneDNN
 DTYPES = [torch.float32, torch.float64, torch.bfloat16]
@@ -71,3 +71,14 @@ def test_fp64_and_small_products_stay_with_torch() -> None:
     assert not matmul._onednn_serves(big.double(), big.double())
     assert not matmul._onednn_serves(small, small)
     assert matmul._onednn_serves(big, big) == matmul._has_onednn()
+
+
+@pytest.mark.parametrize("wide", [torch.float32, torch.float64])
+def test_a_product_is_added_to_a_sum_of_a_wider_type(wide: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The sum keeps what a sum of bf16 numbers would round away; block by block."""
+    monkeypatch.setattr(matmul, "_BLOCK_ELEMENTS", 1000)
+    a, b = (x.detach() for x in tensors((128, 200), (128, 96), dtype=torch.bfloat16))
+    total = torch.full((200, 96), 1000.0, dtype=wide)
+    add_transposed_times(total, a, b)
+    add_transposed_times(total, a, b)
+    assert_near(total - 1000.0, 2 * (a.double().t() @ b.double()), torch.bfloat16)

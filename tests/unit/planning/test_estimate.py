@@ -312,8 +312,10 @@ def test_working_memory_by_hand() -> None:
     """Nothing noticed when a layer's gradients, what it recomputes, or the loss's gradients were left out."""
     fused, tokens, hidden, inner = QUIET | {"attention_backend": "sdpa"}, 2 * 4096, 64, 256
     plain = run_of(length=4096, model=fused)
-    layer = hidden * inner + tokens * (2 * inner + 2 * hidden)  # a weight's gradient, the MLP's, two residual streams
+    layer = tokens * (2 * inner + 2 * hidden)  # the MLP's gradients, two residual streams
     assert memory_estimate(plain).working == 4 * layer
+    apart = dataclasses.replace(plain, parallel=ParallelConfig(gradient_accumulation_fusion=False))
+    assert memory_estimate(apart).working == 4 * (layer + hidden * inner)  # and a weight's
     one_less = run_of(length=4096, model=fused | {"num_layers": 3})
     recomputed = run_of(length=4096, model=fused, training=RECOMPUTATION["full"])
     kept = memory_estimate(plain).kept - memory_estimate(one_less).kept
