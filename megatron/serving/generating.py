@@ -174,9 +174,8 @@ def check_beams(fields: Mapping[str, Any]) -> None:
     drawing |= {"seed": (None,), "stop": ([],)}
     for name, neutral in drawing.items():
         if fields[name] not in neutral:
-            raise ApiError(
-                f"{name} has no effect with use_beam_search, which draws no tokens: leave it out", param=name
-            )
+            why = "whose texts end with tokens (stop_token_ids)" if name == "stop" else "which draws no tokens"
+            raise ApiError(f"{name} has no effect with use_beam_search, {why}: leave it out", param=name)
 
 
 def sampling_of(fields: Mapping[str, Any], model: ServedModel) -> Sampling:

@@ -122,7 +122,7 @@ BEAMS = (
         "Search for this many most probable texts of one prompt, which are all answered, the best first, with their "
         "scores.",
         wrong_type="must be integer",
-        out_of_range="must be an integer > 1",
+        out_of_range="must be an integer from 1 to 1,000",
     ),
     ApiField(
         "stop_token",

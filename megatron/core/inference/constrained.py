@@ -103,7 +103,7 @@ class ConstraintCompiler:
         if not found:
             raise ConfigError(f"the schema or grammar took more than {self._seconds:g} s to compile: make it simpler")
         if found[0].is_error():
-            reason = " ".join(found[0].get_error().split())
+            reason = " ".join(found[0].get_error().partition("<state>")[0].split())  # then the parser's insides
             raise ConfigError(f"the schema or grammar cannot be followed: {reason[:300]}")
         return _Grammar(found[0])
 

@@ -20,6 +20,7 @@ from megatron.core.inference.request import Request, StopRules
 from megatron.core.inference.sampling import Sampling
 from megatron.core.inference.text import TextStream
 from megatron.core.tokenizers.base import Tokenizer
+from megatron.core.tokenizers.null import NullTokenizer
 from megatron.errors import ConfigError
 from tests.unit.inference.test_text import KINDS
 
@@ -141,6 +142,13 @@ def test_what_cannot_be_followed_is_one_sentence(
     with pytest.raises(ConfigError, match=sentence) as caught:
         make(compiler("tiktoken", tmp_path)[1])
     assert "\n" not in str(caught.value)
+
+
+def test_a_vocabulary_that_cannot_spell_the_grammar_is_one_sentence() -> None:
+    """The library goes on with the insides of its parser."""
+    compile_for = ConstraintCompiler(NullTokenizer(300), end_ids=frozenset({300}))
+    with pytest.raises(ConfigError, match=r"cannot be followed: \w+$"):
+        compile_for.json_object()
 
 
 class SlowMatcher:
