@@ -72,7 +72,7 @@ def test_a_layout_runs_and_its_memory_is_what_is_estimated(layout: str) -> None:
         assert float(highest) == pytest.approx(float(estimated), rel=0.03 if "activations" in layout else 0.12)
         assert float(held) == pytest.approx(float(states), rel=0.02)
     sizes = 2 * 4 if "experts" in flags else 0  # of each microbatch's all-to-all in each layer
-    chunks = 4 if "offload" in flags else 0  # of gradients on their way to main memory
+    chunks = 4 if "--optimizer-cpu-offload" in flags else 0  # of gradients on their way to main memory
     assert f"waits for the device {1 + sizes + chunks} time" in said
     assert "collectives.py" in said
     assert "in on_host" in said  # loss and gradient norm
