@@ -71,6 +71,10 @@ class TrainingConfig:
         default=None,
     )
     recompute_num_layers: int | None = flag("Layers of --recompute-method.", default=None, at_least=1)
+    compile: bool = switch(
+        "Let torch.compile make one kernel each of RMSNorm, gated activations and rotary embeddings, forward and "
+        "backward, in the first step. On a CPU this needs a C++ compiler."
+    )
     cpu_offloading: bool = switch(
         "Keep activations of layers in main memory between forward and backward pass. Copies run beside the layers."
     )

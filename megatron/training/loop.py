@@ -9,6 +9,7 @@ from megatron.config.run import RunConfig
 from megatron.core.checkpointing.lease import StillHeld
 from megatron.core.datasets.splits import SplitName
 from megatron.core.models.train_spec import TrainSpec
+from megatron.core.ops.compiled import compile_bodies
 from megatron.core.parallel.context import ParallelContext
 from megatron.errors import kept_on_interrupt
 from megatron.training.checkpoints.huggingface_folders import HuggingFaceFolders
@@ -41,6 +42,7 @@ def train_from_start_to_end(
 ) -> Run:
     """Build the run, load its checkpoint, train, and evaluate at the end. ``evaluated``: see ``Run``."""
     check_ranks_agree(config, context)
+    compile_bodies(config.training.compile, context.device)
     run = build_run(config, train_spec, context, started=started)
     run.evaluated = evaluated or run.evaluated
     parameters = check_parameter_count(run.config, run.train_spec, list(run.model_state()), context)

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from megatron.config.model import Nonlinearity
+from megatron.core.ops.compiled import Compiled
 
 _QUICK = 1.702  # of x in the sigmoid that approximates GELU (arXiv:1606.08415)
 _APPROXIMATE = {"gelu": "none", "gelu_tanh": "tanh"}
@@ -69,7 +70,7 @@ def _activation_gradient(grad: Tensor, x: Tensor, kind: Nonlinearity) -> Tensor:
 
 
 def _set_activation_gradient(out: Tensor, grad: Tensor, x: Tensor, kind: Nonlinearity) -> None:
-    if kind == "silu":
+    if kind == "silu" and not torch.compiler.is_compiling():
         torch.ops.aten.silu_backward(grad, x, grad_input=out)
     else:
         out.copy_(_activation_gradient(grad, x, kind))
@@ -98,16 +99,25 @@ class _GatedActivation(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
         (x,) = ctx.saved_tensors
-        gate, value = _limited(x, ctx.limit)
-        grad_x = torch.empty_like(x)
-        grad_gate, grad_value = grad_x.chunk(2, dim=-1)
-        torch.mul(grad, activation(gate, ctx.kind), out=grad_value)
-        grad = grad * (value + ctx.offset if ctx.offset else value)
-        _set_activation_gradient(grad_gate, grad, gate, ctx.kind)
-        _cut_off(grad_x, x, ctx.limit)
-        return grad_x, None, None, None
+        return _gated_gradient(grad, x, ctx.kind, ctx.limit, ctx.offset), None, None, None
 
 
+@Compiled
+def _gated_gradient(grad: Tensor, x: Tensor, kind: Nonlinearity, limit: float | None, offset: float) -> Tensor:
+    gate, value = _limited(x, limit)
+    grad_x = torch.empty_like(x)
+    grad_gate, grad_value = grad_x.chunk(2, dim=-1)
+    if torch.compiler.is_compiling():  # where fresh memory costs nothing, and results can't go to views
+        grad_value.copy_(grad * activation(gate, kind))
+    else:
+        torch.mul(grad, activation(gate, kind), out=grad_value)
+    grad = grad * (value + offset if offset else value)
+    _set_activation_gradient(grad_gate, grad, gate, kind)
+    _cut_off(grad_x, x, limit)
+    return grad_x
+
+
+@Compiled
 def _gated(x: Tensor, kind: Nonlinearity, limit: float | None, offset: float) -> Tensor:
     gate, value = _limited(x, limit)
     return activation(gate, kind).mul_(value + offset if offset else value)

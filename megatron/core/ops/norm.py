@@ -9,6 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megatron.core.ops.compiled import Compiled
+
 
 def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, *, eps: float) -> Tensor:
     """``(x - mean) / sqrt(var + eps) * weight + bias`` over the last dim of ``x`` [..., h]. Ba et al. 2016.
@@ -80,7 +82,7 @@ def rms_norm(
     Zhang and Sennrich 2019.
     """
     if not torch.is_grad_enabled():
-        return _normalized(x, weight, eps, offset, tuple(range(-dims, 0)), average)[0]
+        return _body(average)(x, weight, eps, offset, tuple(range(-dims, 0)), average)[0]
     return _RMSNorm.apply(x, weight, eps, offset, dims, average)  # type: ignore[no-untyped-call, no-any-return]
 
 
@@ -101,28 +103,46 @@ class _RMSNorm(torch.autograd.Function):
         average: Callable[[Tensor], Tensor] | None,
     ) -> Tensor:
         ctx.over, ctx.average, ctx.offset = tuple(range(-dims, 0)), average, offset
-        out, scale = _normalized(x, weight, eps, offset, ctx.over, average)
+        out, scale = _body(average)(x, weight, eps, offset, ctx.over, average)
         ctx.save_for_backward(x, weight, scale)
         return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, None, None, None, None]:
-        x, weight, scale = ctx.saved_tensors
-        normalized = x * scale
-        wide_grad = grad.to(scale.dtype)
-        product = wide_grad * normalized
-        grad_weight = None
-        if weight is not None:
-            grad_weight = _sum_of_rows(product, weight) if ctx.needs_input_grad[1] else None
-            factor = _shifted(weight, ctx.offset, scale.dtype)
-            product, wide_grad = product.mul_(factor), wide_grad * factor
-        mean = product.mean(ctx.over, keepdim=True)
-        if ctx.average is not None:
-            mean = ctx.average(mean)
-        grad_x = normalized.mul_(-mean).add_(wide_grad).mul_(scale)
-        return grad_x.to(x.dtype), grad_weight, None, None, None, None
+        (x, weight, scale), trains = ctx.saved_tensors, ctx.needs_input_grad[1]
+        gradients = _gradients if ctx.average is None else _gradients.eager
+        found = gradients(grad, x, weight, scale, ctx.offset, ctx.over, ctx.average, trains)
+        return *found, None, None, None, None
 
 
+@Compiled
+def _gradients(
+    grad: Tensor,
+    x: Tensor,
+    weight: Tensor | None,
+    scale: Tensor,
+    offset: float,
+    over: tuple[int, ...],
+    average: Callable[[Tensor], Tensor] | None,
+    trains: bool,
+) -> tuple[Tensor, Tensor | None]:
+    """Those of ``x`` and, if it ``trains``, of ``weight``."""
+    normalized = x * scale
+    wide_grad = grad.to(scale.dtype)
+    product = wide_grad * normalized
+    grad_weight = None
+    if weight is not None:
+        grad_weight = _sum_of_rows(product, weight) if trains else None
+        factor = _shifted(weight, offset, scale.dtype)
+        product, wide_grad = product.mul_(factor), wide_grad * factor
+    mean = product.mean(over, keepdim=True)
+    if average is not None:
+        mean = average(mean)
+    grad_x = normalized.mul_(-mean).add_(wide_grad).mul_(scale)
+    return grad_x.to(x.dtype), grad_weight
+
+
+@Compiled
 def _normalized(
     x: Tensor,
     weight: Tensor | None,
@@ -139,6 +159,13 @@ def _normalized(
     if weight is None:
         return (wide * scale).to(x.dtype), scale
     return (wide * scale).mul_(_shifted(weight, offset, wide.dtype)).to(weight.dtype), scale
+
+
+def _body(
+    average: Callable[[Tensor], Tensor] | None,
+) -> Callable[..., tuple[Tensor, Tensor]]:
+    """``_normalized``, as it is where ranks exchange numbers inside."""
+    return _normalized if average is None else _normalized.eager
 
 
 def _shifted(weight: Tensor, offset: float, wide: torch.dtype) -> Tensor:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron.core.ops.compiled import Compiled
 from megatron.core.ops.rotary_scaling import UNSCALED, Scaling
 
 
@@ -74,6 +75,7 @@ class _Rotation(torch.autograd.Function):
         return _rotate(grad, cos, -sin, ctx.interleaved), None, None, None
 
 
+@Compiled
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
     pairs = cos.shape[-1]
     out = torch.empty_like(x, memory_format=torch.contiguous_format)

@@ -1,0 +1,50 @@
+"""Functions that torch.compile may make one kernel of: pure ones, of tensors and constants, without collectives."""
+
+from __future__ import annotations
+
+import functools
+import os
+import shutil
+from collections.abc import Callable
+from typing import Generic, ParamSpec, TypeVar
+
+import torch
+
+from megatron.errors import ConfigError
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+
+
+class _Switch:
+    is_on = False
+
+
+class Compiled(Generic[_P, _R]):
+    """``eager``, compiled once for each shape and type of its arguments while ``compile_bodies`` says so."""
+
+    def __init__(self, eager: Callable[_P, _R]) -> None:
+        self.eager = eager
+
+    @functools.cached_property
+    def _compiled(self) -> Callable[_P, _R]:
+        compiled: Callable[_P, _R] = torch.compile(self.eager, dynamic=False, fullgraph=True)
+        return compiled
+
+    def __call__(self, *args: _P.args, **kwargs: _P.kwargs) -> _R:
+        """The function's result."""
+        return (self._compiled if _Switch.is_on else self.eager)(*args, **kwargs)
+
+
+def compile_bodies(on: bool, device: torch.device) -> None:
+    """Let this process compile the functions that are ``Compiled``, or call them as they are.
+
+    Raises ConfigError where torch would find no compiler for the device.
+    """
+    compiler = os.environ.get("CXX", "g++")
+    if on and device.type == "cpu" and shutil.which(compiler) is None:
+        raise ConfigError(
+            f"--compile needs a C++ compiler for a CPU, and there is no {compiler}: install one, name one by CXX=…, or "
+            "leave --compile out"
+        )
+    _Switch.is_on = on

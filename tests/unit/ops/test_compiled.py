@@ -1,0 +1,66 @@
+"""--compile: the same numbers, without breaks and without compiling again."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+from torch._dynamo.utils import counters
+
+from megatron.core.ops.activation import gated_activation
+from megatron.core.ops.compiled import compile_bodies
+from megatron.core.ops.norm import rms_norm
+from megatron.core.ops.rotary import RotaryTable, apply_rotary
+from megatron.errors import ConfigError
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def compiling_nothing_afterwards() -> Iterator[None]:
+    yield
+    compile_bodies(False, CPU)
+
+
+def step() -> list[Tensor]:
+    """A norm, an MLP's activation and a rotation, and the gradients."""
+    generator = torch.Generator().manual_seed(1)
+    x, weight, cos, sin = (
+        torch.randn(shape, dtype=torch.float64, generator=generator)
+        for shape in ((16, 2, 64), (64,), (16, 1, 1, 8), (16, 1, 1, 8))
+    )
+    x.requires_grad_()
+    weight.requires_grad_()
+    inner = gated_activation(rms_norm(x, weight, eps=1e-5), "silu", limit=2.0, offset=1.0)
+    out = apply_rotary(inner.view(16, 2, 2, 16), RotaryTable(cos, sin))
+    torch.autograd.backward(out.square().sum())
+    assert x.grad is not None and weight.grad is not None
+    return [out.detach(), x.grad, weight.grad]
+
+
+@pytest.mark.filterwarnings("ignore")  # torch's compiler warns of what torch itself does
+@pytest.mark.slow  # a C++ compiler takes a second or more for each of six functions
+@pytest.mark.skipif(shutil.which("g++") is None, reason="there is no C++ compiler")
+def test_compiled_functions_give_the_same_and_are_compiled_once() -> None:
+    eager = step()
+    before = counters["stats"]["unique_graphs"]
+    compile_bodies(True, CPU)
+    first = step()
+    graphs = counters["stats"]["unique_graphs"]
+    second = step()
+    assert graphs - before == 6  # three functions, forward and backward
+    assert counters["stats"]["unique_graphs"] == graphs and not counters["graph_break"]
+    for a, b, c in zip(eager, first, second):
+        torch.testing.assert_close(b, a, rtol=1e-9, atol=1e-9)
+        assert torch.equal(b, c)
+
+
+def test_without_a_compiler_it_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else torch ends the first step with a page of its own."""
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    with pytest.raises(ConfigError, match="--compile needs a C\\+\\+ compiler for a CPU, and there is no no-such"):
+        compile_bodies(True, CPU)
+    compile_bodies(False, CPU)
