@@ -73,7 +73,7 @@ LAYOUTS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "dp2 overlapped": ("--overlap-grad-reduce --ddp-bucket-size 1000", {"dp": 2}),
     "dp2 zero": ("--use-distributed-optimizer", {"dp": 2}),
-    "dp3 zero, padded buckets": ("--use-distributed-optimizer --ddp-pad-buckets-for-high-nccl-busbw", {"dp": 3}),
+    "dp2 zero, padded buckets": ("--use-distributed-optimizer --ddp-pad-buckets-for-high-nccl-busbw", {"dp": 2}),
     "dp2 zero overlapped": (
         "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather --ddp-bucket-size 1000",
         {"dp": 2},

@@ -6,17 +6,22 @@ from collections.abc import Callable
 from typing import Any
 from unittest.mock import patch
 
+import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from megatron.config.fp8 import Fp8Config
 from megatron.core.distributed.buffers import build_buffers
 from megatron.core.distributed.grad_sync import GradSync
+from megatron.core.moe.grouped_linear import GroupedLinear
+from megatron.core.ops.grouped_matmul import Groups, Loop
 from megatron.core.ops.matmul import transposed_times
 from megatron.core.parallel.collectives import Handle, reduce_scatter_into_async
 from megatron.core.parallel.context import ParallelContext
+from megatron.core.parallel.recompute import recomputed
 from megatron.core.tensor_parallel import linear as linear_module
 from megatron.core.tensor_parallel.initialize import Normal
-from megatron.core.tensor_parallel.layers import ColumnParallelLinear
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.tensor_parallel.linear import added_at_once, linear
 from tests.harness import run_ranks
 
@@ -131,3 +136,27 @@ def test_a_weights_gradient_is_added_to_its_sum_without_autograd() -> None:
     assert not seen and layer.weight.grad is None
     expected = 2 * x.sum(0, dtype=torch.float32).expand(4, -1)
     torch.testing.assert_close(buffer.grads[: 4 * WIDTH].view(4, WIDTH), expected, atol=0.1, rtol=0)
+
+
+@pytest.mark.parametrize("recomputes", [False, True])
+@pytest.mark.parametrize("fp8", [Fp8Config(), Fp8Config(fp8_format="e4m3", fp8_recipe="tensorwise")], ids=["", "fp8"])
+def test_gradients_of_recomputed_layers_do_not_wait(fp8: Fp8Config, recomputes: bool) -> None:
+    """Until then each product would keep the input that recomputation is there to forget."""
+    context = ParallelContext.single(dtype=torch.float32)
+    context.weight_gradients.may_wait = True
+    context.low_precision.configure(fp8, num_layers=1)
+    layer = RowParallelLinear(16, 16, context.in_layer(0), init=Normal(0.5), bias=False)
+    experts = GroupedLinear(Loop(), context)
+    weight = nn.Parameter(torch.randn(1, 16, 16))
+    groups = Groups(torch.tensor([3]))
+
+    def run(x: Tensor) -> Tensor:
+        return experts(layer(x).view(3, 16), weight, groups)
+
+    x = torch.randn(3, 1, 16, requires_grad=True)
+    with context.low_precision.step(trains=True):
+        out = recomputed(run, x) if recomputes else run(x)
+        with context.weight_gradients.left_for_later() as work:
+            out.sum().backward()  # type: ignore[no-untyped-call]
+    assert len(work) == (0 if recomputes else 2)
+    assert (layer.weight.grad is not None) == (weight.grad is not None) == recomputes

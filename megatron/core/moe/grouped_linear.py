@@ -12,6 +12,7 @@ from torch import Tensor
 
 from megatron.core.ops.grouped_matmul import Backend, Groups
 from megatron.core.parallel.context import ParallelContext
+from megatron.core.parallel.recompute import will_be_recomputed
 from megatron.core.parallel.weight_gradients import Work
 
 
@@ -78,9 +79,11 @@ class GroupedLinear:
         """Add the gradient of the weight to ``total`` [e, out, in]."""
         self.backend.add_outer(total, grad, rows, groups)
 
-    def add_gradient(self, weight: Tensor, grad: Tensor, rows: Callable[[], Tensor], groups: Groups) -> None:
-        """Add the gradient of ``weight`` to its sum, if it has one, or let autograd accumulate it, now or when the
-        schedule says.
+    def add_gradient(
+        self, weight: Tensor, grad: Tensor, rows: Callable[[], Tensor], groups: Groups, *, at_once: bool
+    ) -> None:
+        """Add the gradient of ``weight`` to its sum, if it has one, or let autograd accumulate it, ``at_once`` or when
+        the schedule says.
         """
         if not weight.requires_grad:
             return
@@ -91,14 +94,14 @@ class GroupedLinear:
                 self.add_outer(main_grad.sum.flatten(1, -2), weight, grad, rows(), groups)
                 main_grad.added()
 
-            self._do(work)
+            self._do(work, at_once=at_once)
             return
 
         def computed() -> Tensor:
             return self.outer(weight, grad, rows(), groups).view(weight.shape)
 
         if self.sums is None:
-            self._accumulate(weight, computed)
+            self._accumulate(weight, computed, at_once=at_once)
         elif weight in self.sums:
             self.sums[weight] += computed()
         else:
@@ -113,18 +116,13 @@ class GroupedLinear:
         yield
         sums, self.sums = self.sums, None
         for weight, total in sums.items():
-            self._accumulate(weight, total.detach)
+            self._accumulate(weight, total.detach, at_once=False)
 
-    def _accumulate(self, weight: Tensor, gradient: Callable[[], Tensor]) -> None:
-        self._do(lambda: torch.autograd.backward(weight, gradient()))
+    def _accumulate(self, weight: Tensor, gradient: Callable[[], Tensor], *, at_once: bool) -> None:
+        self._do(lambda: torch.autograd.backward(weight, gradient()), at_once=at_once)
 
-    def _do(self, work: Work) -> None:
-        """Compute a weight's gradient, now or when the schedule says."""
-        work = torch.no_grad()(work)
-        if self.context.weight_gradients.noted is None:
-            work()
-        else:
-            self.context.weight_gradients.noted.append(work)
+    def _do(self, work: Work, *, at_once: bool) -> None:
+        self.context.weight_gradients.do(torch.no_grad()(work), at_once=at_once)
 
 
 class _Product(torch.autograd.Function):
@@ -139,13 +137,14 @@ class _Product(torch.autograd.Function):
         ctx.save_for_backward(rows)
         (weight,) = hidden
         ctx.weight, ctx.linear, ctx.groups = weight, linear, groups
+        ctx.at_once = will_be_recomputed()
         return linear.multiply(rows, weight, groups)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         (rows,), linear = ctx.saved_tensors, ctx.linear
         grad = grad.contiguous()
-        linear.add_gradient(ctx.weight, grad, lambda: rows, ctx.groups)
+        linear.add_gradient(ctx.weight, grad, lambda: rows, ctx.groups, at_once=ctx.at_once)
         return linear.multiply_back(grad, ctx.weight, ctx.groups), None, None, None
 
 
@@ -166,6 +165,7 @@ class _ProductOfActivation(torch.autograd.Function):
         rows = ctx.activation(inner).mul_(scales)
         ctx.save_for_backward(inner, scales, *((rows,) if keeps_activation else ()))
         ctx.weight, ctx.linear, ctx.groups = weight, linear, groups
+        ctx.at_once = will_be_recomputed()
         return linear.multiply(rows, weight, groups)
 
     @staticmethod
@@ -174,7 +174,7 @@ class _ProductOfActivation(torch.autograd.Function):
         grad = grad.contiguous()
         grad_rows = linear.multiply_back(grad, ctx.weight, ctx.groups)
         rows = kept[0] if kept else ctx.activation(inner).mul_(scales)
-        linear.add_gradient(ctx.weight, grad, lambda: rows, ctx.groups)
+        linear.add_gradient(ctx.weight, grad, lambda: rows, ctx.groups, at_once=ctx.at_once)
         return *ctx.activation.gradients(grad_rows, inner, scales), None, None, None, None
 
 

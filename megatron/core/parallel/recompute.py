@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextvars import ContextVar
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
+
+_inside = ContextVar("inside of a function that is recomputed", default=False)
 
 
 def recomputed(function: Callable[..., Tensor], *inputs: Any) -> Tensor:
@@ -17,9 +20,18 @@ def recomputed(function: Callable[..., Tensor], *inputs: Any) -> Tensor:
     ``function`` must seed the random streams it uses (``RngStreams.enter``), which is what makes the second run draw
     the same numbers; torch's global generators are left alone.
     """
-    result = checkpoint(function, *inputs, use_reentrant=False, preserve_rng_state=False)
+    outside = _inside.set(True)
+    try:
+        result = checkpoint(function, *inputs, use_reentrant=False, preserve_rng_state=False)
+    finally:
+        _inside.reset(outside)
     assert isinstance(result, Tensor)
     return result
+
+
+def will_be_recomputed() -> bool:
+    """In a forward pass: whether what is computed now is computed again in the backward pass."""
+    return _inside.get()
 
 
 def with_recomputed_inputs(

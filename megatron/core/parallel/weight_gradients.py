@@ -38,6 +38,15 @@ class WeightGradients:
     fuses_accumulation: bool = False
     main_grads: dict[Tensor, MainGrad] = field(default_factory=dict)
 
+    def do(self, work: Work, *, at_once: bool) -> None:
+        """Compute the gradient of a weight, or note it down where that is asked for and not ``at_once``: as for a
+        recomputed layer, the inputs of whose products would all be kept until then, which it is there to forget.
+        """
+        if self.noted is None or at_once:
+            work()
+        else:
+            self.noted.append(work)
+
     @contextmanager
     def left_for_later(self) -> Iterator[list[Work]]:
         """Backward passes inside this block note the gradients of weights down in the list that it yields."""

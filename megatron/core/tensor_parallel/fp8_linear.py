@@ -32,6 +32,7 @@ from megatron.core.ops.quantize import (
 from megatron.core.parallel.collectives import all_gather, all_gather_into_async, all_reduce, reduce_scatter
 from megatron.core.parallel.context import ParallelContext
 from megatron.core.parallel.grid import Axis
+from megatron.core.parallel.recompute import will_be_recomputed
 from megatron.core.tensor_parallel.delayed_scaling import DelayedScaling
 
 Axes = tuple[Axis, ...]
@@ -187,9 +188,11 @@ class Fp8Linear:
         return rows * width + -(-rows // block) * width * (1 if self.quantizer.recipe == "mxfp8" else 4)
 
     def backward(
-        self, grad: Tensor, weight: Tensor, weights: Operand, kept: Quantized | Tensor, *, gathers: bool
+        self, grad: Tensor, weight: Tensor, weights: Operand, kept: Quantized | Tensor, *, gathers: bool, at_once: bool
     ) -> Tensor:
-        """The gradient of the input; that of the weight now or later. The input is gathered meanwhile."""
+        """The gradient of the input; that of the weight ``at_once`` or when the schedule says. The input is gathered
+        meanwhile.
+        """
         quantizer, rows, mesh = self.quantizer, grad.flatten(0, -2), self.context.mesh
         trains = weight.requires_grad
         gathering = _start_gathering(kept, self.context) if gathers and trains else lambda: kept
@@ -205,11 +208,7 @@ class Fp8Linear:
         else:
             assert isinstance(whole, Tensor)
             work = partial(_accumulate, weight, lambda: transposed_times(rows, whole))
-        noted = self.context.weight_gradients.noted
-        if noted is None:
-            work()
-        else:
-            noted.append(work)
+        self.context.weight_gradients.do(work, at_once=at_once)
         return grad_x
 
     def _add_gradient(self, weight: Tensor, grad: Quantized | None, x: Quantized | Tensor, dtype: torch.dtype) -> None:
@@ -233,7 +232,7 @@ class _Fp8Product(torch.autograd.Function):
     ) -> Tensor:
         (ctx.weight,), ctx.layer, ctx.gathers = hidden, layer, gathers
         y, ctx.weights, kept = layer.forward(x, ctx.weight, gathers=gathers, keeps=ctx.weight.requires_grad)
-        ctx.block = None
+        ctx.block, ctx.at_once = None, will_be_recomputed()
         if not ctx.weight.requires_grad:
             ctx.save_for_backward()
         elif isinstance(kept, Quantized):
@@ -247,7 +246,7 @@ class _Fp8Product(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         saved, layer = ctx.saved_tensors, ctx.layer
         kept = Quantized(saved[0], saved[1], ctx.block) if len(saved) == 2 else saved[0] if saved else grad
-        grad_x = layer.backward(grad, ctx.weight, ctx.weights, kept, gathers=ctx.gathers)
+        grad_x = layer.backward(grad, ctx.weight, ctx.weights, kept, gathers=ctx.gathers, at_once=ctx.at_once)
         return grad_x, grad.flatten(0, -2).sum(0) if ctx.needs_input_grad[1] else None, None, None, None
 
 

@@ -15,6 +15,7 @@ from torch import Tensor
 from megatron.core.ops.matmul import add_transposed_times, transposed_times
 from megatron.core.parallel.collectives import Handle, all_gather, all_gather_into_async, reduce_scatter_into_async
 from megatron.core.parallel.context import ParallelContext
+from megatron.core.parallel.recompute import will_be_recomputed
 from megatron.core.tensor_parallel.fp8_linear import Fp8Linear
 from megatron.core.tensor_parallel.regions import enter
 
@@ -69,6 +70,7 @@ class _Linear(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(x)
         ctx.weight, ctx.add_gradient, ctx.context, ctx.gathers = weight, add_gradient, context, gathers
+        ctx.at_once = will_be_recomputed()
         return F.linear(all_gather(x, context.mesh, "tp") if gathers else x, weight, bias)
 
     @staticmethod
@@ -86,10 +88,7 @@ class _Linear(torch.autograd.Function):
             scattered = reduce_scatter_into_async(mine.view(-1), flat_grad, context.mesh, "tp")
             grad_x = mine
         work = partial(ctx.add_gradient, rows, whole.wait().reshape(-1, x.shape[-1]))
-        if context.weight_gradients.noted is None:
-            work()
-        else:
-            context.weight_gradients.noted.append(work)
+        context.weight_gradients.do(work, at_once=ctx.at_once)
         scattered.wait()
         return grad_x, rows.sum(0) if ctx.needs_input_grad[1] else None, None, None, None, None
 
