@@ -8,7 +8,7 @@
 # Memory    51.64 GB on the fullest GPU, of which 21.53 GB are activations, if tokens choose all experts equally
 #           often; heads and experts are computed again in the backward pass.
 # Time      1.6e22 FLOPs: 2.8 days at 256 x 250 TFLOP/s, an assumption (a quarter of an H100's peak).
-# Fewer     NODES=16: 63.56 GB; twice as long.
+# Fewer     NODES=16: 63.55 GB; twice as long.
 # Balance   the line after each log line says how evenly experts are used; see docs/experts.md.
 # Data      DATA_PATH: prefix of a data set that tools/preprocess_data.py made; TOKENIZER_MODEL: folder of tokenizer.json.
 # Paths     Megatron-LM's, all or none, before the flags, or variables of these names:
