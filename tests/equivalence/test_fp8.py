@@ -64,6 +64,7 @@ HALVES: dict[str, Any] = {"micro_batch_size": 4}
 LAYOUTS: dict[str, Layout] = {
     "one rank, recompute full": Layout(recompute=FULL, **HALVES),
     "one rank, recompute selective": Layout(recompute=SELECTIVE),
+    "one rank, accumulation fused": Layout(micro_batch_size=4, fuses_accumulation=True),
     "tp2 sp, recompute norms": Layout(tp=2, sequence_parallel=True, recompute=NORMS, **HALVES),
     "tp2": Layout(tp=2, **HALVES),
     "tp2 sp": Layout(tp=2, sequence_parallel=True, **HALVES),
@@ -113,7 +114,7 @@ def settings_of(variant: str, layout: str) -> dict[str, Any]:
             more={
                 "tensorwise": LAYOUTS,
                 "delayed": ("tp2 sp dp2 zero recompute", "cp2"),
-                "experts, delayed": ("dp2 ep2", "tp2 sp, experts not divided"),
+                "experts, delayed": ("dp2 ep2", "tp2 sp, experts not divided", "one rank, accumulation fused"),
                 "mxfp8": ("tp2 sp, rows of a rank cut blocks", "pp2 zb-h1"),
             },
         )

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from megatron.config.fp8 import Fp8Config
 from megatron.core.ops.fp8_matmul import multiply
-from megatron.core.ops.quantize import E4M3, E5M2, Quantized
+from megatron.core.ops.quantize import BLOCK, E4M3, E5M2, Quantized, blockwise, bytes_of, mxfp8
 from megatron.core.parallel import collectives
 from megatron.core.parallel.context import ParallelContext
 from megatron.core.tensor_parallel import fp8_linear
@@ -103,6 +103,80 @@ def test_weights_are_quantized_once_a_step(recipe: str) -> None:
     assert sum(call.args[1] is quantizer.weight for call in calls.call_args_list) == 2
 
 
+@pytest.mark.parametrize("recipe", ["tensorwise", "delayed", "blockwise", "mxfp8"])
+def test_weights_of_a_step_are_forgotten_after_it(recipe: str) -> None:
+    """A pass outside of steps, as generation's or a test's, multiplies by the weights of now."""
+    context = ParallelContext.single(dtype=torch.float32)
+    layer, x = layer_of(context, recipe), torch.randn(4, 1, WIDTH)
+    with torch.no_grad():
+        with context.low_precision.step(trains=False):
+            before = layer(x)
+        layer.weight.mul_(-1)
+        torch.testing.assert_close(layer(x) - layer.bias, -(before - layer.bias), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("recipe", ["blockwise", "mxfp8"])
+def test_each_direction_has_blocks_of_its_own(recipe: str) -> None:
+    """Blocks lie along the dimension that a product sums over; only the squares of a weight serve both directions."""
+    layer = layer_of(ParallelContext.single(dtype=torch.float32), recipe)
+    assert layer.fp8 is not None
+    quantizer, x = layer.fp8.quantizer, torch.randn(160, 288)
+    for role in quantizer.roles:
+        found, is_square = quantizer.quantize(x, role), role is quantizer.weight and recipe == "blockwise"
+        assert found.across is not None and found.along is not None
+        for operand, given in ((found.across, x), (found.along, x.t().contiguous())):
+            wanted = mxfp8(given) if recipe == "mxfp8" else blockwise(given, E4M3, rows=BLOCK if is_square else 1)
+            assert operand.block == wanted.block and torch.equal(operand.scales, wanted.scales)
+            assert torch.equal(bytes_of(operand.data), bytes_of(wanted.data))
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "delayed", "blockwise", "mxfp8"])
+def test_kernels_get_weights_in_order_of_memory(recipe: str) -> None:
+    """In both directions, once a step: else each product would copy its weight."""
+    layer = layer_of(ParallelContext.single(dtype=torch.float32), recipe)
+    assert layer.fp8 is not None
+    layer.fp8.quantizer.by = "device"
+    (weight,) = layer.fp8.quantizer.quantize_weights(layer.weight)
+    assert weight.across is not None and weight.along is not None
+    assert weight.across.data.is_contiguous() and weight.along.data.is_contiguous()
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "blockwise", "mxfp8"])
+def test_gradients_of_weights_without_fp8(recipe: str) -> None:
+    """--no-fp8-wgrad: exactly those of the numbers as they came, which then aren't kept in 8 bits."""
+    context = ParallelContext.single(dtype=torch.float32)
+    layer, x = layer_of(context, recipe, fp8_wgrad=False), torch.randn(LENGTH, 1, WIDTH, requires_grad=True)
+    grad = torch.randn(LENGTH, 1, OUTPUTS)
+    layer(x).backward(grad)
+    torch.testing.assert_close(layer.weight.grad, grad[:, 0].t() @ x.detach()[:, 0], rtol=1e-6, atol=1e-5)
+    assert layer.bias is not None and layer.bias.grad is not None
+    torch.testing.assert_close(layer.bias.grad, grad.sum((0, 1)), rtol=1e-6, atol=1e-5)
+
+
+def test_biases_are_added() -> None:
+    """With gradients and without: in the rank's type, after the product."""
+    layer, x = layer_of(ParallelContext.single(dtype=torch.float32), "mxfp8"), torch.randn(4, 1, WIDTH)
+    assert layer.bias is not None
+    with torch.no_grad():
+        plain = layer(x)
+        layer.bias.add_(torch.arange(OUTPUTS))
+    for found in (layer(x), layer(x.requires_grad_()).detach(), torch.no_grad()(layer)(x)):
+        torch.testing.assert_close(found, plain + layer.bias.detach(), rtol=1e-6, atol=1e-5)
+
+
+def test_sums_of_the_forward_pass_alone_may_be_fast() -> None:
+    """As in Transformer Engine: gradients are added up in fp32."""
+    layer, found = layer_of(ParallelContext.single(dtype=torch.float32), "tensorwise"), list[bool]()
+
+    def noted(*given: Any, is_fast: bool = False, **named: Any) -> Tensor:
+        found.append(is_fast)
+        return multiply(*given, **named)
+
+    with mock.patch.object(fp8_linear, "multiply", noted):
+        layer(torch.randn(4, 1, WIDTH, requires_grad=True)).sum().backward()
+    assert found == [True, False, False]
+
+
 @pytest.mark.parametrize(("fmt", "of_gradients"), [("e4m3", E4M3), ("hybrid", E5M2)])
 @pytest.mark.parametrize("recipe", ["tensorwise", "delayed"])
 def test_formats_of_products(recipe: str, fmt: str, of_gradients: torch.dtype) -> None:
@@ -144,9 +218,9 @@ def test_delayed_scales_follow_the_largest_values_of_steps() -> None:
             seen.append(scaling.scale(0).item())
     assert seen[:4] == [1.0, 448 / 2 / 2.0, 448 / 2 / 2.0, 448 / 2 / 2.0]
     before = scaling.scale(0).item()
-    with torch.no_grad(), low_precision.step(trains=False):
+    with torch.no_grad(), mock.patch.object(low_precision, "at_end") as at_end, low_precision.step(trains=False):
         layer(torch.full((2, 1, WIDTH), 100.0))
-    assert scaling.scale(0).item() == before
+    assert scaling.scale(0).item() == before and not at_end.called
     assert before == 448 / 2 / 4.0
 
 
@@ -175,10 +249,14 @@ def test_frozen_weights_pass_gradients_on() -> None:
         kept.append(tensor)
         return tensor
 
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        out = layer(x)
-    out.sum().backward()
+    assert layer.fp8 is not None
+    quantizer = layer.fp8.quantizer
+    with mock.patch.object(quantizer, "quantize", wraps=quantizer.quantize) as calls:
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            out = layer(x)
+        out.sum().backward()
     assert kept == [] and layer.weight.grad is None
+    assert [call.kwargs["along"] for call in calls.call_args_list] == [False, False]
     assert x.grad is not None
     expected = layer.weight.sum(0).expand(LENGTH, 1, WIDTH)
     torch.testing.assert_close(x.grad, expected, rtol=0.1, atol=0.5)

@@ -100,9 +100,9 @@ def _on_device(a: Quantized, b: Quantized, dtype: torch.dtype, *, is_fast: bool)
         is_row = each.block[0] == 1
         wide, high = data.shape[1] // BLOCK, data.shape[0] if is_row else data.shape[0] // BLOCK
         # Kernels read scales column by column: [rows, blocks], and those of squares as [blocks, squares].
-        padded = F.pad(each.scales, (0, wide - each.scales.shape[1], 0, high - each.scales.shape[0]), value=1.0)
+        padded = F.pad(each.scales, (0, wide - each.scales.shape[1], 0, high - each.scales.shape[0]))
         # Padding by nothing keeps the strides, which in a transposed weight are those of columns.
-        squares = F.pad(padded, (0, -wide % 4), value=1.0).contiguous()
+        squares = F.pad(padded, (0, -wide % 4)).contiguous()
         scales.append(padded.t().contiguous().t() if is_row else squares.t())
         recipes.append(_Scaling.BlockWise1x128 if is_row else _Scaling.BlockWise128x128)
     found = _scaled_mm(left, right.t(), scales[0], recipes[0], scales[1], recipes[1], output_dtype=dtype)
@@ -112,18 +112,18 @@ def _on_device(a: Quantized, b: Quantized, dtype: torch.dtype, *, is_fast: bool)
 def _microscaled(a: Quantized, b: Quantized, dtype: torch.dtype) -> Tensor:
     kind, swizzle = _Scaling.BlockWise1x32, _Swizzle.SWIZZLE_32_4_4
     left, right = (_padded(each, rows=_ALIGNMENT, columns=MX_BLOCK) for each in (a.data, b.data))
-    scales = [swizzled(each.scales, rows=data.shape[0]) for each, data in ((a, left), (b, right))]
+    scales = [swizzled(each.scales) for each in (a, b)]
     found: Tensor = _scaled_mm(
         left, right.t(), scales[0], kind, scales[1], kind, swizzle_a=swizzle, swizzle_b=swizzle, output_dtype=dtype
     )
     return found
 
 
-def swizzled(exponents: Tensor, *, rows: int) -> Tensor:
+def swizzled(exponents: Tensor) -> Tensor:
     """Scales [m, k/32] as kernels of sm_100 read them: padded to tiles of 128 x 4, in each of which rows r, r+32, r+64
     and r+96 lie side by side; 1-D, E8M0.
     """
-    high, wide = -(-rows // 128) * 128, -(-exponents.shape[1] // 4) * 4
+    high, wide = (-(-size // tile) * tile for size, tile in zip(exponents.shape, (128, 4)))
     padded = F.pad(exponents, (0, wide - exponents.shape[1], 0, high - exponents.shape[0]))
     tiles = padded.view(high // 128, 4, 32, wide // 4, 4).permute(0, 3, 2, 1, 4)
     return tiles.reshape(-1).view(_E8M0)

@@ -13,6 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from megatron.core.ops import fp8_matmul
 from megatron.core.ops.fp8_matmul import implementation_on, multiply, refusal, swizzled
 from megatron.core.ops.quantize import E4M3, E5M2, Quantized, blockwise, mxfp8, tensorwise
+from tests.unit.ops.scaled_mm_stub import ScaledProducts
 
 SHAPES = [(48, 64, 256), (40, 24, 80), (7, 16, 48), (256, 384, 512)]
 
@@ -51,6 +52,56 @@ def test_the_kernel_s_call_gives_what_emulation_gives(kind: str, shape: tuple[in
     a, b = operands(kind, shape)
     expected = multiply(a, b, torch.float32, by="emulation")
     torch.testing.assert_close(multiply(a, b, torch.float32, by="device"), expected, rtol=1e-6, atol=1e-4)
+
+
+@pytest.fixture
+def kernels(monkeypatch: pytest.MonkeyPatch) -> ScaledProducts:
+    """Those of a GPU, by their documentation."""
+    stub = ScaledProducts()
+    monkeypatch.setattr(torch, "_scaled_mm", stub._scaled_mm)
+    monkeypatch.setattr(fp8_matmul, "_scaled_mm", stub.scaled_mm)
+    return stub
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("shape", [*SHAPES, (130, 136, 1056)])
+def test_kernels_find_each_number_s_scale(kind: str, shape: tuple[int, int, int], kernels: ScaledProducts) -> None:
+    """A scale of another number, or padding that counts, would be wrong and no error."""
+    a, b = operands(kind, shape)
+    b = Quantized(b.data, b.scales * 3 if b.scales.dtype == torch.float32 else b.scales + 1, b.block)
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        found = multiply(a, b, dtype, by="device")
+        assert found.dtype == dtype
+        wanted = multiply(a, b, torch.float64, by="emulation").to(dtype)
+        torch.testing.assert_close(found, wanted, rtol=1e-6 if dtype == torch.float32 else 0, atol=1e-5)
+    assert kernels.fast == [False] * 3
+
+
+@pytest.mark.parametrize("shape", [(64, 512, 512), (64, 512, 1024), (64, 1024, 512), (64, 384, 256), (64, 512, 128)])
+def test_kernels_find_the_scales_of_a_transposed_weight(shape: tuple[int, int, int], kernels: ScaledProducts) -> None:
+    """For the input's gradient: its squares lie in memory otherwise than those of the weight."""
+    rows, outputs, inner = shape
+    grad = blockwise(torch.randn(rows, outputs), E4M3)
+    weight = blockwise(torch.randn(outputs, inner), E4M3, rows=128).transposed()
+    wanted = multiply(grad, weight, torch.float32, by="emulation")
+    for each in (weight, weight.contiguous()):
+        torch.testing.assert_close(multiply(grad, each, torch.float32, by="device"), wanted, rtol=1e-4, atol=1e-3)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("shape", [(0, 16, 32), (16, 0, 32), (16, 16, 0)])
+def test_products_of_nothing_ask_no_kernel(kind: str, shape: tuple[int, int, int], kernels: ScaledProducts) -> None:
+    """An expert that no token has chosen; kernels differ in what they do then."""
+    found = multiply(*operands(kind, shape), torch.bfloat16, by="device")
+    assert found.shape == shape[:2] and found.dtype == torch.bfloat16 and not found.any() and not kernels.fast
+
+
+@pytest.mark.parametrize("kind", ["tensorwise", "blockwise", "mxfp8"])
+def test_kernels_may_be_fast_where_they_are_told_so(kind: str, kernels: ScaledProducts) -> None:
+    """Those with scales of blocks have but one way to add up."""
+    a, b = operands(kind, SHAPES[0])
+    multiply(a, b, torch.bfloat16, by="device", is_fast=True)
+    assert kernels.fast == [kind == "tensorwise"]
 
 
 def on_fake_gpu(x: Any) -> Any:
@@ -118,7 +169,7 @@ def test_no_kernel_multiplies_two_gradients() -> None:
 def test_scales_are_swizzled_into_tiles() -> None:
     """Of [m, k/32] the scale of row r and block c lies at 16 (r mod 32) + 4 (r div 32) + c of its tile of 128 x 4."""
     exponents = torch.arange(130 * 6, dtype=torch.int64).remainder(251).to(torch.uint8).view(130, 6)
-    found = swizzled(exponents, rows=144).view(torch.uint8)
+    found = swizzled(exponents).view(torch.uint8)
     assert found.numel() == 256 * 8
     for row, column in ((0, 0), (1, 0), (33, 2), (127, 3), (5, 5), (129, 4)):
         tile = (row // 128) * 2 + column // 4

@@ -213,7 +213,7 @@ def test_no_rows() -> None:
 
 def test_transposing_keeps_the_numbers() -> None:
     x = torch.randn(140, 300, generator=torch.Generator().manual_seed(2))
-    for found in (tensorwise(x, E4M3), blockwise(x, E4M3, rows=128)):
+    for found in (tensorwise(x, E4M3), blockwise(x, E4M3, rows=128), blockwise(x, E4M3), mxfp8(x)):
         back = found.transposed().contiguous()
         assert back.data.is_contiguous()
         torch.testing.assert_close(back.dequantized(), found.dequantized().t(), rtol=0, atol=0)
