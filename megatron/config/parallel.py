@@ -98,8 +98,8 @@ class ParallelConfig:
         at_least=1,
     )
     gradient_accumulation_fusion: bool | None = flag(
-        "Linear layers add their weights' gradients to the gradient buffer as they multiply, without a tensor of their "
-        "own; on GPUs unless turned off. Not in products in 8 bits, nor in those of embedding and output layer.",
+        "Add weight gradients to the gradient buffer inside the product that computes them; on for GPUs, off for CPUs. "
+        "FP8 products, embedding and output layer add theirs afterwards.",
         default=None,
     )
     ddp_pad_buckets_for_high_nccl_busbw: bool = switch(

@@ -72,20 +72,20 @@ class TrainingConfig:
     )
     recompute_num_layers: int | None = flag("Layers of --recompute-method.", default=None, at_least=1)
     compile: bool = switch(
-        "Let torch.compile make one kernel each of RMSNorm, gated activations and rotary embeddings, forward and "
-        "backward, in the first step. On a CPU this needs a C++ compiler."
+        "Compile RMSNorm, gated activations and rotary embeddings with torch.compile, forward and backward. On a CPU "
+        "this needs a C++ compiler."
     )
     cpu_offloading: bool = switch(
-        "Keep activations of layers in main memory between forward and backward pass. Copies run beside the layers."
+        "Offload activations of layers to CPU memory between forward and backward pass. Copies run beside the layers."
     )
     cpu_offloading_num_layers: int | None = flag(
-        "Of --cpu-offloading, which it turns on: the first layers of each pipeline stage; default: all. Best is one "
-        "less than a stage has: what the last layer keeps is needed at once.",
+        "Offload this many layers of each pipeline stage, the first; turns --cpu-offloading on, whose default is all. "
+        "One less than a stage has is best: the backward pass needs at once what the last layer keeps.",
         default=None,
         at_least=0,
     )
     min_offloaded_tensor_size: int = flag(
-        "Elements of the smallest tensors that --cpu-offloading copies.", default=1 << 20, at_least=1
+        "With --cpu-offloading: elements of the smallest tensors that are offloaded.", default=1 << 20, at_least=1
     )
     check_for_nan_in_loss_and_grad: bool = switch(
         "Do not stop when a loss or gradient is not finite.", off="--no-check-for-nan-in-loss-and-grad"

@@ -62,6 +62,7 @@ def report(config: RunConfig, train_spec: TrainSpec, found: Mapping[int, Rehears
                 "values, on a pretended accelerator",
                 *(wrong or ["no fault was found"]),
                 f"{whole} of {used} process group{plural_s(used)} compared{unseen}",
+                *(["--compile was left out: shapes are the same without it"] if config.training.compile else []),
                 *(["every operation would end even if a device ran one at a time"] if whole and in_turn else []),
             ]
         )

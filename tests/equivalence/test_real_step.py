@@ -6,6 +6,8 @@ The table of ``test_equivalence`` puts microbatches of its own through the same 
 
 from __future__ import annotations
 
+import shutil
+import warnings
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
@@ -16,6 +18,7 @@ import torch
 
 from megatron.core.datasets.indexed_dataset import IndexedDatasetWriter
 from megatron.core.distributed import grad_sync, param_gather
+from megatron.core.ops.compiled import compile_bodies
 from megatron.core.parallel.collectives import all_gather_into_async, reduce_scatter_into_async
 from megatron.core.parallel.context import ParallelContext
 from megatron.training.evaluation.evaluate import evaluate
@@ -117,6 +120,33 @@ def test_layout_takes_the_steps_of_one_rank(layout: str, data: str, one_rank: tu
             assert record.grad_norm == pytest.approx(wanted.grad_norm, abs=TOLERANCE, rel=0)
             assert record.learning_rate == wanted.learning_rate
             assert (record.iteration, record.consumed_samples) == (wanted.iteration, wanted.consumed_samples)
+        assert loss == pytest.approx(validation, abs=TOLERANCE, rel=0)
+
+
+def train_compiled(context: ParallelContext, flags: str) -> tuple[list[StepRecord], float]:
+    """``train`` with the functions of --compile compiled."""
+    compile_bodies(True, context.device)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch's compiler warns of what torch itself does
+            return train(context, flags)
+    finally:
+        compile_bodies(False, context.device)
+
+
+@pytest.mark.slow  # two ranks and a C++ compiler
+@pytest.mark.skipif(shutil.which("g++") is None, reason="there is no C++ compiler")
+@pytest.mark.parametrize("layout", ["tp2 sp", "cp2"])
+def test_compiled_functions_take_the_steps_of_eager_ones(layout: str, data: str) -> None:
+    """Norms and rotary tables of a part of the sequence, and recomputed ones."""
+    flags, axes = LAYOUTS[layout]
+    kinds = "--position-embedding-type rope --normalization RMSNorm --swiglu --recompute-granularity full"
+    line = f"--data-path {data} {FLAGS} {kinds}"
+    expected, validation = train(ParallelContext.single(dtype=torch.float64), line)
+    for records, loss in run_ranks(train_compiled, f"{line} {flags}", dtype=torch.float64, **axes):
+        for record, wanted in zip(records, expected):
+            assert record.losses["lm loss"] == pytest.approx(wanted.losses["lm loss"], abs=TOLERANCE, rel=0)
+            assert record.grad_norm == pytest.approx(wanted.grad_norm, abs=TOLERANCE, rel=0)
         assert loss == pytest.approx(validation, abs=TOLERANCE, rel=0)
 
 

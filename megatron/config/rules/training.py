@@ -157,8 +157,8 @@ RULES: tuple[Rule, ...] = (
         ),
     ),
     rule(
-        "--cpu-offloading takes nothing from branches of --recompute-modules layernorm, which hold inputs of norms; "
-        "leave one out",
+        "--cpu-offloading cannot be combined with --recompute-modules layernorm, which keeps the inputs of norms "
+        "itself; leave one out",
         lambda run: (
             run.training.cpu_offloading
             and run.training.recompute_granularity == "selective"
@@ -171,7 +171,7 @@ RULES: tuple[Rule, ...] = (
         lambda run: (run.training.cpu_offloading_num_layers or 0) > run.model.num_layers,
     ),
     rule(
-        "--cpu-offloading with --cpu-offloading-num-layers 0 takes nothing to main memory; leave one out",
+        "--cpu-offloading-num-layers 0 offloads no layer, and --cpu-offloading asks for it; leave one out",
         lambda run: run.training.cpu_offloading and run.training.cpu_offloading_num_layers == 0,
     ),
     rule(

@@ -21,14 +21,16 @@ class _Switch:
 
 
 class Compiled(Generic[_P, _R]):
-    """``eager``, compiled once for each shape and type of its arguments while ``compile_bodies`` says so."""
+    """``eager``, compiled while ``compile_bodies`` says so: for the first shape of its arguments, and for any when they
+    come in others, as in generated texts. Beyond torch's limit of variants it is called as it is.
+    """
 
     def __init__(self, eager: Callable[_P, _R]) -> None:
         self.eager = eager
 
     @functools.cached_property
     def _compiled(self) -> Callable[_P, _R]:
-        compiled: Callable[_P, _R] = torch.compile(self.eager, dynamic=False, fullgraph=True)
+        compiled: Callable[_P, _R] = torch.compile(self.eager)
         return compiled
 
     def __call__(self, *args: _P.args, **kwargs: _P.kwargs) -> _R:

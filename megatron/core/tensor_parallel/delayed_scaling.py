@@ -42,8 +42,8 @@ class DelayedScaling:
     def update(self) -> None:
         """Agree on the step's largest values and set the scales of the next. A collective of a stage's ranks.
 
-        A role whose largest value is 0, infinite or NaN, on any rank, keeps its scale and history: what a step with
-        fp16 gradients too large leaves would hold scales until it has left the history.
+        A role whose largest value is 0, infinite or NaN, on any rank, keeps its scale and history. Else the infinite
+        gradients of a step that --fp16 skips would stop its scale for as long as they are in the history.
         """
         history, scales = self._history, self._scales
         local = torch.where(history[:, 0].isnan(), torch.inf, history[:, 0])  # NCCL promises no maximum of NaN

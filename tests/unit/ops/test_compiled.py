@@ -58,6 +58,22 @@ def test_compiled_functions_give_the_same_and_are_compiled_once() -> None:
         assert torch.equal(b, c)
 
 
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.slow  # as above
+@pytest.mark.skipif(shutil.which("g++") is None, reason="there is no C++ compiler")
+def test_more_shapes_than_torch_compiles_for() -> None:
+    """Generated texts have any length; a shape too many would end the run."""
+    weight = torch.randn(64, dtype=torch.float64)
+    inputs = [torch.randn(length, 1, 64, dtype=torch.float64) for length in range(1, 20)]
+    compile_bodies(True, CPU)
+    before = counters["stats"]["unique_graphs"]
+    found = [rms_norm(x, weight, eps=1e-5) for x in inputs]
+    assert counters["stats"]["unique_graphs"] - before <= 3
+    compile_bodies(False, CPU)
+    for x, out in zip(inputs, found):
+        torch.testing.assert_close(out, rms_norm(x, weight, eps=1e-5), rtol=1e-9, atol=1e-9)
+
+
 def test_without_a_compiler_it_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """Else torch ends the first step with a page of its own."""
     monkeypatch.setenv("CXX", "no-such-compiler")
