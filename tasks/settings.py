@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from megatron.config.family import FamilyConfig, Purpose
-from megatron.config.flags import check_flags, flag
+from megatron.config.flags import flag
 
 if TYPE_CHECKING:
     from megatron.config.family import Rule
@@ -54,8 +54,6 @@ class OwnDataConfig(Purpose, FamilyConfig):
         return (tasks_read_their_own_data,)
 
 
-@check_flags
-@dataclass(frozen=True, kw_only=True)
 class HarnessConfig(OwnDataConfig):
     """Settings of lm-evaluation-harness's model alone; tasks/lm_eval.py."""
 
@@ -63,8 +61,6 @@ class HarnessConfig(OwnDataConfig):
     add_bos_token: bool = flag("Begin texts with the tokenizer's first token.", default=False)
 
 
-@check_flags
-@dataclass(frozen=True, kw_only=True)
 class TaskConfig(OwnDataConfig):
     """Flags of tasks/main.py alone."""
 

@@ -18,11 +18,10 @@ import multiprocessing
 import pickle
 import socket
 from collections.abc import Sequence
-from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING
 
-from megatron.config.flags import check_flags, flag
+from megatron.config.flags import Settings, flag
 from megatron.config.run import RunConfig
 from megatron.core.models.registry import family_of
 from megatron.core.parallel.environment import errors_once_per_node, launched_world_size
@@ -37,9 +36,7 @@ if TYPE_CHECKING:  # torch is imported when flags are known to be right
 MOST_RANKS = 256
 
 
-@check_flags
-@dataclass(frozen=True, kw_only=True)
-class ParityConfig:
+class ParityConfig(Settings):
     """What is compared."""
 
     shrink: bool = flag("Compare a small model of the same layout and kinds of layers.", default=False)

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, cast
 
-from megatron.config.flags import check_flags, flag
+from megatron.config.flags import Settings, flag
 from megatron.config.parse import parse_groups
 from megatron.config.trained_model import TrainedModelConfig
 from megatron.core.inference.masks import MASK, around_masks, check_length, check_masks
@@ -26,9 +26,7 @@ if TYPE_CHECKING:  # torch is imported when flags are known to be right
     from megatron.training.checkpoints.trained_model import TrainedModel
 
 
-@check_flags
-@dataclass(frozen=True, kw_only=True)
-class FillConfig:
+class FillConfig(Settings):
     """Texts, and the number of candidates to show."""
 
     text: tuple[str, ...] = flag(f"Texts with {MASK} where a word is missing.")

@@ -14,12 +14,11 @@ if not __package__:  # started as a script: take megatron and the like from this
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, cast
 
 import numpy as np
 
-from megatron.config.flags import check_flags, flag
+from megatron.config.flags import Settings, flag
 from megatron.config.parse import parse_groups
 from megatron.config.trained_model import TrainedModelConfig
 from megatron.core.inference.masks import MASK, around_masks, check_length, check_masks
@@ -37,9 +36,7 @@ if TYPE_CHECKING:  # torch is imported when flags are known to be right
 BATCH, CANDIDATES = 32, 5
 
 
-@check_flags
-@dataclass(frozen=True, kw_only=True)
-class SpanConfig:
+class SpanConfig(Settings):
     """Texts or samples to fill in."""
 
     text: tuple[str, ...] = flag(f"Texts with {MASK} where words are missing.", default=())

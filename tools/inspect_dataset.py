@@ -16,7 +16,7 @@ if not __package__:  # started as a script: take megatron and the like from this
     sys.path[0] = os.path.dirname(os.path.dirname(os.path.realpath(__file__)))
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron.config.flags import check_flags, flag
+from megatron.config.flags import Settings, flag
 from megatron.config.parse import parse_groups
 from megatron.config.run import RunConfig
 from megatron.config.tokenizer import TokenizerConfig
@@ -42,9 +42,7 @@ if TYPE_CHECKING:
 PERCENTILES = (0, 10, 50, 90, 99, 100)
 
 
-@check_flags
-@dataclass(frozen=True, kw_only=True)
-class InspectConfig:
+class InspectConfig(Settings):
     """What to look at in token files."""
 
     prefix: tuple[str, ...] = flag("Prefixes of PREFIX.bin and PREFIX.idx.")
@@ -61,9 +59,7 @@ class InspectConfig:
     )
 
 
-@check_flags
-@dataclass(frozen=True, kw_only=True)
-class SampleConfig:
+class SampleConfig(Settings):
     """Which sample of a run to show."""
 
     sample: int = flag("Number of the sample in the order of the run, from 0.", at_least=0)

@@ -21,7 +21,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron.config.flags import check_flags, flag
+from megatron.config.flags import Settings, flag
 from megatron.config.parse import parse_groups
 from megatron.core.datasets.files import replaced_file, write_errors
 from megatron.errors import DataError, run_command
@@ -37,9 +37,7 @@ MAX_SIGNS = 0.4  # share of a paragraph that is neither letter nor space; more i
 MIN_DOCUMENT = 300  # characters
 
 
-@check_flags
-@dataclass(frozen=True, kw_only=True)
-class CorpusConfig:
+class CorpusConfig(Settings):
     """Output folder and split of the corpus."""
 
     output_dir: str = flag("Folder of train.jsonl and heldout.jsonl.")

@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TextIO
 
-from megatron.config.flags import check_flags, derive, flag
+from megatron.config.flags import Settings, derive, flag
 from megatron.config.parse import parse_groups
 from megatron.config.preprocessing_flags import PREPROCESSING_FLAGS
 from megatron.config.tokenizer import TokenizerConfig
@@ -62,9 +62,7 @@ SHARD_BYTES = 64_000_000  # of text, between two places from which an interrupte
 PERCENTILES = (0, 10, 50, 90, 99, 100)
 
 
-@check_flags
-@dataclass(frozen=True, kw_only=True)
-class PreprocessConfig:
+class PreprocessConfig(Settings):
     """Text in, tokens out."""
 
     input: tuple[str, ...] = flag(

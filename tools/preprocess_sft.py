@@ -23,7 +23,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from megatron.config.flags import check_flags, flag
+from megatron.config.flags import Settings, flag
 from megatron.config.parse import parse_groups
 from megatron.config.tokenizer import TokenizerConfig
 from megatron.core.datasets.build import targets_prefix
@@ -37,9 +37,7 @@ from megatron.core.tokenizers.text_files import BadLine, find_inputs, read_batch
 from megatron.errors import ConfigError, DataError, run_command
 
 
-@check_flags
-@dataclass(frozen=True, kw_only=True)
-class SftConfig:
+class SftConfig(Settings):
     """Conversations in, tokens and targets out."""
 
     input: tuple[str, ...] = flag("JSON lines (.gz, .bz2, .xz, .zst too): files, folders, globs in quotes, or -.")

@@ -9,11 +9,10 @@ if not __package__:  # started as a script: take megatron and the like from this
     sys.path[0] = os.path.dirname(os.path.dirname(os.path.realpath(__file__)))
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from megatron.config.flags import check_flags, flag
+from megatron.config.flags import Settings, flag
 from megatron.config.parse import parse_groups
 from megatron.config.pipeline import too_long_to_schedule
 from megatron.core.pipeline_parallel.actions import Kind
@@ -35,9 +34,7 @@ MEANINGS: dict[Kind, str] = {
 MOST_LABELLED = 2000  # boxes; more of them hide their labels
 
 
-@check_flags
-@dataclass(frozen=True, kw_only=True)
-class ScheduleConfig:
+class ScheduleConfig(Settings):
     """Which schedule, on how many ranks, and how long its passes take."""
 
     pipeline_schedule: Literal["1f1b", "gpipe", "interleaved", "zb-h1", "zb-v"] = flag(

@@ -15,18 +15,15 @@ if not __package__:  # started as a script: take megatron and the like from this
     sys.path[0] = os.path.dirname(os.path.dirname(os.path.realpath(__file__)))
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Literal
 
-from megatron.config.flags import check_flags, flag, switch
+from megatron.config.flags import Settings, flag, switch
 from megatron.core.models.registry import family_of
 from megatron.errors import ConfigError, run_command
 from megatron.training.pretrain import parse_any_family
 
 
-@check_flags
-@dataclass(frozen=True, kw_only=True)
-class RehearsalConfig:
+class RehearsalConfig(Settings):
     """What is rehearsed."""
 
     rank: int = flag("The rank that is rehearsed.", default=0, at_least=0)

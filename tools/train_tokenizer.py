@@ -14,14 +14,13 @@ if not __package__:  # started as a script: take megatron and the like from this
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 import tokenizers
 from tokenizers import models, pre_tokenizers, trainers
 
-from megatron.config.flags import check_flags, flag
+from megatron.config.flags import Settings, flag
 from megatron.config.parse import parse_groups
 from megatron.core.datasets.files import replaced_file, write_errors
 from megatron.core.tokenizers.base import encoded_texts
@@ -43,9 +42,7 @@ from megatron.training.reporting.progress import ProgressBar
 NUM_BYTES = 256
 
 
-@check_flags
-@dataclass(frozen=True, kw_only=True)
-class TrainTokenizerConfig:
+class TrainTokenizerConfig(Settings):
     """Text in, vocabulary out."""
 
     input: tuple[str, ...] = flag(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from megatron.config.checkpoint import CheckpointConfig
 from megatron.config.data import DataConfig
-from megatron.config.flags import check_flags, flag
+from megatron.config.flags import Settings, flag
 from megatron.config.fp8 import Fp8Config
 from megatron.config.inference import InferenceConfig
 from megatron.config.model import ModelConfig
@@ -29,8 +29,8 @@ __all__ = [
     "ProfilingConfig",
     "ReportingConfig",
     "RunConfig",
+    "Settings",
     "TokenizerConfig",
     "TrainingConfig",
-    "check_flags",
     "flag",
 ]

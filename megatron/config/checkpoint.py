@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
-from dataclasses import dataclass
 from typing import Any, Literal
 
-from megatron.config.flags import check_flags, flag, switch
+from megatron.config.flags import Settings, flag, switch
 from megatron.config.positions import ROTARY_FIELDS, ROTARY_TYPES
 
 _CHANGEABLE = frozenset({*ROTARY_FIELDS, "norm_epsilon"} - {"rotary_percent", "rotary_interleaved", "no_rope_freq"})
@@ -20,9 +18,7 @@ def keeps_meaning(field: str, before: Any, after: Any) -> bool:
     return field in _CHANGEABLE or (before in ROTARY_TYPES and after in ROTARY_TYPES)
 
 
-@check_flags
-@dataclass(frozen=True, kw_only=True)
-class CheckpointConfig:
+class CheckpointConfig(Settings):
     """Saving and loading."""
 
     save: str | None = flag("Folder to write checkpoints into; may be a URL (s3://bucket/run).", default=None)
@@ -90,6 +86,8 @@ class CheckpointConfig:
     @property
     def saved_place(self) -> str:
         """A digest that names the ``--save`` folder, the same for every start of the command; empty without one."""
+        import hashlib  # OpenSSL's library, which takes longer to load than most files of settings
+
         return "" if self.save is None else hashlib.sha256(place_of(self.save).encode()).hexdigest()[:16]
 
 

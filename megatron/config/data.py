@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Literal
 
-from megatron.config.flags import check_flags, derive, flag, flags_of, switch
+from megatron.config.flags import Settings, derive, flag, flags_of, switch
 
 DEFAULT_SPLIT = "969, 30, 1"
 
 
-@check_flags
-@dataclass(frozen=True, kw_only=True)
-class DataConfig:
+class DataConfig(Settings):
     """Data sets, how they are split, ordered and loaded."""
 
     seq_length: int = flag("Tokens of one sample.", at_least=1, from_checkpoint=True)

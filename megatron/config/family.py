@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, ClassVar, TypeVar
 
+from megatron.config.flags import Settings
 from megatron.config.positions import ROTARY_TYPES
 
 if TYPE_CHECKING:
@@ -65,7 +66,7 @@ class Purpose:
         return False
 
 
-class FamilyConfig:
+class FamilyConfig(Settings):
     """Base of the groups of flags that one family adds to those of every model.
 
     ``name``: of the family, as in the registry. ``title``: in messages and ``--model-type``; the name unless given.
@@ -84,6 +85,7 @@ class FamilyConfig:
     varying_counts: ClassVar[str | None] = None
 
     def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
         if "name" in vars(cls) and "title" not in vars(cls):
             cls.title = cls.name
 

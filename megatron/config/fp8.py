@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Literal
 
-from megatron.config.flags import check_flags, flag, switch
+from megatron.config.flags import Settings, flag, switch
 
 
-@check_flags
-@dataclass(frozen=True, kw_only=True)
-class Fp8Config:
+class Fp8Config(Settings):
     """Matrix products of layers in FP8: which formats, how they are scaled, and in which layers."""
 
     fp8_format: Literal["e4m3", "hybrid"] | None = flag(

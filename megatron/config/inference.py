@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Literal
 
-from megatron.config.flags import check_flags, flag, switch
+from megatron.config.flags import Settings, flag, switch
 
 
-@check_flags
-@dataclass(frozen=True, kw_only=True)
-class InferenceConfig:
+class InferenceConfig(Settings):
     """Limits of the generation tools; training does not read them."""
 
     inference_max_seq_length: int | None = flag(

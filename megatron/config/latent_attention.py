@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
-from megatron.config.flags import flag, switch
+from megatron.config.flags import Settings, flag, switch
 
 
-@dataclass(frozen=True, kw_only=True)
-class LatentAttentionConfig:
+class LatentAttentionConfig(Settings):
     """Settings of multi-head latent attention (MLA; DeepSeek-V2, arXiv:2405.04434), part of those of the model."""
 
     multi_latent_attention: bool = switch(

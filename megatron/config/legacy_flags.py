@@ -58,7 +58,8 @@ def legacy_table(
     for legacy, names in rows:
         for name in names.split():
             assert f"--{name}" not in table, f"two verdicts on --{name}"
-            table[f"--{name}"] = replace(legacy, harmless=tuple((harmless or {}).get(name, "").split()))
+            at_no_harm = tuple((harmless or {}).get(name, "").split())
+            table[f"--{name}"] = replace(legacy, harmless=at_no_harm) if at_no_harm else legacy
     return table
 
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, Literal, cast
 
 from megatron.config.attention_backends import OTHER_NAMES, AttentionBackend
-from megatron.config.flags import check_flags, derive, flag, switch
+from megatron.config.flags import derive, flag, switch
 from megatron.config.latent_attention import LatentAttentionConfig
 from megatron.config.layer_patterns import canonical, marked_layers, shortened, window_layers
 from megatron.config.multi_token import MultiTokenConfig
@@ -29,8 +29,6 @@ _GATES: dict[str, Nonlinearity] = {
 }
 
 
-@check_flags
-@dataclass(frozen=True, kw_only=True)
 class ModelConfig(PositionConfig, LatentAttentionConfig, MultiTokenConfig):
     """The transformer. Sizes that are not given follow from the others."""
 
@@ -121,7 +119,7 @@ class ModelConfig(PositionConfig, LatentAttentionConfig, MultiTokenConfig):
         "Add biases to both layers of the MLP; always on without --disable-bias-linear.", architecture=True
     )
     add_output_layer_bias: bool = switch("Add a bias to the logits.", architecture=True)
-    activation: Activation = flag(  # noqa: RUF009
+    activation: Activation = flag(
         "Activation of the MLP. gelu uses the error function, gelu_tanh its tanh approximation, quick_geglu "
         "that by a sigmoid; swiglu, geglu, geglu_tanh and quick_geglu have a gate.",
         default="gelu_tanh",
@@ -237,7 +235,7 @@ class ModelConfig(PositionConfig, LatentAttentionConfig, MultiTokenConfig):
         default=128,
         at_least=1,
     )
-    attention_backend: AttentionBackend = flag(  # noqa: RUF009
+    attention_backend: AttentionBackend = flag(
         "Attention kernel; auto takes the fastest that supports the call (see docs/attention.md).",
         default="auto",
         renamed_values=OTHER_NAMES,

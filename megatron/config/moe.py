@@ -6,12 +6,11 @@ import dataclasses
 import math
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from megatron.config.data import DataConfig
 from megatron.config.family import FamilyConfig, Rule
-from megatron.config.flags import check_flags, flag, switch
+from megatron.config.flags import flag, switch
 from megatron.config.layer_patterns import every_or_listed, shortest_pattern
 from megatron.config.model import ModelConfig
 from megatron.errors import ConfigError
@@ -30,8 +29,6 @@ LOSS_NAMES: dict[str, str] = {
 Z_LOSS = "z_loss"
 
 
-@check_flags
-@dataclass(frozen=True, kw_only=True)
 class MoEConfig(FamilyConfig):
     """Mixture of experts: feed-forward networks of which each token uses a few."""
 

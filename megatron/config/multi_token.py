@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
-from megatron.config.flags import flag
+from megatron.config.flags import Settings, flag
 
 
-@dataclass(frozen=True, kw_only=True)
-class MultiTokenConfig:
+class MultiTokenConfig(Settings):
     """Settings of multi-token prediction (MTP; DeepSeek-V3, arXiv:2412.19437), part of those of the model."""
 
     mtp_num_layers: int = flag(

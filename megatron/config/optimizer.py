@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Literal
 
-from megatron.config.flags import check_flags, derive, flag, switch
+from megatron.config.flags import Settings, derive, flag, switch
 
 
-@check_flags
-@dataclass(frozen=True, kw_only=True)
-class OptimizerConfig:
+class OptimizerConfig(Settings):
     """The optimizer, and learning rate and weight decay over the run."""
 
     optimizer: Literal["adam", "sgd"] = flag(

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Literal
 
-from megatron.config.flags import check_flags, flag, switch
+from megatron.config.flags import Settings, flag, switch
 
 CpCommType = Literal["p2p", "all_gather", "a2a", "a2a+p2p"]
 GroupName = Literal["tp", "cp", "pp", "dp", "dp_cp", "tp_cp", "ep", "ep_tp", "ep_dp"]
@@ -19,9 +18,7 @@ def head_exchange_size(kind: CpCommType, ranks: int, levels: Sequence[int]) -> i
     return levels[0] if kind == "a2a+p2p" else 1
 
 
-@check_flags
-@dataclass(frozen=True, kw_only=True)
-class ParallelConfig:
+class ParallelConfig(Settings):
     """How ranks divide the work. The data-parallel size is the number of ranks divided by the other sizes."""
 
     tensor_model_parallel_size: int = flag("Ranks that split each layer's matrices.", default=1, at_least=1)

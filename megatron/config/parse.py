@@ -8,7 +8,6 @@ from typing import Any
 
 from megatron.config.command import CommandConfig
 from megatron.config.flags import flags_of, group_name
-from megatron.config.help import format_help
 from megatron.config.intake import Intake
 from megatron.config.legacy_flags import LegacyFlag
 from megatron.config.rules import failures, listed, remarks
@@ -103,6 +102,8 @@ def _answer_help(
     defaults: Mapping[str, Any] | None = None,
 ) -> None:
     if {"-h", "--help"} & set(argv):
+        from megatron.config.help import format_help
+
         shared = {*CORE_GROUPS, CommandConfig}
         shown = sorted(groups, key=shared.__contains__)  # the command's own groups first
         print(format_help(shown, prog=prog, about=about, defaults=defaults), end="")  # noqa: T201  (what --help is for)

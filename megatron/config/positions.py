@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Literal
 
-from megatron.config.flags import flag, switch
+from megatron.config.flags import Settings, flag, switch
 
 ROTARY_TYPES = ("rope", "yarn", "dynamic_ntk", "longrope")
 """Values of ``position_embedding_type`` that turn queries and keys by their positions."""
@@ -23,8 +22,7 @@ ROTARY_FIELDS: dict[str, tuple[str, ...]] = {
 """Settings of rotary positions, and the types that have them; ``use_rope_scaling`` has an original length, too."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class PositionConfig:
+class PositionConfig(Settings):
     """Settings of position embeddings, part of those of the model."""
 
     position_embedding_offset: int = flag(

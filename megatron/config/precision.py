@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Literal
 
-from megatron.config.flags import check_flags, flag, switch
+from megatron.config.flags import Settings, flag, switch
 
 ParamsDtype = Literal["fp32", "bf16", "fp16"]
 
 
-@check_flags
-@dataclass(frozen=True, kw_only=True)
-class PrecisionConfig:
+class PrecisionConfig(Settings):
     """Number formats of weights, gradients and losses, and the loss scale of fp16."""
 
     fp16: bool = switch("Train in fp16 with a loss scale and fp32 master weights.")

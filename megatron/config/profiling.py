@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
-from megatron.config.flags import check_flags, flag, switch
+from megatron.config.flags import Settings, flag, switch
 
 
-@check_flags
-@dataclass(frozen=True, kw_only=True)
-class ProfilingConfig:
+class ProfilingConfig(Settings):
     """Profiles of time and of GPU memory."""
 
     profile: bool = switch(

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Literal
 
-from megatron.config.flags import check_flags, flag, switch
+from megatron.config.flags import Settings, flag, switch
 
 
-@check_flags
-@dataclass(frozen=True, kw_only=True)
-class ReportingConfig:
+class ReportingConfig(Settings):
     """Log lines, timers, TensorBoard and Weights & Biases."""
 
     log_interval: int = flag("Iterations between log lines.", default=100, at_least=1)

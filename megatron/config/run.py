@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -319,6 +318,8 @@ class RunConfig:
     @cached_property
     def digest(self) -> str:
         """SHA-256 of the resolved settings: equal on two ranks exactly when their settings are."""
+        import hashlib  # OpenSSL's library, which takes longer to load than most files of settings
+
         return hashlib.sha256(json.dumps(self.to_json(), sort_keys=True).encode()).hexdigest()
 
 

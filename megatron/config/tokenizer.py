@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Literal
 
-from megatron.config.flags import check_flags, flag
+from megatron.config.flags import Settings, flag
 
 TokenizerType = Literal[
     "BertWordPieceLowerCase",
@@ -32,12 +31,10 @@ REFUSED_TOKENIZERS = {
 }
 
 
-@check_flags
-@dataclass(frozen=True, kw_only=True)
-class TokenizerConfig:
+class TokenizerConfig(Settings):
     """The tokenizer and its files."""
 
-    tokenizer_type: TokenizerType = flag(  # noqa: RUF009
+    tokenizer_type: TokenizerType = flag(
         "Kind of tokenizer.",
         renamed_values=RENAMED_TOKENIZERS,
         refused_values=REFUSED_TOKENIZERS,

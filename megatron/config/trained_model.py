@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
-from megatron.config.flags import check_flags, flag
+from megatron.config.flags import Settings, flag
 from megatron.config.tokenizer import REFUSED_TOKENIZERS, RENAMED_TOKENIZERS, TokenizerType
 
 
-@check_flags
-@dataclass(frozen=True, kw_only=True)
-class TrainedModelConfig:
+class TrainedModelConfig(Settings):
     """The trained model. Architecture and tokenizer come from the checkpoint."""
 
     load: str = flag("Folder of checkpoints.")
     ckpt_step: int | None = flag("Iteration to load instead of the newest.", default=None, at_least=0)
-    tokenizer_type: TokenizerType | None = flag(  # noqa: RUF009
+    tokenizer_type: TokenizerType | None = flag(
         "Kind of tokenizer, for a checkpoint that stores none.",
         default=None,
         renamed_values=RENAMED_TOKENIZERS,
@@ -32,9 +28,7 @@ class TrainedModelConfig:
     tokenizer_model: str | None = flag("Path of the tokenizer's model file, if it has moved.", default=None)
 
 
-@check_flags
-@dataclass(frozen=True, kw_only=True)
-class TrainedModelLayoutConfig:
+class TrainedModelLayoutConfig(Settings):
     """How the ranks that were started divide the trained model."""
 
     pipeline_model_parallel_size: int = flag(

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Literal
 
-from megatron.config.flags import check_flags, flag, switch
+from megatron.config.flags import Settings, flag, switch
 
 RecomputeModule = Literal["core_attn", "layernorm", "mlp", "moe", "moe_act", "shared_experts", "mla_up_proj"]
 
 _ALL_LAYERS = 1 << 30
 
 
-@check_flags
-@dataclass(frozen=True, kw_only=True)
-class TrainingConfig:
+class TrainingConfig(Settings):
     """Batches, length, evaluation, recomputation and when to stop."""
 
     micro_batch_size: int = flag("Samples of one forward pass on one rank.", at_least=1)

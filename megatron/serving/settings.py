@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
-from megatron.config.flags import check_flags, flag, switch
+from megatron.config.flags import Settings, flag, switch
 
 API_KEY_VARIABLE = "MEGATRON_API_KEY"
 
 
-@check_flags
-@dataclass(frozen=True, kw_only=True)
-class ServerConfig:
+class ServerConfig(Settings):
     """The text-generation server: where it listens, whom it answers, and its limits."""
 
     host: str = flag("Address to listen on; the default serves this machine alone, 0.0.0.0 any.", default="127.0.0.1")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import sys
 import time
@@ -11,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 from megatron.config.run import RunConfig
 from megatron.config.typed_spellings import errors_as_typed
-from megatron.core.models.model_type import ModelTypeConfig, family_asked
 from megatron.core.models.registry import Family, owner_of, register
 from megatron.errors import run_command
 
@@ -40,6 +38,8 @@ def pretrain(family: Family, argv: Sequence[str], *, prog: str | None = None) ->
     if config.command.dry_run:
         dry_run(config, family.train_spec)
         return 0
+
+    import logging
 
     from megatron.core.parallel.environment import errors_once_per_node, launch_environment
 
@@ -104,6 +104,8 @@ def parse(
 
 def parse_any_family(argv: Sequence[str], *groups: type, prog: str, about: str = "") -> RunConfig:
     """As ``parse``, for tools: a run of the family that ``--model-type`` names. ``groups``: the tool's settings."""
+    from megatron.core.models.model_type import ModelTypeConfig, family_asked
+
     return parse(argv, prog=prog, about=about, groups=(ModelTypeConfig, *family_asked(argv).groups, *groups))
 
 

@@ -17,11 +17,10 @@ import shutil
 import signal
 import textwrap
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import zip_longest
 from typing import TYPE_CHECKING, Literal
 
-from megatron.config.flags import check_flags, flag, switch
+from megatron.config.flags import Settings, flag, switch
 from megatron.config.parse import parse_groups
 from megatron.core.checkpointing.manifest import MANIFEST
 from megatron.core.files.remote_path import AnyPath, path_of
@@ -58,9 +57,7 @@ WITHOUT_EFFECT = {
 }
 
 
-@check_flags
-@dataclass(frozen=True, kw_only=True)
-class ConvertConfig:
+class ConvertConfig(Settings):
     """What is converted into what."""
 
     list_types: bool = switch(

@@ -13,17 +13,14 @@ if not __package__:  # started as a script: take megatron and the like from this
     sys.path[0] = os.path.dirname(os.path.dirname(os.path.dirname(os.path.realpath(__file__))))
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
-from megatron.config.flags import check_flags, flag
+from megatron.config.flags import Settings, flag
 from megatron.config.parse import parse_groups
 from megatron.core.files.remote_path import path_of
 from megatron.errors import CheckpointError, kept_on_interrupt, run_command
 
 
-@check_flags
-@dataclass(frozen=True, kw_only=True)
-class UpcycleConfig:
+class UpcycleConfig(Settings):
     """Which checkpoint becomes how many experts."""
 
     load: str = flag("Folder of the dense checkpoint.")

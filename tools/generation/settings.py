@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
-from megatron.config.flags import check_flags, flag, flags_of, switch
+from megatron.config.flags import Settings, flag, flags_of, switch
 from megatron.config.inference import InferenceConfig
 from megatron.config.legacy_flags import LegacyFlag
 from megatron.config.trained_model import TrainedModelConfig, TrainedModelLayoutConfig
@@ -15,9 +14,7 @@ from megatron.errors import ConfigError
 DEFAULT_SEED = 1234
 
 
-@check_flags
-@dataclass(frozen=True, kw_only=True)
-class GenerateConfig:
+class GenerateConfig(Settings):
     """Prompts, and how tokens are sampled."""
 
     prompt: tuple[str, ...] = flag("Texts to continue; without them the terminal asks for prompts.", default=())
@@ -47,17 +44,13 @@ class GenerateConfig:
         return {name: getattr(self, name) for name in ("temperature", "top_k", "top_p", "top_p_decay", "top_p_bound")}
 
 
-@check_flags
-@dataclass(frozen=True, kw_only=True)
-class ClientConfig:
+class ClientConfig(Settings):
     """Generation with a server, whose HOST:PORT is the first argument."""
 
     request_timeout: float = flag("Seconds to wait for an answer.", default=600.0, above=0, at_most=1e6)
 
 
-@check_flags
-@dataclass(frozen=True, kw_only=True)
-class LocalConfig:
+class LocalConfig(Settings):
     """Generation with a checkpoint: more ways to sample, chat, and batches of JSON lines."""
 
     min_p: float = flag(

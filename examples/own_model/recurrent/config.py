@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import ClassVar
 
 from megatron.config.family import FamilyConfig, Rule
-from megatron.config.flags import check_flags, flag
+from megatron.config.flags import flag
 from megatron.config.run import RunConfig
 
 
-@check_flags
-@dataclass(frozen=True, kw_only=True)
 class RecurrentConfig(FamilyConfig):
     """Flags of pretrain_own.py alone."""
 

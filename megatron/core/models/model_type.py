@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
-from megatron.config.flags import check_flags, flag
+from megatron.config.flags import Settings, flag
 from megatron.config.parse import read_given
 from megatron.core.models.registry import FAMILIES, Family, family_titled
 
 _TITLES = [family.title for family in FAMILIES.values()]
 
 
-@check_flags
-@dataclass(frozen=True, kw_only=True)
-class ModelTypeConfig:
+class ModelTypeConfig(Settings):
     """The model family of the other flags."""
 
     model_type: str = flag(

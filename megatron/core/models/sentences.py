@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import ClassVar
 
 from megatron.config.family import FamilyConfig, Rule
@@ -13,7 +12,6 @@ from megatron.config.run import RunConfig
 _MASKING = ("BertWordPieceLowerCase", "BertWordPieceCase", "SentencePieceTokenizer", "HuggingFaceTokenizer")
 
 
-@dataclass(frozen=True, kw_only=True)
 class SentenceConfig(FamilyConfig):
     """Fields of the families that learn from sentences."""
 

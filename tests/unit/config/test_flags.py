@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import FrozenInstanceError, field, replace
+from inspect import signature
 from typing import Any, Literal
 
 import pytest
 
-from megatron.config.flags import FlagSpec, check_flags, flag, flags_of, one_of
+from megatron.config.flags import FlagSpec, Settings, flag, flags_of, one_of
 from megatron.config.parse import parse_groups
 from megatron.errors import ConfigError
 
 
-@check_flags
-@dataclass(frozen=True, kw_only=True)
-class ToolConfig:
+class ToolConfig(Settings):
     """A tool's flags, one of every kind."""
 
     size: int = flag("SI units.", at_least=1)
@@ -149,16 +148,12 @@ def test_field_without_help_is_refused_at_import() -> None:
     """Nobody adds a setting without saying what it does."""
     with pytest.raises(TypeError, match=r"Bare\.x needs flag"):
 
-        @check_flags
-        @dataclass(frozen=True, kw_only=True)
-        class Bare:
+        class Bare(Settings):
             x: int = 1
 
     with pytest.raises(TypeError, match=r"Blank\.x needs flag"):
 
-        @check_flags
-        @dataclass(frozen=True, kw_only=True)
-        class Blank:
+        class Blank(Settings):
             x: int = flag(" ", default=1)
 
 
@@ -166,15 +161,11 @@ def test_boolean_that_is_on_names_what_turns_it_off() -> None:
     """A switch that is on by default would otherwise be no switch at all."""
     with pytest.raises(TypeError, match=r"On\.x is on by default"):
 
-        @check_flags
-        @dataclass(frozen=True, kw_only=True)
-        class On:
+        class On(Settings):
             x: bool = flag("Something.", default=True)
 
 
-@check_flags
-@dataclass(frozen=True, kw_only=True)
-class WortConfig:
+class WortConfig(Settings):
     """A group whose flag is called what a flag of another group is also called."""
 
     wort: bool = flag("A switch of that name.", default=False)
@@ -190,19 +181,15 @@ def test_types_without_a_spelling_are_refused_at_import() -> None:
     """A field that no word on a command line can mean is a programming error."""
     with pytest.raises(TypeError, match="cannot be of type"):
 
-        @check_flags
-        @dataclass(frozen=True, kw_only=True)
-        class Strange:
-            x: dict[str, int] = flag("A mapping.", default=None)  # noqa: RUF009
+        class Strange(Settings):
+            x: dict[str, int] = flag("A mapping.", default=None)
 
 
 def test_fields_of_ordinary_dataclasses_are_no_flags() -> None:
     """dataclasses.field in place of flag() is noticed, too."""
     with pytest.raises(TypeError, match="needs flag"):
 
-        @check_flags
-        @dataclass(frozen=True, kw_only=True)
-        class Plain:
+        class Plain(Settings):
             x: list[int] = field(default_factory=list)
 
 
@@ -216,3 +203,23 @@ def test_stand_ins_are_within_bounds() -> None:
     """Other rules run on with a stand-in, which must not fail by itself."""
     for spec in specs().values():
         assert spec.out_of_bounds(spec.stand_in()) is None
+
+
+def test_settings_are_frozen_dataclasses() -> None:
+    """Their methods are inherited, not made for each group; users of dataclasses find what they know."""
+    tool = ToolConfig(size=2)
+    assert tool == ToolConfig(size=2) != ToolConfig(size=3)
+    assert hash(tool) == hash(ToolConfig(size=2))
+    assert tool != WortConfig(), "another group with other fields"
+    assert replace(tool, size=3) == ToolConfig(size=3)
+    assert repr(tool).startswith("ToolConfig(size=2, ")
+    size = signature(ToolConfig).parameters["size"]
+    assert (size.kind, size.annotation, size.default) == (size.KEYWORD_ONLY, "int", size.empty)
+    with pytest.raises(FrozenInstanceError, match="size"):
+        tool.size = 3  # type: ignore[misc]
+    with pytest.raises(FrozenInstanceError, match="size"):
+        del tool.size
+    mistaken: list[tuple[dict[str, Any], str]] = [({}, "needs size"), ({"size": 2, "sise": 3}, "has no sise")]
+    for arguments, words in mistaken:
+        with pytest.raises(TypeError, match=rf"ToolConfig\(\) {words}"):
+            ToolConfig(**arguments)

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from megatron.config import RunConfig, check_flags, flag
+from megatron.config import RunConfig, Settings, flag
 from megatron.config.pipeline import stage_sizes
 from megatron.errors import ConfigError
 from tests.unit.config.command_lines import parse, run_of, words
@@ -448,9 +447,7 @@ def test_world_size() -> None:
     assert parse("--dry-run --world-size 16", ranks=2).world_size == 16
 
 
-@check_flags
-@dataclass(frozen=True, kw_only=True)
-class MaskingConfig:
+class MaskingConfig(Settings):
     """A train spec's own settings."""
 
     mask_prob: float = flag("Share of tokens that are masked.", default=0.15, at_least=0, at_most=1)

@@ -18,11 +18,9 @@ from tests.unit.config.command_lines import run_of, words
 
 FAMILY = 'from megatron.core.models.registry import Family\nFAMILY = Family("toy", "toy_package")\n'
 CONFIG = """
-from dataclasses import dataclass
 from megatron.config.flags import flag
 from megatron.config.family import FamilyConfig
 
-@dataclass(frozen=True, kw_only=True)
 class ToyConfig(FamilyConfig):
     name = "toy"
     toy_width: int = flag("Width.", default=7, architecture=True)

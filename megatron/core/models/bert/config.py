@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from typing import ClassVar
 
 from megatron.config.family import Rule
-from megatron.config.flags import check_flags, flag, switch
+from megatron.config.flags import Settings, flag, switch
 from megatron.core.models.sentences import SentenceConfig
 
 
-@check_flags
-@dataclass(frozen=True, kw_only=True)
 class BertConfig(SentenceConfig):
     """Flags of pretrain_bert.py alone."""
 
@@ -48,9 +45,7 @@ class BertConfig(SentenceConfig):
         return REMARKS
 
 
-@check_flags
-@dataclass(frozen=True, kw_only=True)
-class TokenTypesConfig:
+class TokenTypesConfig(Settings):
     """Flags of every BERT's embedding, also of one that is fine-tuned."""
 
     num_tokentypes: int = flag(

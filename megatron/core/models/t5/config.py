@@ -5,12 +5,11 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from megatron.config.data import DataConfig
 from megatron.config.family import Rule
-from megatron.config.flags import check_flags, flag, switch
+from megatron.config.flags import flag, switch
 from megatron.config.model import ModelConfig
 from megatron.config.positions import ROTARY_TYPES
 from megatron.core.models.sentences import SentenceConfig
@@ -19,8 +18,6 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 
-@check_flags
-@dataclass(frozen=True, kw_only=True)
 class T5Config(SentenceConfig):
     """Flags of pretrain_t5.py alone. ``--num-layers`` and ``--seq-length`` are the encoder's."""
 
