@@ -304,6 +304,24 @@ COMPLETION = (
     ),
     _refused("suffix", "text cannot be inserted before a suffix", ""),
 )
+_TEMPLATE = (
+    Field(
+        "add_generation_prompt",
+        _SWITCH,
+        "Let the template begin the assistant's turn; default: true, unless continue_final_message is.",
+    ),
+    Field(
+        "chat_template",
+        _TEXT,
+        "Jinja template to use in place of the server's; needs a server with --trust-request-chat-template.",
+    ),
+    Field(
+        "chat_template_kwargs",
+        _OBJECT,
+        "Further variables for the template, such as enable_thinking; not those that it has already.",
+        {},
+    ),
+)
 CHAT = (
     Field(
         "messages",
@@ -326,27 +344,12 @@ CHAT = (
         False,
     ),
     Field(
-        "add_generation_prompt",
-        _SWITCH,
-        "Let the template begin the assistant's turn; default: true, unless continue_final_message is.",
-    ),
-    Field(
         "continue_final_message",
         _SWITCH,
         "The answer goes on with the last message instead of beginning another.",
         False,
     ),
-    Field(
-        "chat_template",
-        _TEXT,
-        "Jinja template to use in place of the server's; needs a server with --trust-request-chat-template.",
-    ),
-    Field(
-        "chat_template_kwargs",
-        _OBJECT,
-        "Further variables for the template, such as enable_thinking; not those that it has already.",
-        {},
-    ),
+    *_TEMPLATE,
     Field(
         "documents",
         {"type": "array", "items": _OBJECT},
@@ -379,24 +382,9 @@ TOKENIZE = (
         "Add the tokens that the tokenizer puts around a text; default: true for a prompt, false for messages.",
     ),
     Field(
-        "add_generation_prompt",
-        _SWITCH,
-        "Let the template begin the assistant's turn; default: true, unless continue_final_message is.",
-    ),
-    Field(
         "continue_final_message", _SWITCH, "Leave the last message open, as for an answer that goes on with it.", False
     ),
-    Field(
-        "chat_template",
-        _TEXT,
-        "Jinja template to use in place of the server's; needs a server with --trust-request-chat-template.",
-    ),
-    Field(
-        "chat_template_kwargs",
-        _OBJECT,
-        "Further variables for the template, such as enable_thinking; not those that it has already.",
-        {},
-    ),
+    *_TEMPLATE,
     Field("return_token_strs", _SWITCH, "Add token_strs, the text of each token.", False),
 )
 DETOKENIZE = (
