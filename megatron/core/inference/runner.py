@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from megatron.config.model import ModelConfig
 from megatron.core.inference.cache import KeyValueCache
 from megatron.core.inference.products import Form, GenerationProducts
+from megatron.core.inference.recording import RecordedSteps
 from megatron.core.inference.step_plan import PlanRow, RunnerLimits, StepPlan
 from megatron.core.ops.attention.cached import AttentionCache, CachedHeads
 from megatron.core.parallel.context import ParallelContext
@@ -96,6 +97,9 @@ class CachedRunner:
             is_batch_invariant = costs_little(context)
         self._is_batch_invariant = is_batch_invariant
         self._multiply = GenerationProducts(is_batch_invariant=is_batch_invariant, form=form)
+        # Recorders don't see what ranks exchange. Elsewhere Python runs ahead of the device.
+        self._records = context.device.type == "cpu" and context.mesh.world_size == context.mesh.size("pp")
+        self._recorded = RecordedSteps(self._of_single_tokens)
 
     def warm_up(self, *, releases: bool = False) -> None:
         """Copy weights for their kernels and measure what bits depend on, before the first request, by a step whose
@@ -177,8 +181,20 @@ class CachedRunner:
         both = torch.tensor([ids, places], device=self.device)
         backend = self._config.attention_backend
         cache = self._cache.step(StepPlan(tuple(rows)), backend=backend, in_tiles=self._is_batch_invariant)
-        output = self._model.continue_texts(both[:1], both[1:], cache=cache, hidden=hidden)
+        tensors = [both] if hidden is None else [both, hidden]
+        if self._records and all(len(row.tokens) == 1 and row.num_logits == 1 for row in rows):
+            return self._recorded(cache, tensors)
+        output = self._continued(cache, tensors)
         return self._logits(output, rows) if isinstance(output, VocabularyOutput) else output
+
+    def _continued(self, cache: AttentionCache, tensors: Sequence[Tensor]) -> VocabularyOutput | Tensor:
+        """What the model makes of tokens and positions ``[2, t]``, and after the first stage of hidden states."""
+        both, *hidden = tensors
+        return self._model.continue_texts(both[:1], both[1:], cache=cache, hidden=hidden[0] if hidden else None)
+
+    def _of_single_tokens(self, cache: AttentionCache, tensors: Sequence[Tensor]) -> Tensor:
+        output = self._continued(cache, tensors)
+        return self._all_logits(output) if isinstance(output, VocabularyOutput) else output
 
     def _logits(self, output: VocabularyOutput, rows: Sequence[PlanRow]) -> Tensor:
         wanted, first = list[int](), 0
@@ -188,7 +204,10 @@ class CachedRunner:
         if not wanted:
             return self._nothing()
         hidden = output.hidden.index_select(0, torch.tensor(wanted, device=self.device))
-        return replace(output, hidden=hidden).logits()[0].to(self.logits_dtype)
+        return self._all_logits(replace(output, hidden=hidden))
+
+    def _all_logits(self, output: VocabularyOutput) -> Tensor:
+        return output.logits()[0].to(self.logits_dtype)
 
     def _nothing(self) -> Tensor:
         return torch.empty(0, self.limits.vocabulary, dtype=self.logits_dtype, device=self.device)

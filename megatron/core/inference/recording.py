@@ -1,0 +1,201 @@
+"""Steps as lists of torch's calls: what a model's Python does between them is done once, and left out afterwards.
+
+Between two products a step of few texts spends more time in Python than in torch. Which calls it makes depends on the
+shapes of its tensors alone, so they are recorded, and repeated with the tensors of later steps.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from megatron.core.ops.attention import AttentionOptions
+from megatron.core.ops.attention.cached import AttentionCache
+
+# What tells nothing of a tensor's numbers, and changes none.
+_OF_SHAPE = frozenset(
+    ("__get__", "__len__", "_set_grad_enabled", "dim", "is_contiguous", "is_floating_point", "numel", "size", "stride")
+)
+
+_KINDS = (torch.dtype, torch.device, torch.Size)
+
+Compute = Callable[[AttentionCache, Sequence[Tensor]], Tensor]
+"""A step: of a cache and tensors, which it doesn't change."""
+
+
+class RecordedSteps:
+    """Computes steps as ``compute`` does. From the fourth of each shape on it repeats the calls of the second.
+
+    The first measures and copies what later ones only use. The third is computed both ways: if a bit differs, as where
+    a kernel is called that the recorder doesn't see, or if calls depend on numbers, which it does see, steps of this
+    shape are computed by ``compute`` for ever.
+    """
+
+    def __init__(self, compute: Compute) -> None:
+        self._compute = compute
+        self._programs: dict[tuple[torch.Size, ...], _Program | None] = {}
+        self._seen: dict[tuple[torch.Size, ...], int] = {}
+
+    def __call__(self, cache: AttentionCache, tensors: Sequence[Tensor]) -> Tensor:
+        """The step's result."""
+        shapes = tuple([each.shape for each in tensors])
+        seen = self._seen.get(shapes, 0)
+        program = self._programs.get(shapes)
+        if seen > 2 and program is not None:
+            return program.run(cache, tensors)
+        self._seen[shapes] = seen + 1
+        if seen == 1:
+            self._programs[shapes], result = _recorded(self._compute, cache, tensors)
+            return result
+        result = self._compute(cache, tensors)
+        if program is not None and not torch.equal(program.run(cache, tensors), result):
+            self._programs[shapes] = None
+        return result
+
+
+@dataclass
+class _Program:
+    """Calls in order, with the numbers of places that hold what they are given, the names of the last of these, and the
+    place for what they return. The first ``places`` are for the cache and the tensors.
+    """
+
+    places: list[Any]
+    calls: list[tuple[Callable[..., Any], list[int], tuple[str, ...], int]] = field(default_factory=list)
+    result: int = 0
+
+    def run(self, cache: AttentionCache, tensors: Sequence[Tensor]) -> Tensor:
+        """Repeat the calls."""
+        places = self.places.copy()
+        places[0], places[1 : 1 + len(tensors)] = cache, tensors
+        for function, given, names, place in self.calls:
+            values = [places[number] for number in given]
+            if names:
+                named = dict(zip(names, values[-len(names) :]))
+                places[place] = function(*values[: -len(names)], **named)
+            else:
+                places[place] = function(*values)
+        found: Tensor = places[self.result]
+        return found
+
+
+def _recorded(compute: Compute, cache: AttentionCache, tensors: Sequence[Tensor]) -> tuple[_Program | None, Tensor]:
+    """The calls of a step, None where they depend on numbers, and its result."""
+    with _Recorder([cache, *tensors]) as recorder:
+        result = compute(_RecordedCache(cache, recorder), tensors)
+    return recorder.finished(result), result
+
+
+class _Recorder(TorchFunctionMode):
+    """Keeps the calls of torch's functions that are made inside it, beginning with what they are ``given``."""
+
+    def __init__(self, given: Sequence[Any]) -> None:
+        super().__init__()
+        self.program, self._is_whole, self._is_inside = _Program(list(given)), True, False
+        self._made = list(range(len(given)))
+        self._place = {id(each): place for place, each in enumerate(given)}
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Call, and keep the call if it makes or changes tensors."""
+        named = kwargs or {}
+        if self._is_inside:
+            return func(*args, **named)
+        result, name = func(*args, **named), getattr(func, "__name__", "")
+        if _has_tensors(result) or name == "__setitem__":
+            if name.endswith("_") or "out" in named or not (args and result is args[0]):
+                self._keep(func, args, named, result)
+        elif name not in _OF_SHAPE and not isinstance(result, _KINDS):
+            self._is_whole = False
+        return result
+
+    def call(self, function: Callable[..., Any], *args: Any) -> Any:
+        """Call, and keep as one call."""
+        self._is_inside = True
+        try:
+            result = function(*args)
+        finally:
+            self._is_inside = False
+        self._keep(function, args, {}, result)
+        return result
+
+    def place_of(self, value: Any) -> int:
+        """Where a program has what is ``value`` now: a result of its calls, or a weight or number, the same always."""
+        if isinstance(value, (tuple, list)) and _has_tensors(value):
+            return self._keep(_listed, value, {}, value)
+        if id(value) not in self._place:
+            self.program.places.append(value)
+            if not isinstance(value, Tensor):
+                return len(self.program.places) - 1
+            self._place[id(value)] = len(self.program.places) - 1
+        return self._place[id(value)]
+
+    def finished(self, result: Tensor) -> _Program | None:
+        """The program that computes ``result``, without this step's tensors."""
+        self.program.result = self.place_of(result)
+        for place in self._made:
+            self.program.places[place] = None
+        return self.program if self._is_whole else None
+
+    def _keep(self, function: Callable[..., Any], args: Sequence[Any], named: dict[str, Any], result: Any) -> int:
+        given = [self.place_of(each) for each in (*args, *named.values())]
+        self.program.calls.append((function, given, tuple(named), place := self._place_for(result)))
+        if isinstance(result, (tuple, list)) and function is not _listed:
+            for number, each in enumerate(result):
+                getter = operator.itemgetter(number)
+                self.program.calls.append((getter, [place], (), self._place_for(each)))
+        return place
+
+    def _place_for(self, result: Any) -> int:
+        """The place of an argument that is returned, or else a new one."""
+        if id(result) not in self._place:
+            self._place[id(result)] = len(self.program.places)
+            self._made.append(len(self.program.places))
+            self.program.places.append(result)
+        return self._place[id(result)]
+
+
+class _RecordedCache:
+    """Hands on to ``cache``, whose calls are kept as they are: what they do depends on places and lengths."""
+
+    def __init__(self, cache: AttentionCache, recorder: _Recorder) -> None:
+        self._cache, self._recorder = cache, recorder
+
+    @property
+    def max_length(self) -> int:
+        """See ``AttentionCache``."""
+        return self._cache.max_length
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Tensor:
+        """See ``AttentionCache``."""
+        found: Tensor = self._recorder.call(type(self._cache).attend, self._cache, layer, q, k, v, options)
+        return found
+
+    def attend_encoder(
+        self, layer: int, q: Tensor, project: Callable[[Tensor], tuple[Tensor, Tensor]], options: AttentionOptions
+    ) -> Tensor:
+        """See ``AttentionCache``."""
+        function = type(self._cache).attend_encoder
+        found: Tensor = self._recorder.call(function, self._cache, layer, q, project, options)
+        return found
+
+    def with_bias(self, bias: Callable[[Tensor, Tensor], Tensor]) -> AttentionCache:
+        """See ``AttentionCache``."""
+        cache = self._recorder.call(type(self._cache).with_bias, self._cache, bias)
+        return _RecordedCache(cache, self._recorder)
+
+
+def _listed(*values: Any) -> list[Any]:
+    return list(values)
+
+
+def _has_tensors(value: Any) -> bool:
+    return isinstance(value, Tensor) or (
+        isinstance(value, (tuple, list)) and any(isinstance(each, Tensor) for each in value)
+    )
