@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, cast
 
 from megatron.config.flags import Settings, flag
-from megatron.config.parse import parse_groups
 from megatron.config.trained_model import TrainedModelConfig
 from megatron.core.inference.masks import MASK, around_masks, check_length, check_masks
+from megatron.core.models.trained_model_flags import parse_with_trained_model
 from megatron.core.parallel.environment import errors_once_per_node, launch_environment
 from megatron.errors import ConfigError, run_command
 
@@ -44,7 +44,9 @@ class MaskedText:
 def main(argv: Sequence[str]) -> int:
     """Load the model and fill in every text."""
     with errors_once_per_node():
-        config, choice = parse_groups(argv, FillConfig, TrainedModelConfig, prog="fill_mask.py", about=__doc__ or "")
+        config, choice = parse_with_trained_model(
+            argv, FillConfig, TrainedModelConfig, prog="fill_mask.py", about=__doc__ or ""
+        )
         check_masks(config.text)
     from megatron.core.models.bert.train_spec import TRAIN_SPEC
     from megatron.training.checkpoints.trained_model import trained_model

@@ -19,10 +19,10 @@ from typing import TYPE_CHECKING, cast
 import numpy as np
 
 from megatron.config.flags import Settings, flag
-from megatron.config.parse import parse_groups
 from megatron.config.trained_model import TrainedModelConfig
 from megatron.core.inference.masks import MASK, around_masks, check_length, check_masks
 from megatron.core.models.t5.config import T5Config
+from megatron.core.models.trained_model_flags import parse_with_trained_model
 from megatron.core.parallel.environment import errors_once_per_node, launch_environment
 from megatron.errors import ConfigError, run_command
 
@@ -47,7 +47,9 @@ class SpanConfig(Settings):
 def main(argv: Sequence[str]) -> int:
     """Load the model, fill in every text, and predict the spans of every sample."""
     with errors_once_per_node():
-        config, choice = parse_groups(argv, SpanConfig, TrainedModelConfig, prog="fill_spans.py", about=__doc__ or "")
+        config, choice = parse_with_trained_model(
+            argv, SpanConfig, TrainedModelConfig, prog="fill_spans.py", about=__doc__ or ""
+        )
         check_masks(config.text)
         if not config.text and not config.samples:
             raise ConfigError("nothing to fill in: give --text, or --samples of the run's validation data")

@@ -12,17 +12,17 @@ if not __package__:  # started as a script: take megatron and the like from this
 from collections.abc import Sequence
 
 from megatron.config.inference import InferenceConfig
-from megatron.config.parse import parse_groups
 from megatron.config.trained_model import TrainedModelConfig, TrainedModelLayoutConfig
+from megatron.core.models.trained_model_flags import parse_with_trained_model
 from megatron.core.parallel.environment import errors_once_per_node, launch_environment
 from megatron.errors import ConfigError, run_command
-from megatron.serving.settings import ServerConfig
+from megatron.serving.settings import FLAGS_OF_REQUESTS, ServerConfig
 
 
 def main(argv: Sequence[str]) -> int:
     """Load the model, and serve it until a signal ends the server."""
     with errors_once_per_node():
-        server, inference, choice, layout = parse_groups(
+        server, inference, choice, layout = parse_with_trained_model(
             argv,
             ServerConfig,
             InferenceConfig,
@@ -30,6 +30,7 @@ def main(argv: Sequence[str]) -> int:
             TrainedModelLayoutConfig,
             prog="run_text_generation_server.py",
             about=__doc__ or "",
+            legacy=FLAGS_OF_REQUESTS,
         )
         try:
             from megatron.serving import process
@@ -51,7 +52,7 @@ def main(argv: Sequence[str]) -> int:
     # A taken port is noticed before the model is loaded.
     listener = process.bound_socket(server) if launch.rank == 0 else None
     with (
-        trained_model(choice, GENERATIVE, launch, pipeline_stages=layout.pipeline_model_parallel_size) as trained,
+        trained_model(choice, GENERATIVE, launch, layout=layout) as trained,
         generation_engine(trained, inference, releases=True) as engine,
     ):
         if engine is not None and listener is not None:  # else another rank, whose work is done

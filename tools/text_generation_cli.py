@@ -17,6 +17,7 @@ from pathlib import Path
 from megatron.config.inference import InferenceConfig
 from megatron.config.parse import parse_groups
 from megatron.config.trained_model import TrainedModelConfig, TrainedModelLayoutConfig
+from megatron.core.models.trained_model_flags import parse_with_trained_model
 from megatron.core.parallel.environment import errors_once_per_node, launch_environment
 from megatron.errors import DataError, run_command
 from tools.generation.settings import (
@@ -52,7 +53,7 @@ def main(argv: Sequence[str]) -> int:
             client.converse()
         return 0
     with errors_once_per_node():
-        config, local, inference, choice, layout = parse_groups(
+        config, local, inference, choice, layout = parse_with_trained_model(
             argv,
             GenerateConfig,
             LocalConfig,
@@ -72,9 +73,7 @@ def main(argv: Sequence[str]) -> int:
     from tools.generation.local import Generator
 
     with (
-        trained_model(
-            choice, GENERATIVE, launch_environment(), pipeline_stages=layout.pipeline_model_parallel_size
-        ) as trained,
+        trained_model(choice, GENERATIVE, launch_environment(), layout=layout) as trained,
         generation_engine(trained, inference, releases=True) as engine,
     ):
         if engine is None:  # another rank, whose work is done

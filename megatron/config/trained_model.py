@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from megatron.config.flags import Settings, flag
 from megatron.config.tokenizer import REFUSED_TOKENIZERS, RENAMED_TOKENIZERS, TokenizerType
+from megatron.errors import ConfigError
 
 
 class TrainedModelConfig(Settings):
@@ -31,6 +32,19 @@ class TrainedModelConfig(Settings):
 class TrainedModelLayoutConfig(Settings):
     """How the ranks that were started divide the trained model."""
 
+    tensor_model_parallel_size: int = flag(
+        "Ranks that divide each layer: all those of a stage.", derived="ranks / pipeline stages", at_least=1
+    )
     pipeline_model_parallel_size: int = flag(
         "Pipeline stages. Each takes an equal part of the ranks, which divide its layers' heads.", default=1, at_least=1
     )
+
+    def check(self, world_size: int) -> None:
+        """Raise ConfigError unless the ranks that were started are those of the layout."""
+        asked, stages = self.tensor_model_parallel_size, self.pipeline_model_parallel_size
+        if asked is not None and asked * stages != world_size:
+            raise ConfigError(
+                f"--tensor-model-parallel-size {asked} x --pipeline-model-parallel-size {stages} is {asked * stages}, "
+                f"and {world_size} {'rank was' if world_size == 1 else 'ranks were'} started: start as many, or leave "
+                "--tensor-model-parallel-size out, and all ranks of a stage divide each layer"
+            )

@@ -3,8 +3,14 @@
 from __future__ import annotations
 
 from megatron.config.flags import Settings, flag, switch
+from megatron.config.legacy_flags import LegacyFlag
 
 API_KEY_VARIABLE = "MEGATRON_API_KEY"
+FLAGS_OF_REQUESTS = dict.fromkeys(
+    ("--temperature", "--top_k", "--top-k", "--top_p", "--top-p", "--greedy", "--out-seq-length", "--num-samples"),
+    LegacyFlag("ignored", "each request says how its text is drawn, and how long it may be"),
+)
+"""Flags of launch lines of Megatron-LM's server."""
 
 
 class ServerConfig(Settings):

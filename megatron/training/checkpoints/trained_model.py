@@ -16,7 +16,7 @@ from megatron.config.parallel import ParallelConfig
 from megatron.config.rules.sizes import divide, divisors, some
 from megatron.config.run import RunConfig
 from megatron.config.tokenizer import TokenizerConfig
-from megatron.config.trained_model import TrainedModelConfig
+from megatron.config.trained_model import TrainedModelConfig, TrainedModelLayoutConfig
 from megatron.core.checkpointing.find import CheckpointFolder, find_checkpoint
 from megatron.core.checkpointing.load import MODEL_NAME, load_checkpoint, read_run_state
 from megatron.core.conversion.kept_tokenizer import with_kept_files
@@ -104,16 +104,19 @@ def trained_model(
     train_specs: Mapping[str, TrainSpec],
     launch: LaunchEnvironment,
     *,
-    pipeline_stages: int = 1,
+    layout: TrainedModelLayoutConfig | None = None,
 ) -> Iterator[TrainedModel]:
-    """The chosen model, for the length of a ``with`` block; every launched rank holds a tensor-parallel part of one
-    of ``pipeline_stages``.
+    """The chosen model, for the length of a ``with`` block; every launched rank holds a part of it. ``layout``: without
+    one, ranks divide each layer.
 
     ``train_specs``: the families the tool can use, by name; those whose train spec inherits from one work, too. Raises
     CheckpointError when nothing usable is there, ConfigError and DataError for a tokenizer that can't be built.
     """
+    layout = layout or TrainedModelLayoutConfig()
     with errors_once_per_node():
-        config, train_spec = _chosen(choice, train_specs, launch.world_size, pipeline_stages)
+        layout.check(launch.world_size)
+        stages = layout.pipeline_model_parallel_size
+        config, train_spec = _chosen(choice, train_specs, launch.world_size, stages)
     precision, seed = config.precision.params_dtype, config.training.seed
     with parallel_context(config.parallel, launch, params_dtype=precision, seed=seed) as context:
         yield load_model(config, train_spec, context)

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from megatron.config.inference import InferenceConfig
-from megatron.config.trained_model import TrainedModelConfig
+from megatron.config.trained_model import TrainedModelConfig, TrainedModelLayoutConfig
 from megatron.core.inference.engine import Engine
 from megatron.core.inference.products import INT8
 from megatron.core.inference.request import Request, Result
@@ -97,7 +97,12 @@ def test_refuses_settings_that_cannot_work(trained: TrainedModel, folders: dict[
 
 def test_stages_must_divide_ranks_and_layers(folders: dict[str, Path]) -> None:
     choice = TrainedModelConfig(load=str(folders["model"]))
-    stages = trained_model(choice, {"gpt": GPTSpec()}, launch_environment({}), pipeline_stages=2)
+    stages = trained_model(
+        choice,
+        {"gpt": GPTSpec()},
+        launch_environment({}),
+        layout=TrainedModelLayoutConfig(pipeline_model_parallel_size=2),
+    )
     with pytest.raises(ConfigError, match="--pipeline-model-parallel-size is 2; it must divide the 1 ranks"), stages:
         pass
 
