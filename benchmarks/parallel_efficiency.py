@@ -1,6 +1,7 @@
 """Two ranks of one thread against one rank of two threads at the same total work: parallel efficiency on a CPU.
 
-    python -m benchmarks.parallel_efficiency --rounds 3
+    python -m benchmarks.parallel_efficiency --rounds 3           # all contenders
+    python -m benchmarks.parallel_efficiency --rounds 3 experts   # those of this name
 
 Contenders take turns, so that other work on the machine hits all alike; the efficiency is the ratio of median steps.
 Beside it stand how often a rank waits for others in a step and how long (medians as well), the bytes that it sends, and
@@ -42,6 +43,10 @@ MODEL = (
     "--global-batch-size 8 --attention-dropout 0 --hidden-dropout 0 --mock-data --lr 1e-3 --train-iters 100 "
     "--num-workers 0 --eval-iters 0"
 )
+EXPERTS = (
+    "--num-experts 8 --moe-router-topk 2 --moe-ffn-hidden-size 512 --moe-aux-loss-coeff 0.01 --swiglu "
+    "--disable-bias-linear"
+)
 CONTENDERS: dict[str, tuple[dict[str, Any], str]] = {
     "one rank, 2 threads": ({}, ""),
     "DP 2": ({"dp": 2}, ""),
@@ -51,6 +56,9 @@ CONTENDERS: dict[str, tuple[dict[str, Any], str]] = {
     "PP 2, 1F1B": ({"pp": 2}, "--pipeline-model-parallel-size 2"),
     "PP 2, ZB-V": ({"pp": 2}, "--pipeline-model-parallel-size 2 --pipeline-schedule zb-v"),
     "CP 2": ({"cp": 2}, "--context-parallel-size 2"),
+    "experts, one rank, 2 threads": ({}, EXPERTS),
+    "experts, DP 2": ({"dp": 2}, EXPERTS),
+    "experts, EP 2": ({"dp": 2, "ep": 2}, f"{EXPERTS} --expert-model-parallel-size 2"),
 }
 
 
@@ -122,16 +130,21 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=3, help="in each round")
+    parser.add_argument("names", nargs="*", help="parts of contenders' names; none: all contenders")
     options = parser.parse_args()
     found: dict[str, list[Steps]] = defaultdict(list)
     for _ in range(options.rounds):
         for name, (sizes, flags) in CONTENDERS.items():
+            if options.names and not any(part in name for part in options.names):
+                continue
             found[name] += run_ranks(time_steps, flags, options.steps, timeout=300.0, **sizes)
-    alone = statistics.median(second for each in found["one rank, 2 threads"] for second in each.seconds)
+    alone = 0.0
     print("| | ms a step | efficiency | waits | ms waited | MiB sent by a rank | gloo's time for them alone, ms |")
     print("|---|--:|--:|--:|--:|--:|--:|")
     for name, ranks in found.items():
         step = statistics.median(second for each in ranks for second in each.seconds)
+        if name.endswith("one rank, 2 threads"):
+            alone = step
         waited = statistics.median(second for each in ranks for second in each.waited)
         waits, sent = max(each.waits for each in ranks), max(each.sent for each in ranks)
         fastest = max(each.bandwidth for each in ranks)

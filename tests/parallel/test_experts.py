@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -14,12 +15,14 @@ from megatron.core.models.gpt.train_spec import GPTSpec
 from megatron.core.moe import dispatch
 from megatron.core.moe.layer import MoELayer
 from megatron.core.parallel import exchange
+from megatron.core.parallel.activity import Activity
 from megatron.core.parallel.collectives import Handle
 from megatron.core.parallel.context import ParallelContext
 from megatron.core.parallel.costs import Workload
 from megatron.core.parallel.exchange import Team, start_all_to_all_rows
 from megatron.core.parallel.rng import StreamKey
 from megatron.core.parallel.side_losses import SideLosses
+from megatron.core.tensor_parallel.initialize import initialize
 from megatron.core.transformer.inputs import LayerInputs
 from megatron.core.transformer.stack import BranchPlace, StackConfig
 from megatron.training import loop
@@ -29,7 +32,7 @@ from megatron.training.run.run import build_run
 from tests.end_to_end.commands import assert_same_tensors
 from tests.harness import run_ranks
 from tests.harness.runs import tiny_config
-from tests.unit.moe.test_experts import EXPERTS, HIDDEN, model_config, moe_config
+from tests.unit.moe.test_experts import EXPERTS, HIDDEN, hidden_states, model_config, moe_config
 
 FLAGS = (
     "--mock-data --tokenizer-type NullTokenizer --swiglu --disable-bias-linear --num-experts 8 --moe-ffn-hidden-size 8 "
@@ -77,9 +80,24 @@ def test_checkpoints_load_at_other_layouts(tmp_path: Path) -> None:
         assert_same_tensors(*(Path(str(find_checkpoint(tmp_path / each).path)) for each in ("0", str(number))))
 
 
-def sent(context: ParallelContext, settings: dict[str, Any]) -> tuple[list[int], list[int], int]:
-    """Bytes that this rank sends away in each all-to-all of a forward and of a backward pass, and what is planned."""
-    counted = list[int]()
+class Calls(Activity):
+    """Those of collectives, by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names = list[str]()
+
+    def waiting(self, collective: str, group: Sequence[int]) -> Any:
+        """See ``Activity``."""
+        self.names.append(collective)
+        return super().waiting(collective, group)
+
+
+def sent(context: ParallelContext, settings: dict[str, Any]) -> tuple[list[int], list[int], int, list[str]]:
+    """Bytes that this rank sends away in each all-to-all of a forward and of a backward pass, what is planned, and the
+    collectives of both passes, but for those of tensor parallelism.
+    """
+    counted, calls = list[int](), Calls()
 
     def counting(x: torch.Tensor, team: Team, sends: list[int], receives: list[int]) -> Handle[torch.Tensor]:
         away = sum(sends) - sends[team.rank]
@@ -94,21 +112,25 @@ def sent(context: ParallelContext, settings: dict[str, Any]) -> tuple[list[int],
     with (
         mock.patch.object(dispatch, "start_all_to_all_rows", counting),
         mock.patch.object(exchange, "start_all_to_all_rows", counting),
+        mock.patch.object(context.mesh, "activity", calls),
     ):
         out = built(x, LayerInputs(rng_key=StreamKey(0), side_losses=SideLosses()))
         forward = counted.copy()
         torch.autograd.backward(out, torch.ones_like(out))
     workload = Workload(context=context, batch=2, length=EXPERTS, stream_itemsize=4)
-    return forward, counted[len(forward) :], built.costs(workload).exchanged
+    names = [name for name in calls.names if not name.endswith("over tp")]
+    return forward, counted[len(forward) :], built.costs(workload).exchanged, names
 
 
 @pytest.mark.parametrize(
     "axes", [{"dp": 2, "ep": 2}, {"dp": 4, "ep": 2, "etp": 2}, {"tp": 2, "dp": 2, "ep": 4, "etp": 1}]
 )
 def test_bytes_are_those_of_the_formula(axes: dict[str, Any]) -> None:
-    """Two all-to-alls forward and two backward a layer; what a dry run promises is what is sent."""
-    for forward, backward, planned in run_ranks(sent, {}, **axes):
-        assert (len(forward), len(backward)) == (2, 2)
+    """Two all-to-alls forward and two backward a layer, and one exchange of numbers of rows; what a dry run promises is
+    what is sent.
+    """
+    for forward, backward, planned, names in run_ranks(sent, {}, **axes):
+        assert (len(forward), len(backward), len(names)) == (2, 2, 5), names
         assert sum(forward) == sum(backward) == planned
 
 
@@ -162,3 +184,32 @@ def rows_of_one_rank(context: ParallelContext) -> list[bool]:
 def test_ranks_without_rows_take_part() -> None:
     """They would hang the others' backward pass, and an optimizer would find no gradient."""
     assert run_ranks(rows_of_one_rank, dp=4, ep=4) == [[True, True]] + [[False, True]] * 3
+
+
+def losses_of_a_router(context: ParallelContext, kind: str, kept: int) -> tuple[float, torch.Tensor]:
+    """A balancing loss of this rank's tokens times their number, and its gradient of the router: the rank's part of
+    ``kept`` replicas' tokens.
+    """
+    moe = moe_config(moe_router_load_balancing_type=(kind,), moe_aux_loss_coeff=(1.0,))
+    router = MoELayer(moe, BranchPlace(StackConfig(model_config(), causal=True), context, 0)).router
+    initialize(router, context.mesh, seed=3)
+    x = hidden_states(batch=4, length=8).detach()
+    mesh, given = context.mesh, LayerInputs(rng_key=StreamKey(0), side_losses=SideLosses())
+    mine = x.chunk(kept, dim=1)[mesh.rank("dp")].chunk(mesh.size("cp"))[mesh.rank("cp")]
+    weights = router(mine, given).weights
+    torch.autograd.backward(weights, torch.zeros_like(weights))
+    ((total, _),) = given.side_losses.take()[0].values()
+    assert router.weight.grad is not None
+    return float(total), router.weight.grad
+
+
+def test_a_global_loss_has_the_counts_of_all_replicas() -> None:
+    """Two replicas' losses are those of one rank that has the tokens of both; over a microbatch they are not."""
+    whole, gradient = losses_of_a_router(ParallelContext.single(dtype=torch.float64), "global_aux_loss", 1)
+    found = run_ranks(losses_of_a_router, "global_aux_loss", 2, dp=2, cp=2, dtype=torch.float64)
+    assert sum(total for total, _ in found) == pytest.approx(whole, rel=1e-12)
+    torch.testing.assert_close(sum(each for _, each in found), gradient, rtol=0, atol=1e-9)
+    alone = [losses_of_a_router(ParallelContext.single(dtype=torch.float64), "aux_loss", 1)[0]]
+    apart = run_ranks(losses_of_a_router, "aux_loss", 2, dp=2, dtype=torch.float64)
+    assert alone[0] == pytest.approx(whole, rel=1e-12)
+    assert abs(sum(total for total, _ in apart) - whole) > 1e-3

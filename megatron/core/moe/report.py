@@ -77,6 +77,7 @@ def balance_curves(layers: Mapping[str, Balance], *, per_layer: bool) -> dict[st
             f"moe/entropy_layer_{number}": each.entropy,
             f"moe/dead_experts_layer_{number}": float(each.dead),
             f"moe/dropped_share_layer_{number}": each.dropped,
+            f"moe/busiest_rank_layer_{number}": each.busiest_rank,
         }
     return found
 

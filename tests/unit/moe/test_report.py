@@ -34,3 +34,4 @@ def test_line_and_curves() -> None:
     curves = balance_curves(layers, per_layer=True)
     assert curves["moe/max_violation_layer_3"] == curves["moe/max_violation"] == pytest.approx(1.4)
     assert curves["moe/dropped_share"] == 0.05
+    assert curves["moe/busiest_rank_layer_3"] == curves["moe/busiest_rank"] == pytest.approx(1.6)
