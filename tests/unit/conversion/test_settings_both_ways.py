@@ -223,10 +223,10 @@ def test_a_model_of_our_own_is_written_in_full(family: str) -> None:
     theirs = {**settings_of(family), "model_type": family}
     heads = {"decoder.", *described.heads}
     groups = published.groups_from_config(published.known(theirs, where="x"), heads, where="x")
-    base = {**CLASSIC, **described.fixed, **NEEDED.get(family, {})}
+    base = {**CLASSIC, **described.merged("fixed"), **NEEDED.get(family, {})}
     if described.activations:
         base["activation"] = described.activations[theirs[described.activation]]
-    parts = (1.0, 0.5) if "rotary_percent" in described.by_code else (1.0,)
+    parts = (1.0, 0.5) if "rotary_percent" in described.converted() else (1.0,)
     for model in [ModelConfig(**{**base, "rotary_percent": part}) for part in parts]:
         written = config_from_model(model, groups, dtype="float32", source={"model_type": family}, tokens={})
         assert written["model_type"] == family

@@ -9,14 +9,14 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Literal
 
 from megatron.config.flags import flags_of
 from megatron.config.model import LAYER_BIASES, Activation, ModelConfig
 from megatron.config.positions import ROTARY_FIELDS
 from megatron.config.rules.positions import rotated_channels
 from megatron.core.conversion.bounds import KINDS, Count
-from megatron.core.conversion.huggingface.known import Json, Known
+from megatron.core.conversion.huggingface.known import Feature, Json, Known
 from megatron.core.conversion.huggingface.nearest import unknown_type
 from megatron.core.conversion.huggingface.quantized import check_quantization
 from megatron.core.conversion.portable import LazyTensor
@@ -33,6 +33,18 @@ _NOT_KEPT = (
     *("dtype", "torch_dtype", "transformers_version", "auto_map", "quantization_config"),
 )
 _BY_ALL_KINDS: dict[str, Any] = {"model_type": str, "vocab_size": Count, "tie_word_embeddings": bool}
+_SWITCHES = dict.fromkeys(("apply_residual_connection_post_layernorm", "parallel_attention", "qk_layernorm"), bool)
+USUAL_SETTINGS = {
+    "num_layers": "num_hidden_layers",
+    "hidden_size": "hidden_size",
+    "num_attention_heads": "num_attention_heads",
+    "ffn_hidden_size": "intermediate_size",
+    "max_position_embeddings": "max_position_embeddings",
+    "vocab_size": "vocab_size",
+    "attention_dropout": "attention_dropout",
+    "init_method_std": "initializer_range",
+}
+"""Names that most types have: see ``ModelType.settings``."""
 # Why a model isn't of a type, by field or by field and the value that the type has.
 _REASONS: dict[Any, str] = {
     ("position_embedding_type", "learned_absolute"): "positions are not learned",
@@ -75,23 +87,20 @@ _REASONS: dict[Any, str] = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelType:
+class ModelType(Feature):
     """Models with one ``model_type`` in config.json.
 
     For the documentation, ``about`` says which of them convert, and ``example`` is a repository of one.
 
     ``architecture``: their class in transformers. ``table``: which of their modules are which of ours. ``settings``: by
     field of our architecture, the setting that holds it. ``optional``: settings that may be null, where the field then
-    follows from others. ``activation``, ``activations``: the setting, and ours by its values. ``fixed``: values of
-    other fields in all these models, where they aren't the default. ``expected``: settings whose other values aren't
-    available. ``written``: settings of all these models. ``shared_settings``: settings without a field of their own
-    here, and the field whose value they get where the source doesn't say them. ``spellings``: settings of which
-    several combinations mean the same model; then the source's are kept. ``defaults``: what transformers takes for a
-    missing setting.
+    follows from others. ``activation``, ``activations``: the setting, and ours by its values. ``expected``: settings
+    whose other values aren't available. ``written``: settings of all these models. ``shared_settings``: settings
+    without a field of their own here, and the field whose value they get where the source doesn't say them.
+    ``spellings``: settings of which several combinations mean the same model; then the source's are kept.
 
-    What no table can say: ``rows`` of a model replace those of the table, ``by_code`` names fields of ours, ``read``
-    makes them of the settings, ``write`` makes the settings of the architecture, ``refuse`` gives reasons why an
-    architecture isn't of this type. ``kinds``: types and bounds of the settings that ``read`` asks for.
+    What no table can say is in ``features`` that other types have, too, and in the type's own fields as a feature,
+    which come after those. ``rows`` of a model replace those of the table.
 
     ``prefix``: what names of the bare model begin with inside the model with its heads; ``heads``: beginnings of names
     outside the bare model. ``unused``: ends of names of tensors that no model needs, such as buffers of older versions.
@@ -107,18 +116,12 @@ class ModelType:
     optional: Collection[str] = ()
     activation: str = "hidden_act"
     activations: Mapping[str, Activation] = field(default_factory=dict)
-    by_code: Collection[str] = ()
-    fixed: Mapping[str, Any] = field(default_factory=dict)
+    features: Sequence[Feature] = ()
     expected: Mapping[str, Any] = field(default_factory=dict)
     written: Mapping[str, Any] = field(default_factory=dict)
     shared_settings: Mapping[str, str] = field(default_factory=dict)
     spellings: Collection[str] = ()
-    defaults: Mapping[str, Any] = field(default_factory=dict)
-    kinds: Mapping[str, Any] = field(default_factory=dict)
     rows: Callable[[ModelConfig], Sequence[Row]] = lambda model: ()
-    read: Callable[[Known], dict[str, Any]] = lambda known: {}
-    write: Callable[[ModelConfig], dict[str, Any]] = lambda model: {}
-    refuse: Callable[[ModelConfig], list[str]] = lambda model: []
     prefix: str = "model."
     heads: tuple[str, ...] = ("lm_head.",)
     unused: tuple[str, ...] = ()
@@ -129,6 +132,21 @@ class ModelType:
     attention: str = "eager"
     about: str = ""
     example: str = ""
+
+    @property
+    def parts(self) -> tuple[Feature, ...]:
+        """The features, and last the type itself, whose values go before theirs."""
+        return (*self.features, self)
+
+    def merged(self, name: Literal["fixed", "defaults", "kinds"]) -> dict[str, Any]:
+        """A mapping of all parts."""
+        return {key: value for each in self.parts for key, value in getattr(each, name).items()}
+
+    def converted(self) -> set[str]:
+        """Fields of our architecture that tables and code convert."""
+        by_code = {name for each in self.parts for name in each.by_code}
+        shared = {"group_query_attention"} if "num_query_groups" in self.settings else set()
+        return {*self.settings, *by_code, *shared, *_BY_ALL}
 
     def current_names(self, names: Iterable[str]) -> dict[str, str]:
         """Each name of a tensor with the one that it has in today's language model: the bare model's lack its prefix,
@@ -145,9 +163,9 @@ class ModelType:
 
     def differences(self, model: ModelConfig) -> list[str]:
         """What ``model`` has that no model of this type has."""
-        converted = {*self.settings, *self.by_code, *_BY_ALL} - self.fixed.keys()
-        fields = {**{name: getattr(model, name) for name in converted}, **self.fixed}
-        if "position_embedding_type" in self.by_code and model.is_rotary:  # whatever scales the frequencies
+        converted = self.converted()
+        fields = {**{name: getattr(model, name) for name in converted}, **self.merged("fixed")}
+        if "position_embedding_type" in converted and model.is_rotary:  # whatever scales the frequencies
             fields["position_embedding_type"] = model.position_embedding_type
         if self.activations:
             named = self.activations.values()
@@ -161,7 +179,8 @@ class ModelType:
             if flag.options.architecture and own != wanted and not said_elsewhere:
                 reason = _REASONS.get((name, wanted)) or _REASONS.get(name)
                 found.append(reason or f"{flag.positive} is {own} and not {wanted}")
-        return list(dict.fromkeys([*found, *self.refuse(model)]))
+        refused = [reason for each in self.parts for reason in each.refuse(model)]
+        return list(dict.fromkeys([*found, *refused]))
 
 
 class HuggingFaceFormat:
@@ -177,27 +196,29 @@ class HuggingFaceFormat:
     def kinds_of(self, model_type: str) -> dict[str, Any]:
         """Types and bounds of all settings that are read."""
         described = self.types[model_type]
-        by_table = {theirs: KINDS[ours] for ours, theirs in described.settings.items()}
-        return {**_BY_ALL_KINDS, **by_table, described.activation: str, **described.kinds}
+        by_table = {theirs: {**KINDS, **_SWITCHES}[ours] for ours, theirs in described.settings.items()}
+        return {**_BY_ALL_KINDS, **by_table, described.activation: str, **described.merged("kinds")}
 
     def known(self, config: Json, *, where: str) -> Known:
         """The settings of a config.json; CheckpointError for one of another type. ``where``: the file."""
         model_type = config["model_type"]
         described = self.types[model_type]
         older = {today: config[name] for name, today in described.older_settings.items() if name in config}
-        return Known({**older, **config}, described.defaults, where, kinds=self.kinds_of(model_type))
+        return Known({**older, **config}, described.merged("defaults"), where, kinds=self.kinds_of(model_type))
 
     def model_from_config(self, known: Known, model_type: str) -> ModelConfig:
         """The architecture that a config.json describes; CheckpointError for a setting that isn't available."""
         described = self.types[model_type]
         known.expect(**described.expected)
-        found = {"untie_embeddings_and_output_weights": not known.get("tie_word_embeddings", True), **described.fixed}
+        untied = not known.get("tie_word_embeddings", True)
+        found = {"untie_embeddings_and_output_weights": untied, **described.merged("fixed")}
         for ours, theirs in described.settings.items():
             if theirs not in described.optional or known.get(theirs):
                 found[ours] = known(theirs)
         if described.activations:
             found["activation"] = known.one_of(described.activation, described.activations)
-        found |= described.read(known)
+        for each in described.parts:
+            found |= each.read(known)
         heads, groups = found["num_attention_heads"], found.get("num_query_groups")
         if groups and heads % groups:
             names = described.settings
@@ -230,7 +251,7 @@ class HuggingFaceFormat:
             **{theirs: getattr(model, ours) for ours, theirs in described.settings.items()},
             **({described.activation: names[0]} if names else {}),
             **described.written,
-            **described.write(model),
+            **{theirs: value for each in described.parts for theirs, value in each.write(model).items()},
             **self.settings_of_groups(groups, model_type, model),
         }
         return self._as_in_source(written, source)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from megatron.config.model import Activation
+from megatron.config.model import Activation, ModelConfig
 from megatron.errors import CheckpointError
 from megatron.small_files import check_kinds
 
@@ -73,3 +74,22 @@ class Known:
             only = f"supports only {next(iter(values))!r}" if len(values) == 1 else f"has {' and '.join(values)}"
             raise self.refuse(name, f"this project {only}")
         return values[self(name)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Feature:
+    """What several types of models have in common, as rotary positions, and no table of names can say.
+
+    ``by_code`` names fields of our architecture, ``read`` makes them of the settings, ``write`` makes the settings of
+    the architecture, ``refuse`` gives reasons why an architecture isn't one of these. ``fixed``: values of other fields
+    in all these models, where they aren't the default. ``defaults``: what transformers takes for a missing setting.
+    ``kinds``: types and bounds of the settings that ``read`` asks for.
+    """
+
+    by_code: Collection[str] = ()
+    fixed: Mapping[str, Any] = field(default_factory=dict)
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    kinds: Mapping[str, Any] = field(default_factory=dict)
+    read: Callable[[Known], dict[str, Any]] = lambda known: {}
+    write: Callable[[ModelConfig], dict[str, Any]] = lambda model: {}
+    refuse: Callable[[ModelConfig], list[str]] = lambda model: []

@@ -115,8 +115,9 @@ def _differences(
         and not known.is_unused(name, model_type)
         and name not in described.tied_copies
     ]
-    names = {*known.kinds_of(model_type), *described.expected, *described.written, *described.defaults}
-    needed = {name for name in described.settings.values() if name not in {*described.optional, *described.defaults}}
+    defaults = described.merged("defaults")
+    names = {*known.kinds_of(model_type), *described.expected, *described.written, *defaults}
+    needed = {name for name in described.settings.values() if name not in {*described.optional, *defaults}}
     return _Differences(
         model_type,
         lacks=tuple(sorted(wanted - held)) if tensors else (),

@@ -6,12 +6,13 @@ transformers computes scaled frequencies in ``modeling_rope_utils.py``; defaults
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial as bound
 from types import MappingProxyType
 from typing import Annotated, Any
 
 from megatron.config.model import ModelConfig
 from megatron.core.conversion.bounds import Count, Factor
-from megatron.core.conversion.huggingface.known import Known
+from megatron.core.conversion.huggingface.known import Feature, Known
 from megatron.core.ops.rotary_scaling import yarn_attention_factor
 from megatron.small_files import Between
 
@@ -177,3 +178,18 @@ def _written_scaling(model: ModelConfig) -> dict[str, Any] | None:
             _ORIGINAL: original,
         }
     return None
+
+
+ROTARY = Feature(by_code=FIELDS, defaults={"rope_theta": 10000.0}, kinds=KINDS, read=read_rotary, write=written_rotary)
+"""Rotary positions of whole heads, scaled or not."""
+
+
+def partial_rotary(default: float | None = None) -> Feature:
+    """Rotary positions of a part of each head; ``default``: the part where no setting says it."""
+    return Feature(
+        by_code=(*FIELDS, "rotary_percent"),
+        defaults={**ROTARY.defaults, **({} if default is None else {"partial_rotary_factor": default})},
+        kinds=KINDS,
+        read=bound(read_rotary, partial=True),
+        write=bound(written_rotary, partial=True),
+    )

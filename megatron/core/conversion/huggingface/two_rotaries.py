@@ -6,13 +6,15 @@ They are in ``rope_parameters`` by type of layer (transformers 5), or in the set
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from megatron.config.model import ModelConfig
 from megatron.core.conversion.bounds import Factor
-from megatron.core.conversion.huggingface.known import Known
+from megatron.core.conversion.huggingface.known import Feature, Known
 from megatron.core.conversion.huggingface.rotary import FIELDS as ONE
-from megatron.core.conversion.huggingface.rotary import read_rotary, written_rotary
+from megatron.core.conversion.huggingface.rotary import ROTARY, read_rotary, written_rotary
+from megatron.core.conversion.huggingface.windows import windows_where, written_beside_full
 
 FIELDS = (*ONE, "rotary_base_local")
 """Fields of our architecture that ``read_rotaries`` makes."""
@@ -55,3 +57,21 @@ def scaled_windows(model: ModelConfig) -> list[str]:
     if scaling is not None and model.window_size is not None and model.rotary_base_local is None:
         return ["rotary positions of layers with a window are scaled (--rotary-base-local is not given)"]
     return []
+
+
+def windows_and_rotaries(usual: Callable[[Known], Sequence[bool]], **defaults: int) -> Feature:
+    """Windows in some layers, see ``windows_where``, and the rotary positions of both kinds of layers."""
+    windows = windows_where(usual, write=written_beside_full, **defaults)
+
+    def read(known: Known) -> dict[str, Any]:
+        layers = windows.read(known)
+        return {**layers, **read_rotaries(known, has_windows=layers["window_size"] is not None)}
+
+    return Feature(
+        by_code=(*windows.by_code, *FIELDS),
+        defaults={**windows.defaults, **ROTARY.defaults},
+        kinds={**windows.kinds, **ROTARY.kinds, **KINDS},
+        read=read,
+        write=lambda model: {**written_rotaries(model), **windows.write(model)},
+        refuse=lambda model: [*windows.refuse(model), *scaled_windows(model)],
+    )

@@ -4,13 +4,13 @@ that have one.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from megatron.config.layer_patterns import window_pattern
 from megatron.config.model import ModelConfig
 from megatron.core.conversion.bounds import Count, Layers
-from megatron.core.conversion.huggingface.known import Known
+from megatron.core.conversion.huggingface.known import Feature, Known
 
 FIELDS = ("window_size", "window_attn_skip_freq")
 """Fields of our architecture that ``read_layer_types`` makes."""
@@ -73,3 +73,26 @@ def _layer_types(known: Known) -> tuple[bool, ...] | None:
         advice = f"it must name each of the {known('num_hidden_layers')} layers, as {' or '.join(_TYPES)}"
         raise known.refuse("layer_types", advice)
     return tuple(_TYPES[each] for each in found)
+
+
+WINDOW = Feature(
+    by_code=("window_size",), kinds=KINDS, read=read_window, write=written_window, refuse=without_later_keys
+)
+"""A window in all layers, or in none."""
+
+
+def windows_where(
+    usual: Callable[[Known], Sequence[bool]],
+    *,
+    write: Callable[[ModelConfig], dict[str, Any]] = written_layer_types,
+    **defaults: int,
+) -> Feature:
+    """Windows in some layers: those of ``layer_types``, else those that are True in ``usual``."""
+    return Feature(
+        by_code=FIELDS,
+        defaults=defaults,
+        kinds=KINDS,
+        read=lambda known: read_layer_types(known, usual=usual(known)),
+        write=write,
+        refuse=without_later_keys,
+    )

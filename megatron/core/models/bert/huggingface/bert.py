@@ -10,7 +10,7 @@ from typing import Any
 
 from megatron.config.model import ModelConfig
 from megatron.core.conversion.bounds import Count
-from megatron.core.conversion.huggingface.format import ModelType
+from megatron.core.conversion.huggingface.format import USUAL_SETTINGS, ModelType
 from megatron.core.conversion.huggingface.known import GELUS
 from megatron.core.conversion.tables import Row
 from megatron.core.conversion.transforms import QUERY_KEY_VALUE
@@ -72,16 +72,10 @@ PRE_NORM = ModelType(
     architecture="MegatronBert",
     table=(*body("bert", pre_norm=True), *_HEADS),
     settings={
-        "num_layers": "num_hidden_layers",
-        "hidden_size": "hidden_size",
-        "num_attention_heads": "num_attention_heads",
-        "ffn_hidden_size": "intermediate_size",
-        "max_position_embeddings": "max_position_embeddings",
-        "vocab_size": "vocab_size",
+        **USUAL_SETTINGS,
         "norm_epsilon": "layer_norm_eps",
         "attention_dropout": "attention_probs_dropout_prob",
         "hidden_dropout": "hidden_dropout_prob",
-        "init_method_std": "initializer_range",
     },
     activation="hidden_act",
     activations=GELUS,

@@ -9,14 +9,8 @@ from typing import Any
 from megatron.config.model import ModelConfig
 from megatron.core.conversion.bounds import Count, Factor, Layers
 from megatron.core.conversion.huggingface import two_rotaries, windows
-from megatron.core.conversion.huggingface.biases import (
-    BIAS_DEFAULTS,
-    BIAS_FIELDS,
-    read_biases,
-    uneven_biases,
-    written_biases,
-)
-from megatron.core.conversion.huggingface.format import ModelType
+from megatron.core.conversion.huggingface.biases import BIASES
+from megatron.core.conversion.huggingface.format import USUAL_SETTINGS, ModelType
 from megatron.core.conversion.huggingface.known import Known
 from megatron.core.conversion.huggingface.rotary import KINDS
 from megatron.core.conversion.tables import Row
@@ -37,7 +31,6 @@ def _read(known: Known) -> dict[str, Any]:
     has_windows = layers["window_size"] is not None
     bases = known.but(**{today: known(theirs) for today, theirs in _BASES.items()})
     return {
-        **read_biases(known),
         **two_rotaries.read_rotaries(bases, has_windows=has_windows),
         **layers,
         "window_size": (side, side) if has_windows else None,
@@ -51,7 +44,6 @@ def _written(model: ModelConfig) -> dict[str, Any]:
     full = [layer for layer, name in enumerate(types) if name == "full_attention"]
     every = full[1] if len(full) > 1 else len(types)
     return {
-        **written_biases(model),
         **{theirs: rotaries[today] for today, theirs in _BASES.items()},
         **({_LOCAL: 2 * model.window_size[0]} if model.window_size else {}),
         **({_EVERY: every} if full == [*range(0, len(types), every)] else {}),  # transformers before 5 reads this
@@ -62,7 +54,7 @@ def _written(model: ModelConfig) -> dict[str, Any]:
 
 
 def _refused(model: ModelConfig) -> list[str]:
-    found = [*uneven_biases(model), *two_rotaries.scaled_windows(model)]
+    found = two_rotaries.scaled_windows(model)
     if model.norm_parameters == "none":
         found.append("norms have no weights")
     if model.window_size and model.window_size[0] != model.window_size[1]:
@@ -86,25 +78,15 @@ MODERNBERT = ModelType(
         Row("lm_head.layer_norm", "head.norm"),
         Row("output_layer", "decoder"),
     ),
-    settings={
-        "num_layers": "num_hidden_layers",
-        "hidden_size": "hidden_size",
-        "num_attention_heads": "num_attention_heads",
-        "ffn_hidden_size": "intermediate_size",
-        "max_position_embeddings": "max_position_embeddings",
-        "vocab_size": "vocab_size",
-        "norm_epsilon": "norm_eps",
-        "attention_dropout": "attention_dropout",
-        "hidden_dropout": "embedding_dropout",
-        "init_method_std": "initializer_range",
-    },
+    settings={**USUAL_SETTINGS, "norm_epsilon": "norm_eps", "hidden_dropout": "embedding_dropout"},
     activation="hidden_activation",
     activations={
         "gelu": "geglu",
         **dict.fromkeys(("gelu_new", "gelu_pytorch_tanh", "gelu_fast"), "geglu_tanh"),
         "silu": "swiglu",
     },
-    by_code=(*BIAS_FIELDS, *two_rotaries.FIELDS, *windows.FIELDS, "norm_parameters"),
+    features=(BIASES,),
+    by_code=(*two_rotaries.FIELDS, *windows.FIELDS, "norm_parameters"),
     fixed={"position_embedding_type": "rope", "embedding_norm": True, "first_attention_norm": False},
     expected={"classifier_activation": "gelu", "decoder_bias": True, "rope_scaling": None},
     written={"classifier_activation": "gelu", "decoder_bias": True},
@@ -122,13 +104,12 @@ MODERNBERT = ModelType(
         "local_rope_theta": 10000.0,
         _LOCAL: 128,
         _EVERY: 3,
-        **BIAS_DEFAULTS,
     },
     kinds={
         **KINDS,
         **windows.KINDS,
         **two_rotaries.KINDS,
-        **dict.fromkeys(("norm_bias", "classifier_bias", "decoder_bias", *BIAS_DEFAULTS), bool),
+        **dict.fromkeys(("norm_bias", "classifier_bias", "decoder_bias"), bool),
         **dict.fromkeys(_BASES.values(), Factor),
         "classifier_activation": str,
         _LOCAL: Count,

@@ -38,35 +38,37 @@ from megatron.core.models.gpt.huggingface import (
 )
 from megatron.core.models.gpt.huggingface.experts import ExpertType
 
+_KINDS = (
+    gpt2,
+    llama,
+    olmo,
+    granite,
+    gemma,
+    starcoder2,
+    falcon,
+    gpt_neox,
+    gptj,
+    nemotron,
+    stablelm,
+    phi,
+    opt,
+    bloom,
+    cohere,
+    smollm3,
+    phi3,
+    glm,
+    mixtral,
+    deepseek,
+    gpt_oss,
+    glm4_moe,
+)
+
 
 class DecoderFormat(HuggingFaceFormat):
     """Of two types that fit a model the first is written."""
 
     unknown_tokens: Mapping[str, Any] = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
-    types: Mapping[str, ModelType] = {
-        **gpt2.TYPES,
-        **llama.TYPES,
-        **olmo.TYPES,
-        **granite.TYPES,
-        **gemma.TYPES,
-        **starcoder2.TYPES,
-        **falcon.TYPES,
-        **gpt_neox.TYPES,
-        **gptj.TYPES,
-        **nemotron.TYPES,
-        **stablelm.TYPES,
-        **phi.TYPES,
-        **opt.TYPES,
-        **bloom.TYPES,
-        **cohere.TYPES,
-        **smollm3.TYPES,
-        **phi3.TYPES,
-        **glm.TYPES,
-        **mixtral.TYPES,
-        **deepseek.TYPES,
-        **gpt_oss.TYPES,
-        **glm4_moe.TYPES,
-    }
+    types: Mapping[str, ModelType] = {name: each for kind in _KINDS for name, each in kind.TYPES.items()}
 
     def complete(self, model: ModelConfig, tensors: dict[str, LazyTensor]) -> ModelConfig:
         """Files that transformers saved lack the layers of multi-token prediction."""

@@ -33,8 +33,8 @@ BLOOM = ModelType(
         "attention_dropout": "attention_dropout",
         "hidden_dropout": "hidden_dropout",
         "init_method_std": "initializer_range",
+        "apply_residual_connection_post_layernorm": "apply_residual_connection_post_layernorm",
     },
-    by_code=("apply_residual_connection_post_layernorm",),
     fixed={"position_embedding_type": "alibi", "embedding_norm": True},
     defaults={
         "seq_length": 2048,
@@ -44,11 +44,7 @@ BLOOM = ModelType(
         "hidden_dropout": 0.0,
         "apply_residual_connection_post_layernorm": False,
     },
-    kinds={"seq_length": Count, "apply_residual_connection_post_layernorm": bool},
-    read=lambda known: {
-        "apply_residual_connection_post_layernorm": bool(known("apply_residual_connection_post_layernorm"))
-    },
-    write=lambda model: {"apply_residual_connection_post_layernorm": model.apply_residual_connection_post_layernorm},
+    kinds={"seq_length": Count},
     prefix="transformer.",
     tied_copies=("lm_head.weight",),
     older_settings={"n_embed": "hidden_size", "num_hidden_layers": "n_layer", "num_attention_heads": "n_head"},

@@ -7,12 +7,12 @@ from typing import Any
 
 from megatron.config.model import ModelConfig
 from megatron.core.conversion.bounds import Factor
-from megatron.core.conversion.huggingface.biases import attention_biases, uneven_biases
+from megatron.core.conversion.huggingface.biases import attention_biases
 from megatron.core.conversion.huggingface.known import Known
-from megatron.core.conversion.huggingface.rotary import read_rotary, written_rotary
+from megatron.core.conversion.huggingface.rotary import ROTARY
 from megatron.core.conversion.tables import Row
 from megatron.core.conversion.transforms import NEIGHBOURING_QUERY_KEY_VALUE, Transform, neighbours
-from megatron.core.models.gpt.huggingface.llama import LLAMA, OURS, THEIRS
+from megatron.core.models.gpt.huggingface.llama import LLAMA, OURS, QKV, THEIRS
 
 _PER_HEAD = Transform(
     lambda parts, model: parts[0].flatten(),
@@ -25,8 +25,6 @@ def _read(known: Known) -> dict[str, Any]:
         **({"qk_layernorm": True, "qk_layernorm_kind": "per_head"} if known("use_qk_norm") else {}),
         "logits_multiplier": float(known("logit_scale")),
         "rotary_interleaved": True,
-        **attention_biases(known),
-        **read_rotary(known),
     }
 
 
@@ -40,20 +38,15 @@ COHERE = replace(
     architecture="CohereForCausalLM",
     table=(
         *LLAMA.table,
-        Row(
-            f"{OURS}.self_attention.linear_qkv",
-            tuple(f"{THEIRS}.self_attn.{letter}_proj" for letter in "qkv"),
-            NEIGHBOURING_QUERY_KEY_VALUE,
-        ),
+        Row(f"{OURS}.self_attention.linear_qkv", QKV, NEIGHBOURING_QUERY_KEY_VALUE),
         Row(f"{OURS}.self_attention.q_layernorm", f"{THEIRS}.self_attn.q_norm", _PER_HEAD),
         Row(f"{OURS}.self_attention.k_layernorm", f"{THEIRS}.self_attn.k_norm", _PER_HEAD),
     ),
     settings={**LLAMA.settings, "norm_epsilon": "layer_norm_eps"},
-    by_code=(*LLAMA.by_code, "qk_layernorm", "qk_layernorm_kind", "logits_multiplier"),
+    features=(ROTARY, attention_biases()),
+    by_code=("qk_layernorm", "qk_layernorm_kind", "logits_multiplier"),
     fixed={
         **{name: value for name, value in LLAMA.fixed.items() if name != "normalization"},
-        "add_bias_linear": False,
-        "add_mlp_bias": False,
         "parallel_attention": True,
         "norm_parameters": "weight",
     },
@@ -66,15 +59,10 @@ COHERE = replace(
         "tie_word_embeddings": True,
         "rope_theta": 500000.0,
     },
-    kinds={**LLAMA.kinds, "logit_scale": Factor, "use_qk_norm": bool},
+    kinds={"logit_scale": Factor, "use_qk_norm": bool},
     read=_read,
-    write=lambda model: {
-        "use_qk_norm": model.qk_layernorm,
-        "logit_scale": model.logits_multiplier,
-        "attention_bias": model.add_qkv_bias,
-        **written_rotary(model),
-    },
-    refuse=lambda model: [*uneven_biases(model), *_other_head_norms(model)],
+    write=lambda model: {"use_qk_norm": model.qk_layernorm, "logit_scale": model.logits_multiplier},
+    refuse=_other_head_norms,
     about="Command R and R+, Aya 23; with or without norms of queries and keys; rotary scaling as for llama",
     example="CohereForAI/c4ai-command-r-v01",
 )

@@ -11,10 +11,10 @@ from torch import Tensor
 from megatron.config.model import ModelConfig
 from megatron.config.moe import MoEConfig
 from megatron.core.conversion.bounds import Factor, Width
-from megatron.core.conversion.huggingface.biases import biases
+from megatron.core.conversion.huggingface.biases import attention_biases
 from megatron.core.conversion.huggingface.format import ModelType
 from megatron.core.conversion.huggingface.known import Known
-from megatron.core.conversion.huggingface.rotary import read_rotary, written_rotary
+from megatron.core.conversion.huggingface.rotary import ROTARY, read_rotary, written_rotary
 from megatron.core.conversion.tables import Row
 from megatron.core.conversion.transforms import Transform, stacked
 from megatron.core.models.gpt.huggingface.experts import (
@@ -114,24 +114,20 @@ def _read(known: Known) -> dict[str, Any]:
         # It scales the scores; cosine and sine have YaRN's own factor then.
         factor = rotary["rotary_attention_factor"] or yarn_attention_factor(rotary["rotary_scaling_factor"])
         rotary |= {"mscale": 1.0, "mscale_all_dim": float(scale), "rotary_attention_factor": factor}
-    has_bias = known("attention_bias")
-    return {**biases(qkv=has_bias, output=has_bias, mlp=False), **rotary, "rotary_interleaved": True}
+    return {**rotary, "rotary_interleaved": True}
 
 
 def _write(model: ModelConfig) -> dict[str, Any]:
     found = written_rotary(model)
     if model.position_embedding_type == "yarn" and model.mscale_all_dim:
         found["rope_scaling"]["mscale_all_dim"] = model.mscale_all_dim
-    return {**found, "num_key_value_heads": model.num_attention_heads, "attention_bias": model.add_qkv_bias}
+    return {**found, "num_key_value_heads": model.num_attention_heads}
 
 
 def _refuse(model: ModelConfig) -> list[str]:
-    found = []
-    if model.norm_epsilon != _LATENT_EPSILON:
-        found.append(f"norms have the epsilon {model.norm_epsilon:g} and not {_LATENT_EPSILON:g}")
-    if model.add_qkv_bias != model.add_attention_output_bias:
-        found.append("some of the linear layers of attention have biases")
-    return found
+    if model.norm_epsilon == _LATENT_EPSILON:
+        return []
+    return [f"norms have the epsilon {model.norm_epsilon:g} and not {_LATENT_EPSILON:g}"]
 
 
 _BASE = replace(
@@ -147,15 +143,10 @@ _BASE = replace(
         "v_head_dim": "v_head_dim",
     },
     optional=("q_lora_rank",),
-    fixed={
-        **LLAMA.fixed,
-        "multi_latent_attention": True,
-        "qk_layernorm": True,
-        "add_bias_linear": False,
-        "add_mlp_bias": False,
-    },
+    features=(ROTARY, attention_biases()),
+    fixed={**LLAMA.fixed, "multi_latent_attention": True, "qk_layernorm": True},
     defaults={
-        **{name: value for name, value in LLAMA.defaults.items() if name != "mlp_bias"},
+        **LLAMA.defaults,
         "q_lora_rank": 1536,
         "kv_lora_rank": 512,
         "qk_nope_head_dim": 128,
@@ -168,11 +159,10 @@ _BASE = replace(
         "topk_method": "greedy",
     },
     kinds={
-        **LLAMA.kinds,
         **KINDS,
         **dict.fromkeys(("num_key_value_heads", "head_dim", "qk_head_dim"), Width),
         **dict.fromkeys(("scoring_func", "topk_method"), str),
-        **dict.fromkeys(("rope_interleave", "mlp_bias", "attention_bias"), bool),
+        **dict.fromkeys(("rope_interleave", "mlp_bias"), bool),
         "routed_scaling_factor": Factor,
         "moe_layer_freq": int,
     },

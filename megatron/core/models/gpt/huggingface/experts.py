@@ -80,9 +80,9 @@ class ExpertType(ModelType):
             "hidden_size": model.hidden_size,
             **self.write_experts(moe, model),
         }
-        kinds = dict.fromkeys({*self.kinds, *self.settings.values(), *settings}, Any)
+        kinds = dict.fromkeys({*self.merged("kinds"), *self.settings.values(), *settings}, Any)
         try:
-            usual = MoEConfig(**self.read_experts(Known(settings, self.defaults, "it", kinds=kinds)))
+            usual = MoEConfig(**self.read_experts(Known(settings, self.merged("defaults"), "it", kinds=kinds)))
         except CheckpointError as error:  # a combination that this type doesn't have
             return [str(error)]
         return [

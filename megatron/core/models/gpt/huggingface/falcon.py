@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from typing import Annotated, Any
 
 from megatron.config.model import ModelConfig
-from megatron.core.conversion.huggingface.biases import BIAS_FIELDS, even_biases, partly_biased
-from megatron.core.conversion.huggingface.format import ModelType
+from megatron.core.conversion.huggingface.biases import even_biases
+from megatron.core.conversion.huggingface.format import USUAL_SETTINGS, ModelType
 from megatron.core.conversion.huggingface.known import UNGATED, Known
 from megatron.core.conversion.huggingface.rotary import FIELDS, KINDS, read_rotary, written_rotary
 from megatron.core.conversion.tables import Row
@@ -39,7 +39,6 @@ def _written_layers(model: ModelConfig) -> dict[str, Any]:
         "parallel_attn": model.parallel_attention,
         "num_ln_in_parallel_attn": (2 if model.parallel_layernorm else 1) if newer else None,
         "multi_query": groups == 1,
-        "bias": model.add_bias_linear,
     }
 
 
@@ -88,26 +87,17 @@ FALCON = ModelType(
     ),
     rows=_norms,
     settings={
-        "num_layers": "num_hidden_layers",
-        "hidden_size": "hidden_size",
-        "num_attention_heads": "num_attention_heads",
+        **USUAL_SETTINGS,
         "num_query_groups": "num_kv_heads",
         "ffn_hidden_size": "ffn_hidden_size",
-        "max_position_embeddings": "max_position_embeddings",
-        "vocab_size": "vocab_size",
         "norm_epsilon": "layer_norm_epsilon",
-        "attention_dropout": "attention_dropout",
         "hidden_dropout": "hidden_dropout",
-        "init_method_std": "initializer_range",
     },
     optional=("ffn_hidden_size", "num_kv_heads"),
     activation="activation",
     activations=UNGATED,
-    by_code=(
-        *("group_query_attention", "parallel_attention", "parallel_layernorm", "scale_alibi"),
-        *BIAS_FIELDS,
-        *FIELDS,
-    ),
+    features=(even_biases("bias", default=False),),
+    by_code=("parallel_attention", "parallel_layernorm", "scale_alibi", *FIELDS),
     spellings=("new_decoder_architecture", "num_ln_in_parallel_attn", "multi_query", "num_kv_heads"),
     defaults={
         "activation": "gelu",
@@ -118,18 +108,17 @@ FALCON = ModelType(
         "attention_dropout": 0.0,
         "multi_query": True,
         "parallel_attn": True,
-        "bias": False,
         "rope_theta": 10000.0,
         "alibi": False,
     },
     kinds={
         **KINDS,
-        **dict.fromkeys(("new_decoder_architecture", "parallel_attn", "multi_query", "bias", "alibi"), bool),
+        **dict.fromkeys(("new_decoder_architecture", "parallel_attn", "multi_query", "alibi"), bool),
         "num_ln_in_parallel_attn": Annotated[int, Between(1, 2)],
     },
-    read=lambda known: {**_read_layers(known), **even_biases(bool(known("bias"))), **_read_positions(known)},
+    read=lambda known: {**_read_layers(known), **_read_positions(known)},
     write=lambda model: {**_written_layers(model), **_written_positions(model)},
-    refuse=lambda model: [*partly_biased(model), *_groups_of_sequential_layers(model), *_other_positions(model)],
+    refuse=lambda model: [*_groups_of_sequential_layers(model), *_other_positions(model)],
     prefix="transformer.",
     attention="sdpa",  # with eager attention transformers adds ALiBi twice, to the scores and with the mask
     unused=(".inv_freq",),

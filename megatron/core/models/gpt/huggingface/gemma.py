@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 from megatron.config.model import ModelConfig
 from megatron.core.conversion.bounds import Factor, Layers
-from megatron.core.conversion.huggingface import two_rotaries, windows
-from megatron.core.conversion.huggingface.biases import attention_biases, uneven_biases
+from megatron.core.conversion.huggingface.biases import attention_biases
 from megatron.core.conversion.huggingface.format import ModelType
 from megatron.core.conversion.huggingface.known import Known
-from megatron.core.conversion.huggingface.rotary import read_rotary, written_rotary
+from megatron.core.conversion.huggingface.rotary import ROTARY
+from megatron.core.conversion.huggingface.two_rotaries import windows_and_rotaries
+from megatron.core.conversion.huggingface.windows import windows_where, written_beside_full
 from megatron.core.conversion.tables import Row
 from megatron.core.models.gpt.huggingface.llama import LLAMA, OURS, THEIRS
 
@@ -26,24 +26,21 @@ def _embedding_multiplier(hidden_size: int) -> float:
 
 def _read_embedding(known: Known) -> dict[str, Any]:
     known.expect(use_bidirectional_attention=False)
-    return {**attention_biases(known), "embedding_multiplier": _embedding_multiplier(known("hidden_size"))}
-
-
-def _written(model: ModelConfig) -> dict[str, Any]:
-    return {"attention_bias": model.add_qkv_bias, **written_rotary(model)}
+    return {"embedding_multiplier": _embedding_multiplier(known("hidden_size"))}
 
 
 def _other_multiplier(model: ModelConfig) -> list[str]:
     usual = model.embedding_multiplier == _embedding_multiplier(model.hidden_size)
-    return [*uneven_biases(model), *([] if usual else ["embeddings are not multiplied by sqrt(hidden size)"])]
+    return [] if usual else ["embeddings are not multiplied by sqrt(hidden size)"]
 
 
 GEMMA = replace(
     LLAMA,
     architecture="GemmaForCausalLM",
     activations={"gelu_pytorch_tanh": "geglu_tanh", "gelu": "geglu_tanh"},  # transformers reads "gelu" as the other
-    by_code=(*LLAMA.by_code, "embedding_multiplier"),
-    fixed={**LLAMA.fixed, "apply_layernorm_1p": True, "add_bias_linear": False, "add_mlp_bias": False},
+    features=(ROTARY, attention_biases()),
+    by_code=("embedding_multiplier",),
+    fixed={**LLAMA.fixed, "apply_layernorm_1p": True},
     defaults={
         **LLAMA.defaults,
         "hidden_act": "gelu_pytorch_tanh",
@@ -52,9 +49,8 @@ GEMMA = replace(
         "max_position_embeddings": 8192,
         "tie_word_embeddings": True,
     },
-    kinds={**LLAMA.kinds, "use_bidirectional_attention": bool},
-    read=lambda known: {**_read_embedding(known), **read_rotary(known)},
-    write=_written,
+    kinds={"use_bidirectional_attention": bool},
+    read=_read_embedding,
     refuse=_other_multiplier,
     about="Gemma 1; rotary scaling as for llama; tied or not",
     example="google/gemma-2b",
@@ -67,35 +63,28 @@ def _softmax_scale(known: Known) -> float | None:
     return None if scalar == known("head_dim") else float(scalar**-0.5)
 
 
-def _read_attention(known: Known, *, usual: Sequence[bool]) -> dict[str, Any]:
-    """``usual``: which layers have a window where no setting says it."""
-    caps = {name: float(value) if (value := known.get(name)) else None for name in _CAPS}
-    layers = windows.read_layer_types(known, usual=usual)
-    return {**layers, **caps, "softmax_scale": _softmax_scale(known)}
-
-
 def _read_2(known: Known) -> dict[str, Any]:
-    usual = [layer % 2 == 0 for layer in range(known("num_hidden_layers"))]
-    return {**_read_embedding(known), **read_rotary(known), **_read_attention(known, usual=usual)}
+    caps = {name: float(value) if (value := known.get(name)) else None for name in _CAPS}
+    return {**_read_embedding(known), **caps, "softmax_scale": _softmax_scale(known)}
 
 
 def _written_2(model: ModelConfig) -> dict[str, Any]:
     scalar = model.kv_channels if model.softmax_scale is None else model.softmax_scale**-2
-    return {
-        **_written(model),
-        **windows.written_beside_full(model),
-        **{name: getattr(model, name) for name in _CAPS},
-        _SCALAR: round(scalar),
-    }
+    return {**{name: getattr(model, name) for name in _CAPS}, _SCALAR: round(scalar)}
 
 
 def _not_gemma_2(model: ModelConfig) -> list[str]:
     scale = model.softmax_scale
     whole = scale is None or scale == round(scale**-2) ** -0.5
-    found = [*_other_multiplier(model), *windows.without_later_keys(model)]
+    found = _other_multiplier(model)
     return found if whole else [*found, "the scale of attention scores is not 1 / sqrt(a whole number)"]
 
 
+_EVERY_SECOND = windows_where(
+    lambda known: [layer % 2 == 0 for layer in range(known("num_hidden_layers"))],
+    write=written_beside_full,
+    sliding_window=4096,
+)
 GEMMA2 = replace(
     GEMMA,
     architecture="Gemma2ForCausalLM",
@@ -107,18 +96,18 @@ GEMMA2 = replace(
     ),
     activation="hidden_activation",
     activations={"gelu_pytorch_tanh": "geglu_tanh"},
-    by_code=(*GEMMA.by_code, *windows.FIELDS, *_CAPS, "softmax_scale"),
+    features=(*GEMMA.features, _EVERY_SECOND),
+    by_code=(*GEMMA.by_code, *_CAPS, "softmax_scale"),
     fixed={**GEMMA.fixed, "norm_placement": "both"},
     defaults={
         **GEMMA.defaults,
         "hidden_activation": "gelu_pytorch_tanh",
         "num_key_value_heads": 4,
-        "sliding_window": 4096,
         "attn_logit_softcapping": 50.0,
         "final_logit_softcapping": 30.0,
         _SCALAR: 256,
     },
-    kinds={**GEMMA.kinds, **windows.KINDS, **dict.fromkeys(_CAPS, Factor), _SCALAR: Factor},
+    kinds={**GEMMA.kinds, **dict.fromkeys(_CAPS, Factor), _SCALAR: Factor},
     read=_read_2,
     write=_written_2,
     refuse=_not_gemma_2,
@@ -127,17 +116,16 @@ GEMMA2 = replace(
 )
 
 
-def _read_3(known: Known) -> dict[str, Any]:
+def _usual_windows_3(known: Known) -> list[bool]:
     every = known.get("_sliding_window_pattern") or known("sliding_window_pattern")
-    usual = [(layer + 1) % every != 0 for layer in range(known("num_hidden_layers"))]
-    found = {**_read_attention(known, usual=usual), **_read_embedding(known)}
-    return {**found, **two_rotaries.read_rotaries(known, has_windows=found["window_size"] is not None)}
+    return [(layer + 1) % every != 0 for layer in range(known("num_hidden_layers"))]
 
 
 GEMMA3 = replace(
     GEMMA2,
     architecture="Gemma3ForCausalLM",
-    by_code=(*(name for name in GEMMA2.by_code if name != _CAPS[0]), "rotary_base_local"),
+    features=(attention_biases(), windows_and_rotaries(_usual_windows_3, sliding_window=4096)),
+    by_code=tuple(name for name in GEMMA2.by_code if name != _CAPS[0]),
     expected={_CAPS[0]: None},  # transformers ignores it
     fixed={**GEMMA2.fixed, "qk_layernorm": True},
     defaults={
@@ -150,12 +138,8 @@ GEMMA3 = replace(
     },
     kinds={
         **GEMMA2.kinds,
-        **two_rotaries.KINDS,
         **dict.fromkeys(("sliding_window_pattern", "_sliding_window_pattern"), Layers),
     },
-    read=_read_3,
-    write=lambda model: {**_written_2(model), **two_rotaries.written_rotaries(model)},
-    refuse=lambda model: [*_not_gemma_2(model), *two_rotaries.scaled_windows(model)],
     about="Gemma 3, text only; windows in any layers; linear, Llama 3 and YaRN scaling of the others; tied or not",
     example="google/gemma-3-1b-pt",
 )

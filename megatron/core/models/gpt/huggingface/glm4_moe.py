@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
-from megatron.config.model import ModelConfig
 from megatron.core.conversion.bounds import Factor
-from megatron.core.conversion.huggingface.biases import biases
-from megatron.core.conversion.huggingface.known import Known
-from megatron.core.conversion.huggingface.rotary import read_rotary, written_rotary
+from megatron.core.conversion.huggingface.biases import query_biases
+from megatron.core.conversion.huggingface.rotary import partial_rotary
 from megatron.core.models.gpt.huggingface.deepseek import (
     BIASED_DEFAULTS,
     LATER_ROWS,
@@ -22,37 +19,25 @@ from megatron.core.models.gpt.huggingface.deepseek import (
 from megatron.core.models.gpt.huggingface.experts import KINDS, with_experts
 from megatron.core.models.gpt.huggingface.llama import LLAMA
 
-
-def _read(known: Known) -> dict[str, Any]:
-    return {
-        **biases(qkv=known("attention_bias"), output=False, mlp=False),
-        **read_rotary(known, partial=True),
-        "qk_layernorm": known("use_qk_norm"),
-    }
-
-
-def _write(model: ModelConfig) -> dict[str, Any]:
-    rotary = written_rotary(model, partial=True)
-    return {**rotary, "attention_bias": model.add_qkv_bias, "use_qk_norm": model.qk_layernorm}
-
-
 GLM4_MOE = with_experts(
     replace(
         LLAMA,
         architecture="Glm4MoeForCausalLM",
         table=(*LLAMA.table, *later_layer(LLAMA.table), *LATER_ROWS),
-        settings={**LLAMA.settings, "mtp_num_layers": "num_nextn_predict_layers"},
+        settings={
+            **LLAMA.settings,
+            "mtp_num_layers": "num_nextn_predict_layers",
+            "qk_layernorm": "use_qk_norm",
+        },
         optional=(*LLAMA.optional, "num_nextn_predict_layers"),
         copies=later_copies,
-        by_code=(*LLAMA.by_code, "rotary_percent", "qk_layernorm"),
-        fixed={**LLAMA.fixed, "add_bias_linear": False, "add_attention_output_bias": False, "add_mlp_bias": False},
+        features=(partial_rotary(0.5), query_biases("attention_bias", default=False)),
         defaults={
-            **{name: value for name, value in LLAMA.defaults.items() if name != "mlp_bias"},
+            **LLAMA.defaults,
             **BIASED_DEFAULTS,
             "max_position_embeddings": 131072,
             "num_key_value_heads": 8,
             "rms_norm_eps": 1e-5,
-            "partial_rotary_factor": 0.5,
             "use_qk_norm": False,
             "n_group": 1,
             "topk_group": 1,
@@ -63,11 +48,8 @@ GLM4_MOE = with_experts(
             "first_k_dense_replace": 1,
             "routed_scaling_factor": 1.0,
         },
-        kinds={**LLAMA.kinds, **KINDS, "use_qk_norm": bool, "attention_bias": bool, "routed_scaling_factor": Factor},
+        kinds={**KINDS, "routed_scaling_factor": Factor},
         expected={"norm_topk_prob": True},
-        read=_read,
-        write=_write,
-        refuse=lambda model: [],
         about="GLM-4.5, 4.5-Air and 4.6, with their layers of multi-token prediction",
         example="zai-org/GLM-4.5-Air",
     ),

@@ -6,10 +6,10 @@ from typing import Any
 
 from megatron.config.model import ModelConfig
 from megatron.core.conversion.bounds import Factor
-from megatron.core.conversion.huggingface.biases import BIAS_FIELDS, biases, uneven_biases
-from megatron.core.conversion.huggingface.format import ModelType
+from megatron.core.conversion.huggingface.biases import attention_biases
+from megatron.core.conversion.huggingface.format import USUAL_SETTINGS, ModelType
 from megatron.core.conversion.huggingface.known import UNGATED, Known
-from megatron.core.conversion.huggingface.rotary import FIELDS, KINDS, read_rotary, written_rotary
+from megatron.core.conversion.huggingface.rotary import partial_rotary
 from megatron.core.conversion.tables import Row
 from megatron.core.conversion.transforms import GROUPED
 
@@ -17,13 +17,8 @@ OURS, THEIRS = "decoder.layers.{n}", "gpt_neox.layers.{n}"
 
 
 def _read(known: Known) -> dict[str, Any]:
-    parallel, attention = bool(known("use_parallel_residual")), bool(known("attention_bias"))
-    found = {
-        "parallel_attention": parallel,
-        "parallel_layernorm": parallel,
-        **biases(qkv=attention, output=attention, mlp=True),
-        **read_rotary(known, partial=True),
-    }
+    parallel = known("use_parallel_residual")
+    found = {"parallel_attention": parallel, "parallel_layernorm": parallel}
     rope = known.within("rope_scaling", "rope_parameters")  # without them, rotary settings have names of their own
     if not rope.get("rope_theta"):
         found["rotary_base"] = float(known("rotary_emb_base"))
@@ -35,10 +30,8 @@ def _read(known: Known) -> dict[str, Any]:
 def _write(model: ModelConfig) -> dict[str, Any]:
     return {
         "use_parallel_residual": model.parallel_attention,
-        "attention_bias": model.add_qkv_bias,
         "rotary_pct": model.rotary_percent,
         "rotary_emb_base": model.rotary_base,
-        **written_rotary(model, partial=True),
     }
 
 
@@ -60,21 +53,11 @@ GPT_NEOX = ModelType(
         Row("decoder.final_layernorm", "gpt_neox.final_layer_norm"),
         Row("output_layer", "embed_out"),
     ),
-    settings={
-        "num_layers": "num_hidden_layers",
-        "hidden_size": "hidden_size",
-        "num_attention_heads": "num_attention_heads",
-        "ffn_hidden_size": "intermediate_size",
-        "max_position_embeddings": "max_position_embeddings",
-        "vocab_size": "vocab_size",
-        "norm_epsilon": "layer_norm_eps",
-        "attention_dropout": "attention_dropout",
-        "hidden_dropout": "hidden_dropout",
-        "init_method_std": "initializer_range",
-    },
+    settings={**USUAL_SETTINGS, "norm_epsilon": "layer_norm_eps", "hidden_dropout": "hidden_dropout"},
     activations=UNGATED,
-    by_code=("parallel_attention", "parallel_layernorm", "rotary_percent", *BIAS_FIELDS, *FIELDS),
-    fixed={"position_embedding_type": "rope", "add_mlp_bias": True},
+    features=(partial_rotary(), attention_biases(default=True, mlp=True)),
+    by_code=("parallel_attention", "parallel_layernorm"),
+    fixed={"position_embedding_type": "rope"},
     defaults={
         "hidden_act": "gelu",
         "max_position_embeddings": 2048,
@@ -84,19 +67,16 @@ GPT_NEOX = ModelType(
         "attention_dropout": 0.0,
         "tie_word_embeddings": False,
         "use_parallel_residual": True,
-        "attention_bias": True,
-        "rope_theta": 10000.0,
         "rotary_emb_base": 10000.0,
         "rotary_pct": 0.25,
     },
     kinds={
-        **KINDS,
-        **dict.fromkeys(("use_parallel_residual", "attention_bias"), bool),
+        "use_parallel_residual": bool,
         **dict.fromkeys(("rotary_emb_base", "rotary_pct"), Factor),
     },
     read=_read,
     write=_write,
-    refuse=lambda model: [*uneven_biases(model), *_one_norm(model)],
+    refuse=_one_norm,
     prefix="gpt_neox.",
     heads=("embed_out.", "lm_head."),
     aliases={"lm_head.weight": "embed_out.weight"},  # in memory, since transformers 5

@@ -4,18 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 from torch import Tensor
 
-from megatron.config.model import ModelConfig
 from megatron.config.moe import MoEConfig
 from megatron.core.conversion.bounds import Factor
-from megatron.core.conversion.huggingface import windows
 from megatron.core.conversion.huggingface.biases import biases
-from megatron.core.conversion.huggingface.known import Known
-from megatron.core.conversion.huggingface.rotary import read_rotary, written_rotary
-from megatron.core.conversion.huggingface.windows import read_layer_types, without_later_keys, written_layer_types
+from megatron.core.conversion.huggingface.rotary import ROTARY, written_rotary
+from megatron.core.conversion.huggingface.windows import windows_where
 from megatron.core.conversion.tables import Row
 from megatron.core.conversion.transforms import Transform
 from megatron.core.models.gpt.huggingface.experts import KINDS, with_experts
@@ -53,16 +49,9 @@ def _rows(moe: MoEConfig) -> Sequence[Row]:
     )
 
 
-def _read(known: Known) -> dict[str, Any]:
-    layers = [number % 2 == 0 for number in range(known("num_hidden_layers"))]
-    return {**read_rotary(known), **read_layer_types(known, usual=layers)}
-
-
-def _write(model: ModelConfig) -> dict[str, Any]:
-    found = {**written_rotary(model), **written_layer_types(model)}
-    return {**found, "rope_scaling": found["rope_scaling"] or {"rope_type": "default"}}  # its own default is YaRN
-
-
+_EVERY_SECOND = windows_where(
+    lambda known: [layer % 2 == 0 for layer in range(known("num_hidden_layers"))], sliding_window=128
+)
 GPT_OSS = with_experts(
     replace(
         LLAMA,
@@ -73,7 +62,7 @@ GPT_OSS = with_experts(
         ),
         settings={**LLAMA.settings, "activation_func_clamp_value": "swiglu_limit"},
         activations={"silu": "quick_geglu"},
-        by_code=(*LLAMA.by_code, *windows.FIELDS),
+        features=(ROTARY, _EVERY_SECOND),
         fixed={
             **LLAMA.fixed,
             **biases(qkv=True, output=True, mlp=True),
@@ -83,7 +72,7 @@ GPT_OSS = with_experts(
         expected={"attention_bias": True, "swiglu_alpha": _ALPHA},
         written={"attention_bias": True},
         defaults={
-            **{name: value for name, value in LLAMA.defaults.items() if name != "mlp_bias"},
+            **LLAMA.defaults,
             "max_position_embeddings": 131072,
             "rms_norm_eps": 1e-5,
             "head_dim": 64,
@@ -91,22 +80,16 @@ GPT_OSS = with_experts(
             "num_local_experts": 128,
             "num_experts_per_tok": 4,
             "swiglu_limit": 7.0,
-            "sliding_window": 128,
             "rope_theta": 150000.0,
         },
         kinds={
-            **LLAMA.kinds,
-            **windows.KINDS,
             **KINDS,
             **dict.fromkeys(("swiglu_limit", "swiglu_alpha"), Factor),
             "attention_bias": bool,
         },
-        read=_read,
-        write=_write,
-        refuse=lambda model: [
-            *without_later_keys(model),
-            *(["experts are not clamped"] if model.activation_func_clamp_value is None else []),
-        ],
+        # its own default is YaRN
+        write=lambda model: {"rope_scaling": written_rotary(model)["rope_scaling"] or {"rope_type": "default"}},
+        refuse=lambda model: ["experts are not clamped"] if model.activation_func_clamp_value is None else [],
         about="gpt-oss: sinks, sliding windows in any layers, YaRN",
         example="openai/gpt-oss-20b",
     ),

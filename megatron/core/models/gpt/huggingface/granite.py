@@ -23,7 +23,6 @@ def _read(known: Known) -> dict[str, Any]:
     scale = float(known("attention_multiplier"))
     width = known.get("head_dim") or known("hidden_size") // known("num_attention_heads")
     return {
-        **LLAMA.read(known),
         **{name: float(known(name)) for name in _MULTIPLIERS},
         "softmax_scale": None if width and scale == _usual_scale(width) else scale,
         "logits_multiplier": 1 / known("logits_scaling"),
@@ -32,7 +31,6 @@ def _read(known: Known) -> dict[str, Any]:
 
 def _written(model: ModelConfig) -> dict[str, Any]:
     return {
-        **LLAMA.write(model),
         **{name: getattr(model, name) for name in _MULTIPLIERS},
         "attention_multiplier": model.softmax_scale or _usual_scale(model.kv_channels),
         "logits_scaling": 1 / model.logits_multiplier,
@@ -42,9 +40,9 @@ def _written(model: ModelConfig) -> dict[str, Any]:
 GRANITE = replace(
     LLAMA,
     architecture="GraniteForCausalLM",
-    by_code=(*LLAMA.by_code, *_MULTIPLIERS, "softmax_scale", "logits_multiplier"),
+    by_code=(*_MULTIPLIERS, "softmax_scale", "logits_multiplier"),
     defaults={**LLAMA.defaults, **dict.fromkeys(_SETTINGS, 1.0)},
-    kinds={**LLAMA.kinds, **dict.fromkeys(_SETTINGS, Factor)},
+    kinds=dict.fromkeys(_SETTINGS, Factor),
     read=_read,
     write=_written,
     about="Granite 3, dense; biases and rotary scaling as for llama; tied or not",

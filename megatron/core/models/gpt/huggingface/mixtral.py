@@ -9,9 +9,9 @@ from typing import Annotated, Any
 from megatron.config.model import ModelConfig
 from megatron.config.moe import MoEConfig
 from megatron.core.conversion.bounds import Factor
-from megatron.core.conversion.huggingface import windows
+from megatron.core.conversion.huggingface.biases import NO_BIASES, attention_biases, query_biases
 from megatron.core.conversion.huggingface.known import Known
-from megatron.core.conversion.huggingface.windows import read_window, without_later_keys, written_window
+from megatron.core.conversion.huggingface.windows import WINDOW, read_window, written_window
 from megatron.core.conversion.tables import Row
 from megatron.core.models.gpt.huggingface.experts import (
     KINDS,
@@ -20,14 +20,7 @@ from megatron.core.models.gpt.huggingface.experts import (
     shared_rows,
     with_experts,
 )
-from megatron.core.models.gpt.huggingface.llama import (
-    LLAMA,
-    OURS,
-    THEIRS,
-    like_llama,
-    qwen,
-    with_attention_biases,
-)
+from megatron.core.models.gpt.huggingface.llama import LLAMA, OURS, QWEN_WINDOWS, THEIRS, like_llama
 from megatron.small_files import Between
 
 
@@ -48,24 +41,24 @@ def _written_mixtral(moe: MoEConfig, model: ModelConfig) -> dict[str, Any]:
 
 
 MIXTRAL = with_experts(
-    like_llama(
-        "MixtralForCausalLM",
-        defaults={
-            "max_position_embeddings": 131072,
-            "num_key_value_heads": 8,
-            "rms_norm_eps": 1e-5,
-            "rope_theta": 1000000.0,
-            "num_local_experts": 8,
-            "num_experts_per_tok": 2,
-        },
-        kinds={**windows.KINDS, **KINDS, "router_jitter_noise": float},
-        by_code=("window_size",),
-        read=read_window,
-        write=written_window,
-        refuse=without_later_keys,
+    replace(
+        like_llama(
+            "MixtralForCausalLM",
+            NO_BIASES,
+            WINDOW,
+            defaults={
+                "max_position_embeddings": 131072,
+                "num_key_value_heads": 8,
+                "rms_norm_eps": 1e-5,
+                "rope_theta": 1000000.0,
+                "num_local_experts": 8,
+                "num_experts_per_tok": 2,
+            },
+            about="Mixtral 8x7B and 8x22B, with a sliding window in all layers or none",
+            example="mistralai/Mixtral-8x7B-v0.1",
+        ),
+        kinds={**KINDS, "router_jitter_noise": float},
         expected={"router_jitter_noise": 0.0},
-        about="Mixtral 8x7B and 8x22B, with a sliding window in all layers or none",
-        example="mistralai/Mixtral-8x7B-v0.1",
     ),
     read=_mixtral_experts,
     write=_written_mixtral,
@@ -123,32 +116,24 @@ def _qwen2_rows(moe: MoEConfig) -> Sequence[Row]:
 
 
 _SPARSE = {"decoder_sparse_step": 1, "mlp_only_layers": [], "norm_topk_prob": False}
-_QWEN2 = qwen(
-    "Qwen2MoeForCausalLM",
-    defaults={
-        "num_experts": 60,
-        "num_experts_per_tok": 4,
-        "moe_intermediate_size": 1408,
-        "shared_expert_intermediate_size": 5632,
-        "qkv_bias": True,
-        **_SPARSE,
-    },
-    about="Qwen 1.5 and 2 with experts; any layers dense; sliding windows in any layers",
-    example="Qwen/Qwen1.5-MoE-A2.7B",
-)
 QWEN2_MOE = with_experts(
     replace(
-        _QWEN2,
-        kinds={
-            **_QWEN2.kinds,
-            **KINDS,
-            "qkv_bias": bool,
-            "sliding_window": Annotated[int, Between(0, 1 << 31)],
-        },
-        by_code=(*_QWEN2.by_code, "add_qkv_bias"),
-        fixed={name: value for name, value in _QWEN2.fixed.items() if name != "add_qkv_bias"},
-        read=lambda known: {**_QWEN2.read(known), "add_qkv_bias": known("qkv_bias")},
-        write=lambda model: {**_QWEN2.write(model), "qkv_bias": model.add_qkv_bias},
+        like_llama(
+            "Qwen2MoeForCausalLM",
+            query_biases("qkv_bias", default=True),
+            QWEN_WINDOWS,
+            defaults={
+                "max_position_embeddings": 32768,
+                "num_experts": 60,
+                "num_experts_per_tok": 4,
+                "moe_intermediate_size": 1408,
+                "shared_expert_intermediate_size": 5632,
+                **_SPARSE,
+            },
+            about="Qwen 1.5 and 2 with experts; any layers dense; sliding windows in any layers",
+            example="Qwen/Qwen1.5-MoE-A2.7B",
+        ),
+        kinds={**KINDS, "sliding_window": Annotated[int, Between(0, 1 << 31)]},
     ),
     read=_qwen2_experts,
     write=_written_qwen2,
@@ -163,34 +148,33 @@ def _qwen3_experts(known: Known) -> dict[str, Any]:
     }
 
 
+_WINDOW_ON_REQUEST = replace(
+    WINDOW,
+    read=lambda known: read_window(known if known.get("use_sliding_window") else known.but(sliding_window=None)),
+    write=lambda model: {"use_sliding_window": model.window_size is not None, **written_window(model)},
+)
 QWEN3_MOE = with_experts(
     replace(
-        with_attention_biases(
-            like_llama(
-                "Qwen3MoeForCausalLM",
-                defaults={
-                    "max_position_embeddings": 32768,
-                    "num_key_value_heads": 4,
-                    "num_local_experts": 128,
-                    "num_experts_per_tok": 8,
-                    "moe_intermediate_size": 768,
-                    **_SPARSE,
-                },
-                kinds={**windows.KINDS, **KINDS, "attention_bias": bool},
-                by_code=("window_size",),
-                read=lambda known: read_window(
-                    known if known.get("use_sliding_window") else known.but(sliding_window=None)
-                ),
-                write=lambda model: {"use_sliding_window": model.window_size is not None, **written_window(model)},
-                refuse=without_later_keys,
-                about=(
-                    "Qwen 3 with experts, with or without biases in attention; any layers dense; a sliding window in "
-                    "all layers or none"
-                ),
-                example="Qwen/Qwen3-30B-A3B",
-                qk_layernorm=True,
-            )
+        like_llama(
+            "Qwen3MoeForCausalLM",
+            attention_biases(),
+            _WINDOW_ON_REQUEST,
+            defaults={
+                "max_position_embeddings": 32768,
+                "num_key_value_heads": 4,
+                "num_local_experts": 128,
+                "num_experts_per_tok": 8,
+                "moe_intermediate_size": 768,
+                **_SPARSE,
+            },
+            about=(
+                "Qwen 3 with experts, with or without biases in attention; any layers dense; a sliding window in all "
+                "layers or none"
+            ),
+            example="Qwen/Qwen3-30B-A3B",
+            qk_layernorm=True,
         ),
+        kinds=KINDS,
         older_settings={"num_experts": "num_local_experts"},
     ),
     read=_qwen3_experts,
@@ -202,6 +186,7 @@ OLMOE = with_experts(
     replace(
         like_llama(
             "OlmoeForCausalLM",
+            NO_BIASES,
             defaults={
                 "max_position_embeddings": 4096,
                 "rms_norm_eps": 1e-5,
@@ -209,15 +194,15 @@ OLMOE = with_experts(
                 "num_experts_per_tok": 8,
                 "norm_topk_prob": False,
             },
-            kinds={**KINDS, "attention_bias": bool, "clip_qkv": Factor},
-            expected={"attention_bias": False, "clip_qkv": None},
-            written={"attention_bias": False, "clip_qkv": None},
             about="OLMoE",
             example="allenai/OLMoE-1B-7B-0924",
             qk_layernorm=True,
             qk_layernorm_kind="all_heads",
         ),
         settings={name: theirs for name, theirs in LLAMA.settings.items() if name != "kv_channels"},
+        kinds={**KINDS, "attention_bias": bool, "clip_qkv": Factor},
+        expected={"attention_bias": False, "clip_qkv": None},
+        written={"attention_bias": False, "clip_qkv": None},
     ),
     read=lambda known: _softmax_experts(known, count="num_experts", width="intermediate_size"),
     write=lambda moe, model: _written_softmax(moe, width="intermediate_size"),

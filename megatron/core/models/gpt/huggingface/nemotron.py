@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from megatron.core.conversion.huggingface.biases import read_biases, written_biases
+from megatron.core.conversion.huggingface.biases import BIASES
 from megatron.core.conversion.huggingface.known import UNGATED
-from megatron.core.conversion.huggingface.rotary import read_rotary, written_rotary
+from megatron.core.conversion.huggingface.rotary import partial_rotary
 from megatron.core.conversion.tables import Row
 from megatron.core.models.gpt.huggingface.llama import LLAMA, OURS, THEIRS
 
@@ -20,7 +20,7 @@ NEMOTRON = replace(
     ),
     settings={**LLAMA.settings, "norm_epsilon": "norm_eps"},
     activations=UNGATED,
-    by_code=(*LLAMA.by_code, "rotary_percent"),
+    features=(partial_rotary(0.5), BIASES),
     fixed={"position_embedding_type": "rope", "apply_layernorm_1p": True, "hidden_dropout": 0.0},
     defaults={
         **LLAMA.defaults,
@@ -28,10 +28,7 @@ NEMOTRON = replace(
         "max_position_embeddings": 4096,
         "norm_eps": 1e-5,
         "initializer_range": 0.0134,
-        "partial_rotary_factor": 0.5,
     },
-    read=lambda known: {**read_biases(known), **read_rotary(known, partial=True)},
-    write=lambda model: {**written_biases(model), **written_rotary(model, partial=True)},
     about="Nemotron 3 and 4 and Minitron, dense; biases in attention and MLP, each or none; tied or not",
     example="nvidia/Minitron-4B-Base",
 )

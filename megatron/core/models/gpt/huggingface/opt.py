@@ -9,8 +9,8 @@ from typing import Any
 
 from megatron.config.model import ModelConfig
 from megatron.core.conversion.bounds import Width
-from megatron.core.conversion.huggingface.biases import BIAS_FIELDS, even_biases, partly_biased
-from megatron.core.conversion.huggingface.format import ModelType
+from megatron.core.conversion.huggingface.biases import even_biases
+from megatron.core.conversion.huggingface.format import USUAL_SETTINGS, ModelType
 from megatron.core.conversion.huggingface.known import UNGATED, Known
 from megatron.core.conversion.tables import Row
 from megatron.core.conversion.transforms import QUERY_KEY_VALUE
@@ -28,7 +28,6 @@ def _read(known: Known) -> dict[str, Any]:
         "apply_residual_connection_post_layernorm": not pre_norm,
         "first_attention_norm": pre_norm,
         "norm_parameters": "weight_and_bias" if has_weights else "none",
-        **even_biases(bool(known("enable_bias"))),
     }
 
 
@@ -72,22 +71,20 @@ OPT = ModelType(
         Row("output_layer", "lm_head"),
     ),
     settings={
-        "num_layers": "num_hidden_layers",
-        "hidden_size": "hidden_size",
-        "num_attention_heads": "num_attention_heads",
+        **USUAL_SETTINGS,
         "ffn_hidden_size": "ffn_dim",
-        "max_position_embeddings": "max_position_embeddings",
-        "vocab_size": "vocab_size",
-        "attention_dropout": "attention_dropout",
         "hidden_dropout": "dropout",
         "init_method_std": "init_std",
     },
     activation="activation_function",
     activations=UNGATED,
     rows=_post_norms,
+    features=(even_biases("enable_bias", default=True),),
     by_code=(
-        *("norm_parameters", "word_embedding_size", "apply_residual_connection_post_layernorm", "first_attention_norm"),
-        *BIAS_FIELDS,
+        "norm_parameters",
+        "word_embedding_size",
+        "apply_residual_connection_post_layernorm",
+        "first_attention_norm",
     ),
     fixed={"position_embedding_offset": 2},
     expected={"layerdrop": 0.0},
@@ -99,24 +96,20 @@ OPT = ModelType(
         "attention_dropout": 0.0,
         "dropout": 0.1,
         "init_std": 0.02,
-        "enable_bias": True,
         "layer_norm_elementwise_affine": True,
     },
     kinds={
-        **dict.fromkeys(("do_layer_norm_before", "_remove_final_layer_norm"), bool),
-        **dict.fromkeys(("enable_bias", "layer_norm_elementwise_affine"), bool),
+        **dict.fromkeys(("do_layer_norm_before", "_remove_final_layer_norm", "layer_norm_elementwise_affine"), bool),
         "layerdrop": float,
         "word_embed_proj_dim": Width,
     },
     read=_read,
     write=lambda model: {
-        "enable_bias": model.add_bias_linear,
         "layer_norm_elementwise_affine": model.norm_parameters != "none",
         "word_embed_proj_dim": model.word_width,
         "do_layer_norm_before": not model.apply_residual_connection_post_layernorm,
     },
     refuse=lambda model: [
-        *partly_biased(model),
         *(["norms have a weight and no bias"] if model.norm_parameters == "weight" else []),
         *_other_norms(model),
     ],

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from megatron.core.conversion.huggingface.known import UNGATED
-from megatron.core.conversion.huggingface.rotary import FIELDS, KINDS, read_rotary, written_rotary
+from megatron.core.conversion.huggingface.rotary import partial_rotary
 from megatron.core.conversion.tables import Row
 from megatron.core.conversion.transforms import PER_HEAD
 from megatron.core.models.gpt.huggingface.llama import LLAMA, OURS, THEIRS
@@ -26,9 +26,10 @@ PHI = replace(
         **LLAMA.settings,
         "norm_epsilon": "layer_norm_eps",
         "hidden_dropout": "resid_pdrop",
+        "qk_layernorm": "qk_layernorm",
     },
     activations=UNGATED,
-    by_code=("group_query_attention", "qk_layernorm", "rotary_percent", *FIELDS),
+    features=(partial_rotary(0.5),),
     fixed={"position_embedding_type": "rope", "parallel_attention": True, "add_output_layer_bias": True},
     defaults={
         "hidden_act": "gelu_new",
@@ -39,14 +40,8 @@ PHI = replace(
         "resid_pdrop": 0.0,
         "tie_word_embeddings": False,
         "qk_layernorm": False,
-        "rope_theta": 10000.0,
-        "partial_rotary_factor": 0.5,
     },
-    kinds={**KINDS, "qk_layernorm": bool},
-    read=lambda known: {"qk_layernorm": bool(known("qk_layernorm")), **read_rotary(known, partial=True)},
     shared_settings={"embd_pdrop": "hidden_dropout"},
-    write=lambda model: {"qk_layernorm": model.qk_layernorm, **written_rotary(model, partial=True)},
-    refuse=lambda model: [],
     about="Phi 1, 1.5 and 2; queries and keys normalized or not; tied or not",
     example="microsoft/phi-2",
 )

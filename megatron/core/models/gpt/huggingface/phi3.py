@@ -6,12 +6,11 @@ from dataclasses import replace
 from typing import Any
 
 from megatron.config.model import ModelConfig
-from megatron.core.conversion.huggingface import windows
-from megatron.core.conversion.huggingface.biases import biases
+from megatron.core.conversion.huggingface.biases import NO_BIASES
 from megatron.core.conversion.huggingface.format import ModelType
 from megatron.core.conversion.huggingface.known import Known
-from megatron.core.conversion.huggingface.rotary import read_rotary, written_rotary
-from megatron.core.conversion.huggingface.windows import read_window, without_later_keys, written_window
+from megatron.core.conversion.huggingface.rotary import partial_rotary, read_rotary, written_rotary
+from megatron.core.conversion.huggingface.windows import WINDOW
 from megatron.core.conversion.tables import Row
 from megatron.core.conversion.transforms import FUSED_QUERY_KEY_VALUE
 from megatron.core.models.gpt.huggingface.llama import LLAMA, OURS, THEIRS
@@ -23,7 +22,7 @@ _OF_TYPE = {"su": "longrope", "yarn": "longrope"}  # earlier names
 def _read(known: Known) -> dict[str, Any]:
     rotary = read_rotary(known, partial=True, kinds=("default", "longrope"), renamed=_OF_TYPE)
     known.expect(resid_pdrop=0.0, embd_pdrop=0.0)
-    return {**rotary, **read_window(known)}
+    return rotary
 
 
 def _write(model: ModelConfig) -> dict[str, Any]:
@@ -31,12 +30,12 @@ def _write(model: ModelConfig) -> dict[str, Any]:
     found = written_rotary(model, partial=True)
     scaling = found["rope_scaling"]
     if scaling is None:
-        return {**found, **written_window(model)}
+        return found
     kept = {"type": "longrope", **{name: scaling[name] for name in ("short_factor", "long_factor")}}
     for name in ("factor", "attention_factor"):
         if name in scaling:
             kept[name] = scaling[name]
-    return {**found, "rope_scaling": kept, _ORIGINAL: model.original_max_position_embeddings, **written_window(model)}
+    return {**found, "rope_scaling": kept, _ORIGINAL: model.original_max_position_embeddings}
 
 
 def _refuse(model: ModelConfig) -> list[str]:
@@ -46,9 +45,10 @@ def _refuse(model: ModelConfig) -> list[str]:
     # transformers checks the number of LongRoPE's factors against this width
     wide = model.kv_channels != model.hidden_size // model.num_attention_heads
     scaled = wide and model.position_embedding_type == "longrope"
-    return [*wrong, *["heads with LongRoPE are not hidden size / heads wide"] * scaled, *without_later_keys(model)]
+    return [*wrong, *["heads with LongRoPE are not hidden size / heads wide"] * scaled]
 
 
+_ROTARY = replace(partial_rotary(), read=_read, write=_write, refuse=_refuse)
 PHI3 = replace(
     LLAMA,
     architecture="Phi3ForCausalLM",
@@ -57,18 +57,14 @@ PHI3 = replace(
         Row(f"{OURS}.self_attention.linear_qkv", f"{THEIRS}.self_attn.qkv_proj", FUSED_QUERY_KEY_VALUE),
         Row(f"{OURS}.mlp.linear_fc1", f"{THEIRS}.mlp.gate_up_proj"),
     ),
-    by_code=(*LLAMA.by_code, "rotary_percent", "window_size"),
-    fixed={**LLAMA.fixed, **biases(qkv=False, output=False, mlp=False)},
+    features=(_ROTARY, NO_BIASES, WINDOW),
     defaults={
-        **{name: value for name, value in LLAMA.defaults.items() if not name.endswith("_bias")},
+        **LLAMA.defaults,
         "max_position_embeddings": 4096,
         _ORIGINAL: 4096,
         "rms_norm_eps": 1e-5,
     },
-    kinds={**LLAMA.kinds, **windows.KINDS, **dict.fromkeys(("resid_pdrop", "embd_pdrop"), float)},
-    read=_read,
-    write=_write,
-    refuse=_refuse,
+    kinds=dict.fromkeys(("resid_pdrop", "embd_pdrop"), float),
     about="Phi-3 and 3.5 (dense), Phi-4 and Phi-4 mini; LongRoPE, rotation of a part of each head, sliding windows",
     example="microsoft/Phi-4-mini-instruct",
 )

@@ -7,10 +7,15 @@ from typing import Annotated, Any
 
 from megatron.config.layer_patterns import pattern_of
 from megatron.config.model import ModelConfig
-from megatron.core.conversion.huggingface import windows
 from megatron.core.conversion.huggingface.format import ModelType
 from megatron.core.conversion.huggingface.known import Known
-from megatron.core.conversion.huggingface.windows import read_layer_types, without_later_keys, written_layer_types
+from megatron.core.conversion.huggingface.windows import (
+    FIELDS,
+    KINDS,
+    read_layer_types,
+    without_later_keys,
+    written_layer_types,
+)
 from megatron.core.models.gpt.huggingface.llama import LLAMA
 from megatron.small_files import Between
 
@@ -27,7 +32,6 @@ def _read(known: Known) -> dict[str, Any]:
     if not used and "sliding_attention" in (known.get("layer_types") or ()):
         raise known.refuse("use_sliding_window", "layer_types has layers with a window")
     return {
-        **LLAMA.read(known),
         **read_layer_types(known, usual=[used and not each for each in rotary]),
         "no_rope_freq": pattern_of(tuple(not each for each in rotary)),
     }
@@ -35,7 +39,6 @@ def _read(known: Known) -> dict[str, Any]:
 
 def _write(model: ModelConfig) -> dict[str, Any]:
     return {
-        **LLAMA.write(model),
         **written_layer_types(model),
         "use_sliding_window": model.window_size is not None,
         _LAYERS: [int(model.has_rotary(layer)) for layer in range(model.num_layers)],
@@ -45,7 +48,7 @@ def _write(model: ModelConfig) -> dict[str, Any]:
 SMOLLM3 = replace(
     LLAMA,
     architecture="SmolLM3ForCausalLM",
-    by_code=(*LLAMA.by_code, *windows.FIELDS, "no_rope_freq"),
+    by_code=(*FIELDS, "no_rope_freq"),
     defaults={
         **LLAMA.defaults,
         "max_position_embeddings": 32768,
@@ -55,14 +58,13 @@ SMOLLM3 = replace(
         _INTERVAL: 4,
     },
     kinds={
-        **LLAMA.kinds,
-        **windows.KINDS,
+        **KINDS,
         _LAYERS: list[Annotated[int, Between(0, 1)]],
         _INTERVAL: Annotated[int, Between(1, 100_000)],
     },
     read=_read,
     write=_write,
-    refuse=lambda model: [*LLAMA.refuse(model), *without_later_keys(model)],
+    refuse=without_later_keys,
     about="SmolLM 3: any layers without rotary positions or with sliding windows; tied or not",
     example="HuggingFaceTB/SmolLM3-3B",
 )

@@ -4,24 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 from megatron.config.model import ModelConfig
-from megatron.core.conversion.huggingface.biases import biases
-from megatron.core.conversion.huggingface.known import Known
-from megatron.core.conversion.huggingface.rotary import FIELDS, KINDS, read_rotary, written_rotary
+from megatron.core.conversion.huggingface.biases import query_biases
+from megatron.core.conversion.huggingface.rotary import partial_rotary
 from megatron.core.conversion.tables import Row
 from megatron.core.conversion.transforms import stacked
 from megatron.core.models.gpt.huggingface.llama import LLAMA, OURS, THEIRS
-
-
-def _read(known: Known) -> dict[str, Any]:
-    return {
-        "add_qkv_bias": bool(known("use_qkv_bias")),
-        **({"qk_layernorm": True, "qk_layernorm_kind": "per_head"} if known("qk_layernorm") else {}),
-        "parallel_attention": bool(known("use_parallel_residual")),
-        **read_rotary(known, partial=True),
-    }
 
 
 def _head_norms(model: ModelConfig) -> Sequence[Row]:
@@ -55,21 +44,13 @@ STABLELM = replace(
         **{ours: theirs for ours, theirs in LLAMA.settings.items() if ours != "kv_channels"},
         "norm_epsilon": "layer_norm_eps",
         "hidden_dropout": "hidden_dropout",
+        "qk_layernorm": "qk_layernorm",
+        "parallel_attention": "use_parallel_residual",
     },
     optional=("num_key_value_heads",),
-    by_code=(
-        "group_query_attention",
-        "add_qkv_bias",
-        "qk_layernorm",
-        "qk_layernorm_kind",
-        "parallel_attention",
-        "rotary_percent",
-        *FIELDS,
-    ),
-    fixed={
-        **{name: value for name, value in biases(qkv=False, output=False, mlp=False).items() if name != "add_qkv_bias"},
-        "position_embedding_type": "rope",
-    },
+    features=(partial_rotary(0.25), query_biases("use_qkv_bias", default=False)),
+    by_code=("qk_layernorm_kind",),
+    fixed={"position_embedding_type": "rope"},
     defaults={
         "hidden_act": "silu",
         "max_position_embeddings": 4096,
@@ -79,20 +60,10 @@ STABLELM = replace(
         "attention_dropout": 0.0,
         "hidden_dropout": 0.0,
         "tie_word_embeddings": False,
-        "use_qkv_bias": False,
         "qk_layernorm": False,
         "use_parallel_residual": False,
-        "rope_theta": 10000.0,
-        "partial_rotary_factor": 0.25,
     },
-    kinds={**KINDS, **dict.fromkeys(("use_qkv_bias", "use_parallel_residual", "qk_layernorm"), bool)},
-    read=_read,
-    write=lambda model: {
-        "use_qkv_bias": model.add_qkv_bias,
-        "qk_layernorm": model.qk_layernorm,
-        "use_parallel_residual": model.parallel_attention,
-        **written_rotary(model, partial=True),
-    },
+    read=lambda known: {"qk_layernorm_kind": "per_head"} if known("qk_layernorm") else {},
     refuse=_shared_head_norms,
     about="StableLM 3B 4E1T, Zephyr, 2 1.6B and 12B; with or without norms of queries and keys; tied or not",
     example="stabilityai/stablelm-2-1_6b",

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from megatron.core.conversion.bounds import Count
-from megatron.core.conversion.huggingface.biases import even_biases, partly_biased
+from megatron.core.conversion.huggingface.biases import even_biases
 from megatron.core.conversion.huggingface.known import UNGATED
-from megatron.core.conversion.huggingface.rotary import read_rotary, written_rotary
-from megatron.core.conversion.huggingface.windows import read_window, without_later_keys, written_window
+from megatron.core.conversion.huggingface.rotary import ROTARY
+from megatron.core.conversion.huggingface.windows import WINDOW
 from megatron.core.conversion.tables import Row
 from megatron.core.models.gpt.huggingface.llama import LLAMA, OURS, THEIRS
 
@@ -23,7 +22,7 @@ STARCODER2 = replace(
     settings={**LLAMA.settings, "norm_epsilon": "norm_epsilon", "hidden_dropout": "residual_dropout"},
     activations=UNGATED,
     fixed={"position_embedding_type": "rope"},
-    by_code=(*LLAMA.by_code, "window_size"),
+    features=(ROTARY, even_biases("use_bias", default=True), WINDOW),
     defaults={
         "hidden_act": "gelu_pytorch_tanh",
         "max_position_embeddings": 4096,
@@ -31,19 +30,9 @@ STARCODER2 = replace(
         "initializer_range": 0.018042,
         "attention_dropout": 0.0,
         "residual_dropout": 0.0,
-        "use_bias": True,
         "tie_word_embeddings": True,
-        "rope_theta": 10000.0,
     },
-    kinds={**LLAMA.kinds, "use_bias": bool, "sliding_window": Count},
-    read=lambda known: {**even_biases(known("use_bias")), **read_window(known), **read_rotary(known)},
     shared_settings={"embedding_dropout": "hidden_dropout"},
-    write=lambda model: {
-        "use_bias": model.add_bias_linear,
-        **written_window(model),
-        **written_rotary(model),
-    },
-    refuse=lambda model: [*partly_biased(model), *without_later_keys(model)],
     about="StarCoder 2, with its window or full attention; biases in all linear layers or in none; tied or not",
     example="bigcode/starcoder2-3b",
 )
