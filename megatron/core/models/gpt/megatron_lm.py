@@ -1,15 +1,17 @@
-"""GPT in checkpoints of Megatron-LM."""
+"""GPT in checkpoints of Megatron-LM, its experts' arguments among them."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 
+from megatron.config.layer_patterns import every_or_listed, shortest_pattern
 from megatron.config.model import ModelConfig
-from megatron.config.moe import experts_of
+from megatron.config.moe import MoEConfig, experts_of
+from megatron.core.conversion.bounds import Factor, Width
 from megatron.core.conversion.megatron_lm.arguments import Arguments
 from megatron.core.conversion.megatron_lm.format import MegatronLMFormat
 from megatron.core.conversion.megatron_lm.names import (
@@ -22,7 +24,18 @@ from megatron.core.conversion.megatron_lm.names import (
     stack,
 )
 from megatron.core.conversion.portable import LazyTensor, PortableModel
-from megatron.core.models.gpt import expert_arguments
+from megatron.errors import CheckpointError, ConfigError
+from megatron.small_files import Between
+
+_Experts = Annotated[int, Between(1, 4096)]
+_SAME = (
+    *("num_experts", "moe_ffn_hidden_size", "moe_shared_expert_intermediate_size"),
+    *("moe_router_topk", "moe_router_score_function", "moe_router_pre_softmax", "moe_router_topk_scaling_factor"),
+    *("moe_router_num_groups", "moe_router_group_topk", "moe_router_dtype", "moe_router_enable_expert_bias"),
+)
+# Those that --use-checkpoint-args doesn't take from a checkpoint.
+_NOT_TAKEN = ("moe_shared_expert_gate", "moe_router_score_function", *_SAME[6:])
+_BIAS, _GATE = ".mlp.experts.linear_fc1.bias", ".mlp.shared_experts.gate.weight"
 
 
 class GPTFormat(MegatronLMFormat):
@@ -37,38 +50,125 @@ class GPTFormat(MegatronLMFormat):
         OUTPUT,
     )
     layer_count_arguments: Mapping[str, str] = {"mtp": "mtp_num_layers"}
-    kinds: Mapping[str, Any] = expert_arguments.KINDS
+    kinds: Mapping[str, Any] = {
+        "num_experts": Annotated[int, Between(0, 4096)],
+        **dict.fromkeys(("moe_router_topk", "moe_router_num_groups", "moe_router_group_topk"), _Experts),
+        **dict.fromkeys(("moe_ffn_hidden_size", "moe_shared_expert_intermediate_size"), Width),
+        "moe_router_topk_scaling_factor": Factor,
+        **dict.fromkeys(("moe_router_pre_softmax", "moe_router_enable_expert_bias", "moe_shared_expert_gate"), bool),
+        **dict.fromkeys(("moe_router_score_function", "moe_router_dtype"), str),
+        "moe_expert_capacity_factor": Annotated[float, Between(-1e6, 1e6)],
+    }
 
     def groups_from_arguments(
         self, args: Arguments, model: ModelConfig, stored: Collection[str], *, legacy: bool
     ) -> tuple[object, ...]:
-        """Its experts."""
-        return expert_arguments.read_experts(args, model, stored)
+        """Its experts. Tensors alone tell whether shared experts have a gate in releases without an argument for it.
+
+        Raises CheckpointError for choices that a router can't make, or makes in another way here.
+        """
+        if not args("num_experts", 0):
+            return ()
+        found = {name: value for name in _SAME if (value := args(name, None)) is not None}
+        found.setdefault("moe_ffn_hidden_size", model.ffn_hidden_size)
+        if args("moe_shared_expert_intermediate_size", 0):
+            found["moe_shared_expert_gate"] = any(name.endswith(_GATE) for name in stored)
+        moe = MoEConfig(**found, moe_layer_freq=_pattern(args, model.num_layers))
+        if problems := [*_impossible(moe), *(f"has {what}" for what, asked in _differences(moe).items() if asked)]:
+            raise CheckpointError(f"{args.where} describes a router that {' and '.join(problems)}")
+        return (moe,)
 
     def default_tensors(self, stored: Mapping[str, LazyTensor]) -> dict[str, LazyTensor]:
-        """Zeros for the biases of routers whose experts have some."""
+        """Zeros for the biases of routers whose experts have some: releases before core 0.15 have none."""
         found = {}
-        for name in expert_arguments.routers_without_bias(stored):
-            like = stored[name.replace(".bias", ".weight")]
-            zeros = partial(torch.zeros, like.shape[:1], dtype=like.dtype)
-            found[name] = LazyTensor(like.shape[:1], like.dtype, zeros)
+        for layer in (name.removesuffix(_BIAS) for name in stored if name.endswith(_BIAS)):
+            name = f"{layer}.mlp.router.bias"
+            if name not in stored:
+                like = stored[f"{layer}.mlp.router.weight"]
+                zeros = partial(torch.zeros, like.shape[:1], dtype=like.dtype)
+                found[name] = LazyTensor(like.shape[:1], like.dtype, zeros)
         return found
 
     def unsupported(self, portable: PortableModel) -> dict[str, bool]:
-        """Choices of experts."""
-        return expert_arguments.unsupported_experts(experts_of(portable.groups), portable.model)
+        """What no router or experts of Megatron-LM's have, and whether these have it."""
+        moe = experts_of(portable.groups)
+        if not moe.has_experts:
+            return {}
+        several = moe.moe_router_topk != moe.moe_router_group_topk
+        shared = moe.moe_shared_expert_intermediate_size is not None
+        return {
+            "no groups of experts whose score is that of the best one (--moe-router-group-score max)": (
+                several and moe.moe_router_num_groups is not None and moe.moe_router_group_score == "max"
+            ),
+            **{f"another meaning of {what}": asked for what, asked in _differences(moe).items()},
+            "no biases in shared experts": shared and portable.model.add_mlp_bias,
+        }
 
     def arguments(self, portable: PortableModel) -> dict[str, Any]:
-        """Those of experts."""
-        return expert_arguments.written_experts(experts_of(portable.groups), portable.model)
+        """Those of experts; none for a dense model."""
+        moe = experts_of(portable.groups)
+        if not moe.has_experts:
+            return {}
+        marked = moe.expert_layers(portable.model.num_layers)
+        pattern = shortest_pattern(marked)
+        return {
+            **{name: getattr(moe, name) for name in _SAME},
+            "moe_layer_freq": int(pattern) if pattern.isdecimal() else [int(each) for each in marked],
+            "moe_shared_expert_gate": moe.moe_shared_expert_gate,
+            "expert_model_parallel_size": 1,
+            "expert_tensor_parallel_size": 1,
+        }
 
     def flags(self, groups: Sequence[object]) -> dict[str, Any]:
         """Those of routers and shared experts."""
-        return expert_arguments.expert_flags(groups)
+        moe, usual = experts_of(groups), MoEConfig()
+        found = {name: getattr(moe, name) for name in _NOT_TAKEN} if moe.has_experts else {}
+        return {name: value for name, value in found.items() if value != getattr(usual, name)}
 
     def notes(self, args: Arguments) -> tuple[str, ...]:
         """Choices that were dropped."""
-        return expert_arguments.notes_on_experts(args)
+        factor = args("moe_expert_capacity_factor", -1.0)
+        if not args("num_experts", 0) or factor < 0:
+            return ()
+        return (
+            f"note: it was trained with moe_expert_capacity_factor {factor}, which drops choices; none is dropped here "
+            "and in the proof unless training goes on with --moe-expert-capacity-factor",
+        )
 
 
 FORMAT = GPTFormat()
+
+
+def _pattern(args: Arguments, num_layers: int) -> str:
+    """The layers with experts; CheckpointError for a pattern that isn't one."""
+    pattern = args("moe_layer_freq", 1)
+    try:
+        return shortest_pattern(every_or_listed(str(pattern), num_layers, flag="moe_layer_freq"))
+    except ConfigError as error:
+        raise CheckpointError(f"{args.where}: its saved settings: {error}") from None
+
+
+def _impossible(moe: MoEConfig) -> list[str]:
+    experts, chosen = moe.num_experts or 0, moe.moe_router_topk
+    groups, kept = moe.moe_router_num_groups, moe.moe_router_group_topk
+    if chosen > experts:
+        return [f"chooses moe_router_topk {chosen} of num_experts {experts}"]
+    if bool(groups) != bool(kept):
+        return ["has only one of moe_router_num_groups and moe_router_group_topk"]
+    if groups and kept and (experts % groups or kept > groups or chosen % kept or chosen > experts // groups * kept):
+        return [f"chooses {chosen} of {experts} experts in {kept} of {groups} groups"]
+    return []
+
+
+def _differences(moe: MoEConfig) -> dict[str, bool]:
+    """What routers do in another way there than here, and whether this one does it."""
+    several = bool(moe.moe_router_group_topk) and moe.moe_router_topk != moe.moe_router_group_topk
+    of_softmax = moe.moe_router_score_function == "softmax"
+    return {
+        "groups chosen by the sum of several logits (use --moe-router-pre-softmax)": (
+            several and of_softmax and not moe.moe_router_pre_softmax
+        ),
+        "a bias of experts on softmax scores (moe_router_enable_expert_bias)": (
+            of_softmax and moe.moe_router_enable_expert_bias
+        ),
+    }
