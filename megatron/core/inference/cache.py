@@ -46,6 +46,7 @@ class KeyValueCache:
             return torch.zeros(groups, places, width, dtype=dtype, device=device)
 
         self.keys = {layer: table(heads.groups, heads.key_width) for layer, heads in layers.items()}
+        self.has_values = {layer: not heads.values_in_keys for layer, heads in layers.items()}
         self.values = {
             layer: self.keys[layer][..., : heads.value_width]
             if heads.values_in_keys
@@ -54,6 +55,7 @@ class KeyValueCache:
         }
         self.encoded: dict[int, tuple[Tensor, dict[int, Encoded]]] = {}
         self._gathered: dict[str, Tensor] = {}
+        self._views: dict[int, tuple[tuple[int, ...], Tensor, Tensor]] = {}
         self._how: dict[tuple[int, bool], tuple[CachedBackend, int]] = {}
 
     @property
@@ -90,10 +92,21 @@ class KeyValueCache:
         shape = (len(tensor), len(places), tensor.shape[2])
         return torch.index_select(tensor, 1, places, out=self._buffer(kind, shape))
 
-    def of_call(self, kind: str, tensor: Tensor, call: SharedCall) -> Tensor:
-        """The same ``[groups, texts, keys, width]`` for texts that share a call."""
-        shape = (len(tensor), call.texts * call.keys, tensor.shape[2])
-        return call.of_table(tensor, None if isinstance(call.places, tuple) else self._buffer(kind, shape))
+    def of_call(self, layer: int, call: SharedCall) -> tuple[Tensor, Tensor]:
+        """Keys and values ``[texts, groups, keys, width]`` for texts that share a call. The layer's last views are
+        kept, as texts often see the same places in the next step.
+        """
+        keys, values = self.keys[layer], self.values[layer]
+        if isinstance(call.places, Tensor):
+            of_keys, of_values = (
+                self.gathered(kind, each, call.places) for kind, each in (("keys", keys), ("values", values))
+            )
+            return call.by_text(of_keys), call.by_text(of_values)
+        wanted = (call.texts, call.keys, *call.places)
+        found = self._views.get(layer)
+        if found is None or found[0] != wanted:
+            self._views[layer] = found = (wanted, call.view_of(keys), call.view_of(values))
+        return found[1:]
 
     def how(self, layer: int, heads: int, options: AttentionOptions, *, in_tiles: bool) -> tuple[CachedBackend, int]:
         """What computes a layer's calls, and of how many queries they have a multiple."""
@@ -154,12 +167,21 @@ class CachedStep:
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Tensor:
         """See ``AttentionCache``."""
         keys, values = self._cache.keys[layer], self._cache.values[layer]
-        keys.index_copy_(1, self._written, k[:, 0].transpose(0, 1))
-        if values.data_ptr() != keys.data_ptr():
-            values.index_copy_(1, self._written, v[:, 0].transpose(0, 1))
-        if self._backend == "auto":
-            return self._by_call(layer, q[:, 0], keys, values, options).unsqueeze(1)
-        return self._by_row(q[:, 0], keys, values, options).unsqueeze(1)
+        keys.index_copy_(1, self._written, k.squeeze(1).transpose(0, 1))
+        if self._cache.has_values[layer]:
+            values.index_copy_(1, self._written, v.squeeze(1).transpose(0, 1))
+        if self._backend != "auto":
+            return self._by_row(q[:, 0], keys, values, options).unsqueeze(1)
+        backend, fewest = self._cache.how(layer, q.shape[2], options, in_tiles=self._in_tiles)
+        kind = (options.window, fewest)
+        if (
+            self._is_decoding
+            and self._more is None
+            and options.slopes is None
+            and not (options.window and self._in_tiles)
+        ):
+            return self._one_each(layer, q, options, backend, kind)
+        return self._by_call(q[:, 0], keys, values, options, backend, kind).unsqueeze(1)
 
     def attend_encoder(
         self, layer: int, q: Tensor, project: Callable[[Tensor], Encoded], options: AttentionOptions
@@ -179,13 +201,17 @@ class CachedStep:
         step._more, step._biases = bias, {}
         return step
 
-    def _by_call(self, layer: int, q: Tensor, keys: Tensor, values: Tensor, options: AttentionOptions) -> Tensor:
+    def _by_call(
+        self,
+        q: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        options: AttentionOptions,
+        backend: CachedBackend,
+        kind: _Kind,
+    ) -> Tensor:
         """``q`` [t, n, d] to [t, n·e]."""
-        window, groups = options.window, len(keys)
-        backend, fewest = self._cache.how(layer, q.shape[1], options, in_tiles=self._in_tiles)
-        kind = (window, fewest)
-        if self._is_decoding and self._more is None and options.slopes is None and not (window and self._in_tiles):
-            return self._one_each(q, keys, values, options, backend, kind)
+        groups = len(keys)
         if kind not in self._parts:
             self._parts[kind] = [part for number in range(len(self._rows)) for part in self._parts_of(number, kind)]
         is_causal = groups == q.shape[1] and not self._in_tiles and not self._is_biased(options)
@@ -214,37 +240,28 @@ class CachedStep:
         return torch.cat(results)
 
     def _one_each(
-        self,
-        q: Tensor,
-        keys: Tensor,
-        values: Tensor,
-        options: AttentionOptions,
-        backend: CachedBackend,
-        kind: _Kind,
+        self, layer: int, q: Tensor, options: AttentionOptions, backend: CachedBackend, kind: _Kind
     ) -> Tensor:
-        """As ``_by_call``, where each text has one query, which stands for all that are computed together with it."""
-        (_, heads, width), groups, fewest = q.shape, len(keys), kind[1]
+        """``attend`` where each text has one query, which stands for all that are computed together with it."""
         shared = self._shared.get((kind, backend.takes_texts))
         if shared is None:
             shared = self._shared[kind, backend.takes_texts] = self._shared_calls(kind, q, backend)
+        groups, fewest, width = len(self._cache.keys[layer]), kind[1], q.shape[3]
         results = []
         for call, bias in shared:
-            query = (q if call.rows is None else q[call.rows]).view(call.texts, groups, -1, 1, width)
-            if fewest > 1:
-                query = query.expand(-1, -1, -1, fewest, -1).contiguous()  # by a stride of 0 bits would differ
-            found = backend.attend(
-                query.transpose(0, 1).reshape(groups, call.texts, -1, width),
-                self._cache.of_call("keys", keys, call),
-                self._cache.of_call("values", values, call),
-                options,
-                bias,
-                causal=False,
-            ).view(groups, call.texts, heads // groups, fewest, -1)
-            if isinstance(call.chosen, int):
-                found = found[:, :, :, call.chosen]
-            else:
-                found = found[:, torch.arange(call.texts, device=q.device), :, call.chosen].transpose(0, 1)
-            results.append(found.transpose(0, 1).reshape(call.texts, -1))
+            query = q if call.rows is None else q[call.rows]
+            if fewest == 1:
+                query = query.view(call.texts, groups, -1, width)
+            else:  # copied: by a stride of 0 bits would differ
+                query = query.view(call.texts, groups, -1, 1, width).expand(-1, -1, -1, fewest, -1)
+                query = query.contiguous().view(call.texts, groups, -1, width)
+            found = backend.attend(query, *self._cache.of_call(layer, call), options, bias, causal=False)
+            if isinstance(call.chosen, Tensor):
+                found = found.view(call.texts, groups, -1, fewest, found.shape[3])
+                found = found[torch.arange(call.texts, device=q.device), :, :, call.chosen]
+            elif fewest > 1:
+                found = found[:, :, call.chosen :: fewest]
+            results.append(found.reshape(call.texts, 1, -1))
         if shared[0][0].rows is None:
             return results[0]
         order = torch.cat([call.rows for call, _ in shared if call.rows is not None])

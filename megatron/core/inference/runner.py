@@ -15,6 +15,7 @@ from megatron.core.inference.products import Form, GenerationProducts
 from megatron.core.inference.recording import RecordedSteps
 from megatron.core.inference.step_plan import PlanRow, RunnerLimits, StepPlan
 from megatron.core.ops.attention.cached import AttentionCache, CachedHeads
+from megatron.core.ops.compiled import bodies_are_compiled
 from megatron.core.parallel.context import ParallelContext
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, ReplicatedLinear, RowParallelLinear
 from megatron.core.transformer.output_layer import OutputLayer, VocabularyOutput
@@ -97,8 +98,9 @@ class CachedRunner:
             is_batch_invariant = costs_little(context)
         self._is_batch_invariant = is_batch_invariant
         self._multiply = GenerationProducts(is_batch_invariant=is_batch_invariant, form=form)
-        # Recorders don't see what ranks exchange. Elsewhere Python runs ahead of the device.
-        self._records = context.device.type == "cpu" and context.mesh.world_size == context.mesh.size("pp")
+        # Recorders don't see what ranks exchange and compiled functions do. A GPU computes while Python runs ahead.
+        is_alone = context.mesh.world_size == context.mesh.size("pp")
+        self._records = context.device.type == "cpu" and is_alone and not bodies_are_compiled()
         self._recorded = RecordedSteps(self._of_single_tokens)
 
     def warm_up(self, *, releases: bool = False) -> None:

@@ -46,27 +46,27 @@ class SharedCall:
     visible: Tensor | None
     chosen: int | Tensor
 
-    def of_table(self, table: Tensor, buffer: Tensor | None) -> Tensor:
-        """Keys or values ``[groups, texts, keys, width]`` in a table ``[groups, places, width]``: a view, or copied to
-        ``buffer`` ``[groups, texts * keys, width]``.
+    def view_of(self, table: Tensor) -> Tensor:
+        """Keys or values ``[texts, groups, keys, width]`` of texts in a regular order, in a table ``[groups, places,
+        width]``.
         """
+        assert not isinstance(self.places, Tensor), "keys that lie anywhere are copied"
         groups, _, width = table.shape
-        shape = (groups, self.texts, self.keys, width)
-        if not isinstance(self.places, Tensor):
-            of_group, of_place, of_channel = table.stride()
-            first, apart = self.places
-            strides = (of_group, apart * of_place, of_place, of_channel)
-            return table.as_strided(shape, strides, table.storage_offset() + first * of_place)
-        assert buffer is not None, "keys that lie anywhere are copied"
-        return torch.index_select(table, 1, self.places, out=buffer).view(shape)
+        of_group, of_place, of_channel = table.stride()
+        first, apart = self.places
+        shape, strides = (self.texts, groups, self.keys, width), (apart * of_place, of_group, of_place, of_channel)
+        return table.as_strided(shape, strides, table.storage_offset() + first * of_place)
+
+    def by_text(self, copied: Tensor) -> Tensor:
+        """The same of keys or values that were copied, ``[groups, texts * keys, width]``."""
+        return copied.view(len(copied), self.texts, self.keys, -1).transpose(0, 1)
 
     def bias(self, like: Tensor) -> Tensor | None:
-        """``[1, texts, 1, keys]``: hides keys that a text doesn't see."""
+        """``[texts, 1, 1, keys]``: hides keys that a text doesn't see."""
         if self.visible is None:
             return None
         hidden = torch.arange(self.keys, device=like.device) >= self.visible[:, None]
-        found = like.new_zeros(hidden.shape).masked_fill_(hidden, -torch.inf)
-        return found.view(1, self.texts, 1, self.keys)
+        return like.new_zeros(hidden.shape).masked_fill_(hidden, -torch.inf)[:, None, None]
 
 
 def shared_calls(

@@ -50,3 +50,8 @@ def compile_bodies(on: bool, device: torch.device) -> None:
             "leave --compile out"
         )
     _Switch.is_on = on
+
+
+def bodies_are_compiled() -> bool:
+    """Whether functions that are ``Compiled`` run as torch.compile's kernels now."""
+    return _Switch.is_on

@@ -19,6 +19,7 @@ from megatron.core.models.gpt.model import GPTModel, decoder_stack
 from megatron.core.models.t5.config import T5Config
 from megatron.core.models.t5.model import T5Model
 from megatron.core.ops.attention.cached import AttentionCache
+from megatron.core.ops.compiled import compile_bodies
 from megatron.core.parallel.context import ParallelContext
 from tests.unit.inference.test_runner import LIMITS, VARIANTS, VOCABULARY, gpt
 
@@ -158,3 +159,12 @@ def test_a_t5_is_recorded(positions: Literal["relative", "learned_absolute"]) ->
     model = T5Model(config, T5Config(decoder_num_layers=3), context, seed=5).eval().requires_grad_(False)
     limits = replace(LIMITS, max_encoder_length=24)
     check_bits(lambda: CachedRunner(model, config, context, limits), encoder=True)
+
+
+def test_compiled_functions_are_not_recorded() -> None:
+    model = gpt(VARIANTS["rotary"])
+    compile_bodies(True, model._context.device)
+    try:
+        assert not CachedRunner(model, model._config, model._context, LIMITS)._records
+    finally:
+        compile_bodies(False, model._context.device)

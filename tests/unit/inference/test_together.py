@@ -38,14 +38,14 @@ def test_each_text_sees_its_own_keys(
     assert found == groups
     assert isinstance(calls[0].places, tuple) == is_view
     for call, members in zip(calls, groups):
-        keys = call.of_table(TABLE, torch.empty(2, call.texts * call.keys, 3, dtype=torch.int64))
+        keys = call.by_text(TABLE[:, call.places]) if isinstance(call.places, torch.Tensor) else call.view_of(TABLE)
         bias = call.bias(torch.zeros(1))
         assert bias is not None or not is_exact
         for number, member in enumerate(members):
             one = queries[member]
-            assert torch.equal(keys[:, number, : one.keys], TABLE[:, one.places])
+            assert torch.equal(keys[number, :, : one.keys], TABLE[:, one.places])
             if bias is not None:
-                assert bias[0, number, 0].isfinite().tolist() == [n < one.keys for n in range(call.keys)]
+                assert bias[number, 0, 0].isfinite().tolist() == [n < one.keys for n in range(call.keys)]
     assert [
         call.chosen for call in shared_calls(queries[:1], fewest=2, is_exact=True, is_alone=True, device=device)
     ] == [0]

@@ -70,7 +70,7 @@ class CachedBackend(Protocol):
     ) -> Tensor:
         """``q`` [g, rows, d], where rows are the query heads of a group times the queries, ``k`` [g, keys, d], ``v``
         [g, keys, e] -> [g, rows, e]. ``bias`` [1 or g, rows, keys] is added to the scores. ``causal``: instead of a
-        bias, row r sees keys 0 … r. Or of texts [g, texts, …] with a bias [1, texts, 1, keys].
+        bias, row r sees keys 0 … r. Or of texts [texts, g, …] with a bias [texts, 1, 1, keys].
         """
         ...
 
@@ -123,8 +123,8 @@ class Grouped:
     ) -> Tensor:
         """See ``CachedBackend``."""
         if q.dim() == 4:
-            bias = None if bias is None else bias[:, 0].expand(-1, q.shape[2], -1)
-            return self.attend(q[:, 0], k[:, 0], v[:, 0], options, bias, causal=causal)
+            bias = None if bias is None else bias[0].expand(-1, q.shape[2], -1)
+            return self.attend(q[0], k[0], v[0], options, bias, causal=causal)[None]
         keys = k.transpose(1, 2)
         if causal:
             rows = torch.arange(q.shape[1], device=q.device)
