@@ -69,7 +69,7 @@ class TrainingConfig(Settings):
     )
     recompute_num_layers: int | None = flag("Layers of --recompute-method.", default=None, at_least=1)
     compile: bool = switch(
-        "Compile RMSNorm, gated activations and rotary embeddings with torch.compile, forward and backward. On a CPU "
+        "Compile RMSNorm, gated activations, rotary embeddings and the gradient of logits with torch.compile. On a CPU "
         "this needs a C++ compiler."
     )
     cpu_offloading: bool = switch(

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron.core.ops.compiled import Compiled
 from megatron.core.ops.matmul import times_transposed, transposed_times
 from megatron.core.parallel.collectives import all_reduce
 from megatron.core.parallel.mesh import Mesh
@@ -189,6 +190,26 @@ def _softmax_(logits: Tensor, labels: Tensor, vocabulary: VocabularyPart) -> _So
     return _Softmax(local, (log_sum - log_total).exp(), (log_total - of_label).squeeze(1), columns, here)
 
 
+@Compiled
+def _logit_gradients_(
+    local: Tensor, factors: Tensor, columns: Tensor, shares: Tensor, slope: Tensor | None, rounded: Tensor | None
+) -> None:
+    """``local`` [rows, v] becomes (local·factors - shares at columns)·slope, and ``rounded`` the same in its type.
+
+    ``factors``, ``columns``, ``shares`` [rows, 1].
+    """
+    if torch.compiler.is_compiling():  # one pass over memory, which a scatter would split
+        ids = torch.arange(local.shape[1], device=local.device)
+        gradients = local * factors - torch.where(ids == columns, shares, 0.0)
+        local.copy_(gradients if slope is None else gradients * slope)
+    else:
+        local.mul_(factors).scatter_add_(1, columns, -shares)
+        if slope is not None:
+            local.mul_(slope)
+    if rounded is not None:
+        rounded.copy_(local)
+
+
 class _LinearCrossEntropy(torch.autograd.Function):
     """dlogits = (softmax - onehot)·weight·scale, a chunk at a time;  dhidden = dlogits·W,  dW = dlogitsᵀ·hidden.
 
@@ -221,11 +242,11 @@ class _LinearCrossEntropy(torch.autograd.Function):
             if backward_scale is None:
                 continue
             weights = (weights * backward_scale).unsqueeze(1)
-            wide = softmax.local.mul_(weights * softmax.factor)
-            wide.scatter_add_(1, softmax.columns, -weights.masked_fill(~softmax.here, 0.0))
-            if chunk.slope is not None:
-                wide.mul_(chunk.slope)
-            grad_logits = wide if wide.dtype == chunk.logits.dtype else chunk.logits.copy_(wide)  # rounded once
+            wide, narrow = softmax.local, chunk.logits
+            grad_logits = wide if wide.dtype == narrow.dtype else narrow
+            shares = weights.masked_fill(~softmax.here, 0.0)
+            rounded = None if grad_logits is wide else narrow
+            _logit_gradients_(wide, weights * softmax.factor, softmax.columns, shares, chunk.slope, rounded)
             if grad_hidden is not None:
                 grad_hidden[chunk.rows] = times_transposed(grad_logits, weight.t())
             if needs_weight:

@@ -14,6 +14,8 @@ from megatron.core.ops.activation import gated_activation
 from megatron.core.ops.compiled import compile_bodies
 from megatron.core.ops.norm import rms_norm
 from megatron.core.ops.rotary import RotaryTable, apply_rotary
+from megatron.core.parallel.mesh import Mesh
+from megatron.core.tensor_parallel.cross_entropy import VocabularyPart, linear_cross_entropy
 from megatron.errors import ConfigError
 
 CPU = torch.device("cpu")
@@ -55,6 +57,36 @@ def test_compiled_functions_give_the_same_and_are_compiled_once() -> None:
     assert counters["stats"]["unique_graphs"] == graphs and not counters["graph_break"]
     for a, b, c in zip(eager, first, second):
         torch.testing.assert_close(b, a, rtol=1e-9, atol=1e-9)
+        assert torch.equal(b, c)
+
+
+def loss_and_gradients(dtype: torch.dtype, cap: float | None) -> list[Tensor]:
+    """Of an output layer of 50 ids, 6 of them padding."""
+    generator = torch.Generator().manual_seed(1)
+    hidden, weight = (torch.randn(shape, generator=generator).to(dtype) for shape in ((24, 16), (50, 16)))
+    hidden.requires_grad_()
+    weight.requires_grad_()
+    vocabulary = VocabularyPart(mesh=Mesh.single(), start=0, valid=44)
+    labels, shares = torch.arange(24) % 44, torch.linspace(0, 1, 24)
+    loss = linear_cross_entropy(hidden, weight, labels, shares, vocabulary=vocabulary, cap=cap)
+    torch.autograd.backward(loss)
+    assert hidden.grad is not None and weight.grad is not None
+    return [loss.detach(), hidden.grad, weight.grad]
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.slow  # as above
+@pytest.mark.skipif(shutil.which("g++") is None, reason="there is no C++ compiler")
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-9), (torch.bfloat16, 2**-7)])
+@pytest.mark.parametrize("cap", [None, 5.0])
+def test_compiled_gradients_of_the_loss(dtype: torch.dtype, tolerance: float, cap: float | None) -> None:
+    eager = loss_and_gradients(dtype, cap)
+    before = counters["stats"]["unique_graphs"]
+    compile_bodies(True, CPU)
+    first, second = (loss_and_gradients(dtype, cap) for _ in range(2))
+    assert counters["stats"]["unique_graphs"] == before + 1 and not counters["graph_break"]
+    for a, b, c in zip(eager, first, second):
+        torch.testing.assert_close(b, a, rtol=tolerance, atol=tolerance)
         assert torch.equal(b, c)
 
 
