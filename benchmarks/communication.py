@@ -122,9 +122,10 @@ def counting(mesh: Mesh) -> Iterator[Counter[str]]:
         sent[f"reduce-scatter {where(options['group'])}"] += x.nbytes - out.nbytes
         return original_scatter(out, x, **options)
 
-    def exchange(out: Tensor, x: Tensor, *, group: dist.ProcessGroup) -> Any:
-        sent[f"all-to-all {where(group)}"] += x.nbytes * (group.size() - 1) // group.size()
-        return original_exchange(out, x, group=group)
+    def exchange(out: Tensor, x: Tensor, *splits: list[int], group: dist.ProcessGroup, **options: Any) -> Any:
+        rows = splits[1] if splits else [1] * group.size()
+        sent[f"all-to-all {where(group)}"] += x.nbytes * (sum(rows) - rows[group.rank()]) // max(sum(rows), 1)
+        return original_exchange(out, x, *splits, group=group, **options)
 
     def send(x: Tensor, *peer: Any, **options: Any) -> Any:
         sent["messages"] += x.nbytes

@@ -31,6 +31,7 @@ import torch
 from benchmarks.communication import counting
 from megatron.config.run import RunConfig
 from megatron.core.models.gpt.train_spec import GPTSpec
+from megatron.core.models.registry import FAMILIES
 from megatron.core.parallel.activity import Activity
 from megatron.core.parallel.collectives import all_reduce, barrier
 from megatron.core.parallel.context import ParallelContext
@@ -93,7 +94,8 @@ def time_steps(context: ParallelContext, flags: str, steps: int) -> Steps:
     """Train ``steps`` steps with the clock running, after one that counts bytes."""
     ranks = context.mesh.world_size
     torch.set_num_threads(2 // ranks)
-    config = RunConfig.parse([*MODEL.split(), *flags.split()], world_size=ranks)
+    given = [*MODEL.split(), *flags.split()]
+    config = RunConfig.parse(given, world_size=ranks, extra_groups=FAMILIES["gpt"].groups)
     context = dataclasses.replace(context, sequence_parallel=config.parallel.sequence_parallel)
     activity = context.mesh.activity = TimedActivity()
     run = build_run(config, GPTSpec(), context, started=0.0)

@@ -20,7 +20,7 @@ from megatron.core.conversion.huggingface.reading import read_huggingface
 from megatron.errors import CheckpointError
 
 Folder = Callable[[str], Path]
-BLOCK = 16
+BLOCK = (16, 8)  # unlike, so that rows and columns cannot take each other's scales
 
 
 def write(folder: Path, source: Path, tensors: dict[str, Tensor], quantization: dict[str, Any]) -> None:
@@ -42,14 +42,14 @@ def in_fp8(tensors: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Ten
             stored[name] = meant[name] = tensor
             continue
         rows, columns = tensor.shape
-        scales = torch.empty(math.ceil(rows / BLOCK), math.ceil(columns / BLOCK))
+        scales = torch.empty(math.ceil(rows / BLOCK[0]), math.ceil(columns / BLOCK[1]))
         small, wide = (
             torch.empty_like(tensor, dtype=torch.float8_e4m3fn),
             torch.empty_like(tensor, dtype=torch.bfloat16),
         )
         for row in range(scales.shape[0]):
             for column in range(scales.shape[1]):
-                place = (slice(row * BLOCK, (row + 1) * BLOCK), slice(column * BLOCK, (column + 1) * BLOCK))
+                place = tuple(slice(at * size, (at + 1) * size) for at, size in zip((row, column), BLOCK))
                 scales[row, column] = tensor[place].abs().max() / 448
                 small[place] = (tensor[place] / scales[row, column]).to(torch.float8_e4m3fn)
                 wide[place] = (small[place].float() * scales[row, column]).to(torch.bfloat16)
@@ -62,7 +62,7 @@ def test_fp8_in_scaled_blocks(model_folder: Folder, tmp_path: Path) -> None:
     """DeepSeek-V3 is published in fp8; a scale at another block's place would make another model."""
     source = model_folder("deepseek_v3")
     stored, meant = in_fp8(load_file(source / "model.safetensors"))
-    write(tmp_path / "fp8", source, stored, {"quant_method": "fp8", "weight_block_size": [BLOCK, BLOCK]})
+    write(tmp_path / "fp8", source, stored, {"quant_method": "fp8", "weight_block_size": [*BLOCK]})
     write(tmp_path / "wide", source, meant, {})
     found, expected = numbers(tmp_path / "fp8"), numbers(tmp_path / "wide")
     assert found.keys() == expected.keys()
@@ -70,9 +70,9 @@ def test_fp8_in_scaled_blocks(model_folder: Folder, tmp_path: Path) -> None:
     lacking = {
         name: tensor for name, tensor in stored.items() if not name.endswith("0.self_attn.o_proj.weight_scale_inv")
     }
-    write(tmp_path / "lacking", source, lacking, {"quant_method": "fp8", "weight_block_size": [BLOCK, BLOCK]})
+    write(tmp_path / "lacking", source, lacking, {"quant_method": "fp8", "weight_block_size": [*BLOCK]})
     with pytest.raises(
-        CheckpointError, match=r"o_proj.weight is in fp8, and no .*scale_inv of shape \[3, 3\] is there"
+        CheckpointError, match=r"o_proj.weight is in fp8, and no .*scale_inv of shape \[3, 5\] is there"
     ):
         read_huggingface(tmp_path / "lacking")
 

@@ -324,6 +324,37 @@ def test_shared_experts_see_every_token() -> None:
         torch.testing.assert_close(out, built(x, inputs()) + expected, rtol=0, atol=1e-12)
 
 
+def test_balancing_losses_are_about_plain_scores() -> None:
+    """Biases and groups change what tokens choose; a loss that counted that would work against its own router."""
+    settings: dict[str, Any] = {"moe_router_load_balancing_type": ("seq_aux_loss",), "moe_aux_loss_coeff": (1.0,)}
+    found = set()
+    for more in (
+        NOTHING,
+        {"moe_router_enable_expert_bias": True},
+        {"moe_router_num_groups": 4, "moe_router_group_topk": 1},
+    ):
+        moe = moe_config(moe_router_score_function="sigmoid", **settings, **more)
+        built, given, x = layer(model_config(), moe), inputs(), hidden_states(length=32)
+        if built.router.expert_bias is not None:
+            with torch.no_grad():
+                built.router.expert_bias.copy_(torch.arange(EXPERTS))  # all tokens choose the last ones
+        built(x, given)
+        losses, counts = given.side_losses.take()
+        found.add((round(losses["seq_load_balancing_loss"][0].item(), 9), str(counts["experts of layer 0"].tolist())))
+    assert len({loss for loss, _ in found}) == 1
+    assert len({counts for _, counts in found}) == 3
+
+
+def test_a_recomputed_pass_chooses_what_the_first_one_chose() -> None:
+    """Logits that round otherwise the second time would send gradients to experts that were not used."""
+    router, x, given = layer(model_config(), moe_config()).router, hidden_states(length=32), inputs()
+    first = router(x, given).ids
+    with torch.no_grad():
+        router.weight.neg_()
+    assert torch.equal(router(x, given).ids, first)
+    assert not torch.equal(router(x, inputs()).ids, first)
+
+
 def test_biases_move_towards_balance() -> None:
     """Up for experts below the mean, down for those above; dropped choices count for the expert that lost them."""
     moe = moe_config(num_experts=4, moe_router_score_function="sigmoid", moe_router_enable_expert_bias=True)
