@@ -143,7 +143,7 @@ def test_compiled_functions_take_the_steps_of_eager_ones(layout: str, data: str)
     kinds = "--position-embedding-type rope --normalization RMSNorm --swiglu --recompute-granularity full"
     line = f"--data-path {data} {FLAGS} {kinds}"
     expected, validation = train(ParallelContext.single(dtype=torch.float64), line)
-    for records, loss in run_ranks(train_compiled, f"{line} {flags}", dtype=torch.float64, **axes):
+    for records, loss in run_ranks(train_compiled, f"{line} {flags}", dtype=torch.float64, timeout=240, **axes):
         for record, wanted in zip(records, expected):
             assert record.losses["lm loss"] == pytest.approx(wanted.losses["lm loss"], abs=TOLERANCE, rel=0)
             assert record.grad_norm == pytest.approx(wanted.grad_norm, abs=TOLERANCE, rel=0)
