@@ -60,6 +60,7 @@ WAITS = {
     "plan_route": "rows that experts' ranks send each other: shapes depend on them",
     "parts": "rows of each expert: shapes depend on them",
     "cross_entropy_where_weighted": "words that count, of BERT: shapes depend on them",
+    "ready_to_learn": "of fp16, words that count: gradients are scaled by a number of the host",
     "train_step": "how often experts were chosen, for the log",
     "document_lengths": "where documents begin: which keys are read depends on them",
 }
