@@ -89,7 +89,12 @@ class _Group:
         self._members: list[ref[_Away]] = []
         self._leaving: list[_Away] = []
         self._gone, self._arrived = event(device), event(device)
-        self._returns = self._is_awaited = False
+        self._returns = False
+        self._coming: list[_Away] = []
+
+    def __del__(self) -> None:
+        if self._coming:  # a graph that is dropped half-way
+            self._arrived.wait()
 
     def pack(self, x: Tensor) -> Tensor | _View:
         storage = x.untyped_storage()
@@ -128,7 +133,9 @@ class _Group:
         if self._returns:
             return
         self._returns = True
+        # Held until kernels wait for the copies: what is dropped earlier would be written to when it is others' memory.
         found = [each for member in self._members if (each := member()) is not None and each.here is None]
+        self._coming = found
         with torch.no_grad():
             for each in found:
                 assert each.there is not None
@@ -146,9 +153,9 @@ class _Group:
         if isinstance(packed, Tensor):
             return packed
         self.return_()
-        if not self._is_awaited:
+        if self._coming:
             self._arrived.wait()
-            self._is_awaited = True
+            self._coming = []
         here = packed.away.here
         assert here is not None, "return_() has brought it back"
         return here.view(packed.dtype).as_strided(packed.size, packed.stride, packed.offset)

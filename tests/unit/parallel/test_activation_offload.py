@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -134,8 +135,8 @@ def test_what_others_hold_stays() -> None:
     assert z.grad_fn is not None
 
 
-def test_kernels_wait_for_copies_and_copies_for_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a GPU the three queues meet at events alone, and the host at none."""
+def queues(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What events say that streams on a GPU set and wait for, as it happens."""
     said: list[str] = []
     queue = ["kernels"]
     streams = iter(["out", "back"])
@@ -166,6 +167,12 @@ def test_kernels_wait_for_copies_and_copies_for_kernels(monkeypatch: pytest.Monk
 
     monkeypatch.setattr(activation_offload, "Stream", Queue)
     monkeypatch.setattr(activation_offload, "event", lambda device: Place())
+    return said
+
+
+def test_kernels_wait_for_copies_and_copies_for_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU the three queues meet at events alone, and the host at none."""
+    said = queues(monkeypatch)
     x = torch.ones(9, requires_grad=True)
     offload = Offload(CPU, least=1, kept=[])
     with offload.group():
@@ -177,3 +184,35 @@ def test_kernels_wait_for_copies_and_copies_for_kernels(monkeypatch: pytest.Monk
     leaves = ["kernels set", "out wait for kernels", "out set", "kernels wait for out"]
     returns = ["kernels set", "back wait for kernels", "back set", "kernels wait for back"]
     assert said == [*leaves, "loss", *returns]
+
+
+def test_memory_is_let_go_after_kernels_wait_for_the_copy_into_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also of what no kernel reads: else the copy would write into the next tensor at this place."""
+    said = queues(monkeypatch)
+
+    class Layer(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            ctx.save_for_backward(x * 1)
+            return x * 1
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> Tensor:
+            return grad  # without a look at what was saved
+
+    x = torch.ones(9, requires_grad=True)
+    offload = Offload(CPU, least=1, kept=[])
+    with offload.group():
+        y = Layer.apply(x)  # type: ignore[no-untyped-call]
+    assert offload._leaving is not None
+    (away,) = offload._leaving._members
+    offload.follow(y, grouped=True)
+    z = y * 2
+    offload.follow(z, grouped=False)
+    said.clear()
+    torch.autograd.backward(z.sum())
+    said.append("released" if away() is None else "held")
+    del y, z, offload
+    gc.collect()
+    said.append("released" if away() is None else "held")
+    assert said == ["kernels set", "back wait for kernels", "back set", "held", "kernels wait for back", "released"]
