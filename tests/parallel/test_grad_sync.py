@@ -23,16 +23,23 @@ WIDTH = 24
 
 
 class Chain(nn.Module):
-    """Matrices and biases one after the other; the last matrix gets its gradient by hand, as a fused loss may do it."""
+    """Matrices and biases one after the other; the last matrix gets its gradient by hand, as a fused loss may do it.
 
-    def __init__(self, context: ParallelContext, *, layers: int = 4) -> None:
+    ``experts``: so many matrices more, of which each rank over ``ep`` has some.
+    """
+
+    def __init__(self, context: ParallelContext, *, layers: int = 4, experts: int = 0) -> None:
         super().__init__()
+        held = Sharding((experts, WIDTH, WIDTH), {0: "ep"}, reduce=("edp",))
+        self.experts = parameter(context, held) if experts else None
         self.matrices = nn.ParameterList(parameter(context, Sharding((WIDTH, WIDTH))) for _ in range(layers))
         self.biases = nn.ParameterList(parameter(context, Sharding((WIDTH,))) for _ in range(layers))
         self.head = parameter(context, Sharding((WIDTH, WIDTH)))
 
     def loss(self, x: Tensor) -> Tensor:
         """A sum over the batch; adds the head's gradient to its buffer."""
+        for expert in () if self.experts is None else self.experts:
+            x = torch.tanh(x @ expert)
         for matrix, bias in zip(self.matrices, self.biases):
             x = torch.tanh(x @ matrix + bias)
         self.head.main_grad.add_(x.detach().t() @ x.detach())  # type: ignore[attr-defined]
@@ -98,13 +105,13 @@ def test_gradients_are_summed_over_data(ranks: dict[str, Any], dtype: torch.dtyp
         assert all(torch.equal(each, found[0]) for each in found)
 
 
-def narrow_gradients(context: ParallelContext) -> tuple[list[Tensor], Tensor]:
+def narrow_gradients(context: ParallelContext, experts: int) -> tuple[list[Tensor], Tensor]:
     """Owned bf16 gradients after sync: summed by the library, and in fp32 without and with overlap; and what each rank
     had before, summed in fp32 and rounded once.
     """
     found = []
     for overlap, sums_in_fp32 in ((False, False), (False, True), (True, True)):
-        model = Chain(context)
+        model = Chain(context, experts=experts)
         buffers = build_buffers(model.named_parameters(), context, grad_dtype=torch.bfloat16, bucket_size=700)
         sync = GradSync(buffers, context, sharded=True, overlap=overlap, sums_in_fp32=sums_in_fp32)
         for step in range(2):
@@ -113,19 +120,22 @@ def narrow_gradients(context: ParallelContext) -> tuple[list[Tensor], Tensor]:
                 model.loss(samples(context, step)).backward()  # type: ignore[no-untyped-call]
             sync.finish()
         found.append(owned_gradients(buffers, context))
-    alone = Chain(context)
+    alone = Chain(context, experts=experts)
     local = build_buffers(alone.named_parameters(), context, grad_dtype=torch.bfloat16, bucket_size=700)
     GradSync(local, context, sharded=True, overlap=False)
     alone.loss(samples(context, 1)).backward()  # type: ignore[no-untyped-call]
     for buffer in local:
-        everyone = all_gather(buffer.grads.unsqueeze(0), context.mesh, "dp", "cp")
+        everyone = all_gather(buffer.grads.unsqueeze(0), context.mesh, *buffer.reduce)
         buffer.grads.copy_(everyone.float().sum(0))
     return found, owned_gradients(local, context)
 
 
-def test_narrow_gradients_are_summed_in_fp32_and_rounded_once() -> None:
-    """--ddp-reduce-scatter-with-fp32-accumulation; the library rounds each sum of two to bf16."""
-    for (plain, *wide), expected in run_ranks(narrow_gradients, dtype=torch.bfloat16, dp=4):
+@pytest.mark.parametrize(("experts", "ranks"), [(0, {"dp": 4}), (4, {"dp": 6, "ep": 2})])
+def test_narrow_gradients_are_summed_in_fp32_and_rounded_once(experts: int, ranks: dict[str, Any]) -> None:
+    """--ddp-reduce-scatter-with-fp32-accumulation; the library rounds each sum of two to bf16. Those of experts are
+    summed over fewer ranks, three of the six.
+    """
+    for (plain, *wide), expected in run_ranks(narrow_gradients, experts, dtype=torch.bfloat16, **ranks):
         assert all(torch.equal(each, expected) for each in wide)
         assert not torch.equal(plain, expected)
         torch.testing.assert_close(plain, expected, rtol=0.05, atol=0.05)

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import time
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
 from megatron.config.run import RunConfig
 from megatron.core.models.gpt.train_spec import GPTSpec
+from megatron.core.optimizer.optimizer import UpdateResult
 from megatron.core.parallel.context import ParallelContext
 from megatron.errors import ConfigError
+from megatron.training.reporting.metrics import StepRecord
 from megatron.training.run.run import Run, build_run
 from megatron.training.run.stop import NonFiniteError
 from megatron.training.step import ready_to_learn, train_step
@@ -51,6 +55,27 @@ def test_gradient_that_is_not_finite_is_named(run: Run) -> None:
     ):
         train_step(run, next(run.data.training_batches(0)))
     assert all(torch.equal(before[name], p) for name, p in run.models[0].named_parameters())
+
+
+@pytest.mark.parametrize("flags", ["", "--bf16 --log-num-zeros-in-grad --log-params-norm"])
+def test_nothing_reads_gradients_after_the_update(flags: str) -> None:
+    """A GPU's fused kernels write scaled gradients back; what read them later would see other numbers there."""
+    assert two_steps(flags, spoils=True) == two_steps(flags, spoils=False)
+
+
+def two_steps(flags: str, *, spoils: bool) -> list[StepRecord]:
+    """Two steps; with ``spoils`` gradients are NaN as soon as the optimizer has used them."""
+    run = tiny_run(*flags.split())
+    usual, batches = run.optimizer.update, run.data.training_batches(0)
+
+    def update(**options: Any) -> UpdateResult:
+        found = usual(**options)
+        for buffer in run.buffers if spoils else ():
+            buffer.grads.fill_(torch.nan)
+        return found
+
+    with mock.patch.object(run.optimizer, "update", update):
+        return [train_step(run, next(batches)) for _ in range(2)]
 
 
 def test_loss_that_is_not_finite_ends_the_run(run: Run) -> None:
