@@ -297,14 +297,14 @@ def _fused_attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """The kernel that torch takes on a GPU: flash attention, with a mask or in fp32 the memory-efficient one. For a
-    device of our own it would take plain products, which keep all scores.
+    """The kernel that torch takes on a GPU: flash attention, which reads keys of fewer heads as they are, and with a
+    mask or in fp32 the memory-efficient one, which can't. For a device of our own it would take plain products, which
+    keep all scores.
     """
-    if enable_gqa:
-        k, v = (x.repeat_interleave(q.shape[-3] // x.shape[-3], -3) for x in (k, v))
     if attn_mask is None and q.dtype in (torch.float16, torch.bfloat16):
         flash = torch.ops.aten._scaled_dot_product_flash_attention
         return cast(Tensor, flash(q, k, v, dropout_p, is_causal, scale=scale)[0])
+    assert not enable_gqa, "torch would take the kernel that keeps all scores"
     efficient = torch.ops.aten._scaled_dot_product_efficient_attention
     return cast(Tensor, efficient(q, k, v, attn_mask, True, dropout_p, is_causal, scale=scale)[0])
 

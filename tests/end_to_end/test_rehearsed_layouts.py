@@ -1,4 +1,4 @@
-"""Dense layouts of the equivalence table, one with experts, and every example, on a pretended accelerator.
+"""Every layout of the equivalence table, and every example, on a pretended accelerator.
 
 Of examples and of the layouts of benchmarks/estimate.py the estimated memory is compared with what was counted.
 """
@@ -14,18 +14,21 @@ from typing import Any
 import pytest
 
 from benchmarks import estimate
+from megatron.config.family import FamilyConfig
+from megatron.config.fp8 import Fp8Config
 from megatron.config.model import ModelConfig
 from megatron.config.moe import MoEConfig
 from megatron.config.run import RunConfig
 from megatron.core.models.registry import FAMILIES
+from megatron.core.models.t5.config import T5Config
 from megatron.planning.estimate import rank_peak
 from megatron.rehearsal.accelerator import unavailable
 from megatron.rehearsal.rank import Rehearsed
 from megatron.rehearsal.ranks import Task, rehearse_tasks
 from megatron.rehearsal.report import problems
+from tests.equivalence import test_context, test_experts, test_fp8, test_freezing, test_pipeline, test_t5
 from tests.equivalence import test_equivalence as table
-from tests.equivalence import test_experts, test_pipeline
-from tests.equivalence.families import LENGTH, VOCABULARY
+from tests.equivalence.families import LENGTH, T5_SETTINGS, VOCABULARY
 from tests.equivalence.training import Layout
 from tests.harness.runs import tiny_config
 
@@ -35,23 +38,54 @@ Case = tuple[Mapping[str, Any], Layout]
 LLAMA: dict[str, Any] = table.VARIANTS["llama"]
 FOUR: dict[str, Any] = LLAMA | {"num_layers": 4}
 DEEP: dict[str, Any] = LLAMA | {"num_layers": 9}
-EXPERTS = next(iter(test_experts.VARIANTS.values()))
+EXPERTS: dict[str, Any] = next(iter(test_experts.VARIANTS.values()))
+LATER: dict[str, Any] = table.VARIANTS["later tokens, documents"]
+BERT: dict[str, Any] = table.VARIANTS["bert"]
+T5: dict[str, Any] = test_t5.VARIANTS["original"]
+TP2 = Layout(tp=2, sequence_parallel=True)
+STAGES = test_pipeline.STAGES | test_pipeline.COMBINED | test_pipeline.EIGHT_RANKS | test_pipeline.MANY_STAGES
+SLICED = ("cp2 gather", "cp2 tp2 sp", "cp2 dp2, fully masked ranks")
+STAGED = ("pp4", "pp2 vpp2", "pp2 zb-v", "pp2 zb-h1 tp2 sp, recompute full", "pp2 cp2", "pp2 zb-v dp2 zero overlapped")
+
+
+def named(prefix: str, settings: Mapping[str, Any], layouts: Mapping[str, Layout]) -> dict[str, Case]:
+    """A model at several layouts."""
+    return {f"{prefix}{name}": (settings, layout) for name, layout in layouts.items()}
+
+
+def some(layouts: Mapping[str, Layout], names: Iterable[str]) -> dict[str, Layout]:
+    """Those of ``layouts`` with these names."""
+    return {name: layouts[name] for name in names}
+
+
 CASES: dict[str, Case] = {
     **{name: (FOUR if len(layout.cp_comm_types) > 1 else LLAMA, layout) for name, layout in table.LAYOUTS.items()},
+    **named("", DEEP, STAGES | test_context.SLICED_STAGES),
+    **named("few groups, ", table.FEW_GROUPS["two groups, qk norm, documents"], table.FEW_GROUPS_LAYOUTS),
+    **named("few groups, ", table.FEW_GROUPS["one group"] | {"num_layers": 5}, test_context.SHARED_HEADS),
+    **named("frozen, ", test_freezing.VARIANTS["first half"], test_freezing.LAYOUTS),
+    **named("twelve heads, ", table.TWELVE_HEADS, table.THREES_LAYOUTS),
+    **named("experts, ", EXPERTS, test_experts.LAYOUTS),
+    **named("latents, ", table.LATENT | {"num_layers": 4}, table.LATENT_LAYOUTS),
     **{
-        name: (DEEP, layout)
-        for group in (
-            test_pipeline.STAGES,
-            test_pipeline.COMBINED,
-            test_pipeline.EIGHT_RANKS,
-            test_pipeline.MANY_STAGES,
+        f"fp8, {name}": (
+            test_fp8.VARIANTS["experts, tensorwise" if layout.ep > 1 else "tensorwise"] | test_fp8.FOUR_LAYERS,
+            layout,
         )
-        for name, layout in group.items()
+        for name, layout in test_fp8.LAYOUTS.items()
     },
-    **{f"experts, {name}": (EXPERTS, test_experts.LAYOUTS[name]) for name in ("tp2 sp ep2 etp1",)},
+    **named("later tokens, ", LATER | {"num_layers": 9}, some(STAGES, STAGED)),
+    **named("bert, ", BERT, some(table.LAYOUTS, ("tp2 sp", "dp2 zero", *SLICED))),
+    **named("bert, ", BERT | {"num_layers": 9}, some(STAGES, STAGED)),
+    **named("t5, ", T5, some(table.LAYOUTS, ("tp4 sp", "dp2 zero", *SLICED))),
+    **named("t5, ", T5, some(STAGES, STAGED) | test_t5.CUTS),
+    **{name: (settings, TP2) for name, settings in table.VARIANTS.items()},
+    **{f"t5: {name}": (settings, TP2) for name, settings in (test_t5.VARIANTS | test_t5.OTHERS).items()},
+    **{f"experts: {name}": (settings, TP2) for name, settings in test_experts.VARIANTS.items()},
+    **{f"fp8: {name}": (settings, TP2) for name, settings in test_fp8.VARIANTS.items()},
 }
 FIRST_ESTIMATED = ("tp4 sp dp2 zero", "gpt2_124m")
-TOO_LOW = ("deepseek_v3", "qwen3_30b_a3b")
+TOO_LOW = ("deepseek_v3",)
 ESTIMATED = [*estimate.LAYOUTS, *estimate.EXAMPLES]
 FIRST = ("pp2 vpp2", "experts, tp2 sp ep2 etp1")
 TOGETHER = 5
@@ -63,6 +97,7 @@ WAITS = {
     "ready_to_learn": "of fp16, words that count: gradients are scaled by a number of the host",
     "train_step": "how often experts were chosen, for the log",
     "document_lengths": "where documents begin: which keys are read depends on them",
+    "document_starts": "the same, of sequences that ranks divide",
 }
 """Functions in which a host may wait for its device, and why it must."""
 
@@ -71,15 +106,18 @@ def run_of(settings: Mapping[str, Any], layout: Layout) -> RunConfig:
     """The run that a row of the table describes."""
     given = dict(settings)
     family, documents = given.pop("family", "gpt").partition(",")[0], given.pop("document_ids", False)
-    groups: tuple[MoEConfig, ...] = given.pop("groups", ())
-    recompute = layout.recompute
+    groups: tuple[FamilyConfig, ...] = given.pop("groups", ())
+    fp8, freeze, recompute = Fp8Config(**given.pop("fp8", {})), given.pop("freeze", ()), layout.recompute
+    if family == "t5":
+        groups = (T5Config(**T5_SETTINGS),)
     flags = [
         "--mock-data --tokenizer-type NullTokenizer --bf16 --eval-iters 1",
         f"--tensor-model-parallel-size {layout.tp} --context-parallel-size {layout.cp}",
         f"--pipeline-model-parallel-size {layout.pp} --expert-model-parallel-size {layout.ep}",
         f"--micro-batch-size {layout.micro_batch_size} --cp-comm-type {' '.join(layout.cp_comm_types)}",
         "--hierarchical-context-parallel-sizes " + " ".join(map(str, layout.cp_sizes)) if layout.cp_sizes else "",
-        "--num-experts 8" if groups else "",
+        "--num-experts 8" if any(isinstance(group, MoEConfig) for group in groups) else "",
+        f"--decoder-num-layers {T5_SETTINGS['decoder_num_layers']}" if family == "t5" else "",
         f"--num-layers {given['num_layers']} --num-attention-heads {12 if layout.tp == 3 else 16} --hidden-size 96",
         f"--expert-tensor-parallel-size {layout.etp}" if layout.etp else "",
         "--sequence-parallel" if layout.sequence_parallel else "",
@@ -100,15 +138,24 @@ def run_of(settings: Mapping[str, Any], layout: Layout) -> RunConfig:
         next((own.resolved(model, config.data) for own in groups if type(own) is type(group)), group)
         for group in config.extra
     )
-    assert not groups or any(isinstance(group, MoEConfig) for group in extra)
     training = dataclasses.replace(
         config.training,
         recompute_granularity=recompute.granularity,
         recompute_method=recompute.method,
         recompute_num_layers=recompute.num_layers,
         recompute_modules=recompute.modules,
+        cpu_offloading=recompute.offloaded > 0,
+        min_offloaded_tensor_size=recompute.least_offloaded,
     )
-    return dataclasses.replace(config, model=model, extra=extra, training=training)
+    parallel = dataclasses.replace(
+        config.parallel,
+        stage_layers=layout.stage_sizes or None,
+        gradient_accumulation_fusion=layout.fuses_accumulation,
+    )
+    optimizer = dataclasses.replace(config.optimizer, freeze=freeze)
+    return dataclasses.replace(
+        config, model=model, extra=extra, training=training, parallel=parallel, optimizer=optimizer, fp8=fp8
+    )
 
 
 def check(tasks: Mapping[str, Sequence[Task]]) -> dict[str, float]:
@@ -175,8 +222,9 @@ def test_an_estimate_that_is_too_low(name: str) -> None:
 
 
 def test_no_layout_is_left_out() -> None:
-    """A layout that is added to the table is rehearsed."""
+    """A layout that is added to the table is rehearsed; those of layers that no run's flags describe are alike."""
     rehearsed = [layout for _, layout in CASES.values()]
-    tables = [table.LAYOUTS, *(each for each in vars(test_pipeline).values() if isinstance(each, dict))]
+    modules = (table, test_context, test_experts, test_fp8, test_freezing, test_pipeline, test_t5)
+    tables = [each for module in modules for each in vars(module).values() if isinstance(each, dict)]
     layouts = [each for found in tables for each in found.values() if isinstance(each, Layout)]
     assert not [each for each in layouts if each not in rehearsed]

@@ -8,6 +8,7 @@ import sys
 import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from contextvars import ContextVar
 from typing import Any
 from unittest import mock
 
@@ -31,6 +32,41 @@ def tensor_of_the_host() -> AbstractContextManager[Any]:
     """A tensor that was made on the CPU, in a forward pass."""
     usual = MLP.forward
     return mock.patch.object(MLP, "forward", lambda mlp, x, *rest: usual(mlp, x + torch.ones(x.shape[-1]), *rest))
+
+
+class _Scaled(torch.autograd.Function):
+    """``x``, whose gradient goes through ``change``."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, change: Callable[[Tensor], Tensor]) -> Tensor:
+        ctx.change = change
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return ctx.change(grad), None
+
+
+def in_backward_passes(change: Callable[[Tensor], Tensor]) -> AbstractContextManager[Any]:
+    """A layer with a step of its own in its backward pass."""
+    usual = MLP.forward
+
+    def forward(mlp: MLP, x: Tensor, *rest: Any) -> Tensor:
+        return usual(mlp, _Scaled.apply(x, change), *rest)  # type: ignore[no-untyped-call]
+
+    return mock.patch.object(MLP, "forward", forward)
+
+
+def tensor_of_the_host_in_a_backward_pass() -> AbstractContextManager[Any]:
+    """A tensor that was made on the CPU."""
+    return in_backward_passes(lambda grad: grad * torch.ones(grad.shape[-1]))
+
+
+def a_value_of_another_thread() -> AbstractContextManager[Any]:
+    """A CPU's backward pass runs on the thread that asks for it, which has the value."""
+    scale = ContextVar[float]("scale")
+    scale.set(1.0)
+    return in_backward_passes(lambda grad: grad * scale.get())
 
 
 def another_operation_on_one_rank() -> AbstractContextManager[Any]:
@@ -160,6 +196,8 @@ def a_number_read_in_a_layer() -> AbstractContextManager[Any]:
 
 FAULTS = {
     "tensor of the host": (tensor_of_the_host, "", 1),
+    "tensor of the host in a backward pass": (tensor_of_the_host_in_a_backward_pass, "", 1),
+    "a value of another thread": (a_value_of_another_thread, "", 1),
     "another operation on one rank": (
         another_operation_on_one_rank,
         "--tensor-model-parallel-size 2 --sequence-parallel",
