@@ -53,8 +53,9 @@ class RecordedSteps:
         if seen == 1:
             self._programs[shapes], result = _recorded(self._compute, cache, tensors)
             return result
-        result = self._compute(cache, tensors)
-        if program is not None and not torch.equal(program.run(cache, tensors), result):
+        repeated = None if program is None else program.run(cache, tensors)
+        result = self._compute(cache, tensors)  # after it, so that the cache keeps what the model computes
+        if repeated is not None and not torch.equal(repeated, result):
             self._programs[shapes] = None
         return result
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import pytest
 import torch
@@ -18,6 +18,7 @@ from megatron.core.inference.step_plan import PlanRow, StepPlan
 from megatron.core.models.gpt.model import GPTModel, decoder_stack
 from megatron.core.models.t5.config import T5Config
 from megatron.core.models.t5.model import T5Model
+from megatron.core.ops.attention import AttentionOptions
 from megatron.core.ops.attention.cached import AttentionCache
 from megatron.core.ops.compiled import compile_bodies
 from megatron.core.parallel.context import ParallelContext
@@ -90,6 +91,27 @@ def test_steps_whose_calls_depend_on_numbers_are_never_repeated(step: Callable[[
         x = torch.rand(2, 4) if number < 4 else -torch.rand(2, 4)
         assert torch.equal(steps(cache(), [x]), step(x))
     assert counted.calls == 6
+
+
+def test_a_cache_keeps_what_the_model_computes() -> None:
+    """The third step is computed both ways, and what is repeated may be wrong."""
+    written: list[Tensor] = []
+
+    class Keeping:
+        def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Tensor:
+            written.append(k)
+            return q
+
+    def step(cache: AttentionCache, tensors: Sequence[Tensor]) -> Tensor:
+        found = through_numbers(tensors[0])
+        return cache.attend(0, found, found, found, AttentionOptions(causal=True, scale=1.0))
+
+    steps = RecordedSteps(step)
+    for _ in range(6):
+        x = torch.rand(2, 4)
+        steps(cast(AttentionCache, Keeping()), [x])
+        assert torch.equal(written[-1], through_numbers(x))
+    assert len(written) == 7
 
 
 def texts_of(steps: CachedRunner, *, encoder: bool = False) -> list[Tensor]:
