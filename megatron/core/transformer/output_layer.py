@@ -158,14 +158,15 @@ class OutputLayer(nn.Module):
 
 def vocabulary_costs(weight: Tensor, workload: Workload, config: ModelConfig) -> Costs:
     """Of ``vocabulary_output`` and its loss, which makes gradients on the way: those of hidden states and ``weight``
-    exist together, and logits by chunks, with the slopes of a soft cap.
+    exist together, and logits by chunks, with the slopes of a soft cap; later a copy of the weight's for autograd.
     """
     rows, hidden = weight.shape
     wide = max(workload.itemsize, 4)
     each = workload.itemsize + wide * (workload.itemsize < 4) + wide * (config.final_logit_softcapping is not None)
     logits = min(DEVICE_CHUNK // workload.itemsize, rows * workload.tokens) * each
     flops = 2.0 * rows * workload.context.mesh.size("tp") * hidden * workload.predicted * workload.all_tokens
-    working = (2 * workload.tokens + rows) * hidden * workload.itemsize + logits
+    of_weight = rows * hidden * workload.itemsize * weight.requires_grad
+    working = 2 * workload.tokens * hidden * workload.itemsize + of_weight + max(logits, of_weight)
     return Costs.of_product(weight, flops, working=working)
 
 

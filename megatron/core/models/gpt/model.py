@@ -141,14 +141,19 @@ class GPTModel(nn.Module):
         return self.forward(tokens, position_ids, cache=cache, hidden=hidden)
 
     def costs(self, workload: Workload) -> Costs:
-        """Embedding, layers and output, and embedding and output again for each depth of multi-token prediction."""
+        """Embedding, layers and output, and embedding and output again for each depth of multi-token prediction. The
+        losses of all depths make gradients of the output's weight before the backward pass.
+        """
         found = total_of((self.embedding if self._stage.is_first else None, self.decoder), workload)
         if not self._stage.is_last:
             return found
-        output = vocabulary_costs(self._output_weight(), workload, self._config)
+        weight = self._output_weight()
+        output = vocabulary_costs(weight, workload, self._config)
         output += costs_of(self.output_projection, workload)
         for layer in self.mtp.layers.values() if self.mtp is not None else ():
-            found += total_of((self.embedding, layer), workload) + output
+            found += (
+                total_of((self.embedding, layer), workload) + output + Costs(kept=weight.nbytes * weight.requires_grad)
+            )
         return found + output
 
     def _output_weight(self) -> Tensor:
