@@ -48,9 +48,13 @@ SLICED = ("cp2 gather", "cp2 tp2 sp", "cp2 dp2, fully masked ranks")
 STAGED = ("pp4", "pp2 vpp2", "pp2 zb-v", "pp2 zb-h1 tp2 sp, recompute full", "pp2 cp2", "pp2 zb-v dp2 zero overlapped")
 
 
-def named(prefix: str, settings: Mapping[str, Any], layouts: Mapping[str, Layout]) -> dict[str, Case]:
-    """A model at several layouts."""
-    return {f"{prefix}{name}": (settings, layout) for name, layout in layouts.items()}
+def named(prefix: str, settings: dict[str, Any], layouts: Mapping[str, Layout]) -> dict[str, Case]:
+    """A model at several layouts; where each layer has its own way of context parallelism, with as many layers."""
+    ways = {name: len(layout.cp_comm_types) for name, layout in layouts.items()}
+    return {
+        f"{prefix}{name}": (settings | ({"num_layers": ways[name]} if ways[name] > 1 else {}), layout)
+        for name, layout in layouts.items()
+    }
 
 
 def some(layouts: Mapping[str, Layout], names: Iterable[str]) -> dict[str, Layout]:
