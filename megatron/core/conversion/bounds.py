@@ -27,5 +27,6 @@ KINDS: dict[str, Any] = {
     **dict.fromkeys(("rotary_base", "rotary_percent", "rope_scaling_factor"), Factor),
     **dict.fromkeys(("rotary_seq_len_interpolation_factor", "clip_qkv"), Factor),
     **dict.fromkeys(("position_embedding_type", "normalization"), str),
+    **dict.fromkeys(("apply_residual_connection_post_layernorm", "parallel_attention", "qk_layernorm"), bool),
 }
 """By field of our architecture, whatever another program calls the setting."""

@@ -33,7 +33,6 @@ _NOT_KEPT = (
     *("dtype", "torch_dtype", "transformers_version", "auto_map", "quantization_config"),
 )
 _BY_ALL_KINDS: dict[str, Any] = {"model_type": str, "vocab_size": Count, "tie_word_embeddings": bool}
-_SWITCHES = dict.fromkeys(("apply_residual_connection_post_layernorm", "parallel_attention", "qk_layernorm"), bool)
 USUAL_SETTINGS = {
     "num_layers": "num_hidden_layers",
     "hidden_size": "hidden_size",
@@ -196,7 +195,7 @@ class HuggingFaceFormat:
     def kinds_of(self, model_type: str) -> dict[str, Any]:
         """Types and bounds of all settings that are read."""
         described = self.types[model_type]
-        by_table = {theirs: {**KINDS, **_SWITCHES}[ours] for ours, theirs in described.settings.items()}
+        by_table = {theirs: KINDS[ours] for ours, theirs in described.settings.items()}
         return {**_BY_ALL_KINDS, **by_table, described.activation: str, **described.merged("kinds")}
 
     def known(self, config: Json, *, where: str) -> Known:

@@ -75,6 +75,11 @@ def _layer_types(known: Known) -> tuple[bool, ...] | None:
     return tuple(_TYPES[each] for each in found)
 
 
+def every_second(known: Known) -> list[bool]:
+    """The first, third, … layer: for ``windows_where``."""
+    return [layer % 2 == 0 for layer in range(known("num_hidden_layers"))]
+
+
 WINDOW = Feature(
     by_code=("window_size",), kinds=KINDS, read=read_window, write=written_window, refuse=without_later_keys
 )

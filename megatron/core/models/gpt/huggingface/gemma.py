@@ -12,7 +12,7 @@ from megatron.core.conversion.huggingface.format import ModelType
 from megatron.core.conversion.huggingface.known import Known
 from megatron.core.conversion.huggingface.rotary import ROTARY
 from megatron.core.conversion.huggingface.two_rotaries import windows_and_rotaries
-from megatron.core.conversion.huggingface.windows import windows_where, written_beside_full
+from megatron.core.conversion.huggingface.windows import every_second, windows_where, written_beside_full
 from megatron.core.conversion.tables import Row
 from megatron.core.models.gpt.huggingface.llama import LLAMA, OURS, THEIRS
 
@@ -80,11 +80,7 @@ def _not_gemma_2(model: ModelConfig) -> list[str]:
     return found if whole else [*found, "the scale of attention scores is not 1 / sqrt(a whole number)"]
 
 
-_EVERY_SECOND = windows_where(
-    lambda known: [layer % 2 == 0 for layer in range(known("num_hidden_layers"))],
-    write=written_beside_full,
-    sliding_window=4096,
-)
+_WINDOWS = windows_where(every_second, write=written_beside_full, sliding_window=4096)
 GEMMA2 = replace(
     GEMMA,
     architecture="Gemma2ForCausalLM",
@@ -96,7 +92,7 @@ GEMMA2 = replace(
     ),
     activation="hidden_activation",
     activations={"gelu_pytorch_tanh": "geglu_tanh"},
-    features=(*GEMMA.features, _EVERY_SECOND),
+    features=(*GEMMA.features, _WINDOWS),
     by_code=(*GEMMA.by_code, *_CAPS, "softmax_scale"),
     fixed={**GEMMA.fixed, "norm_placement": "both"},
     defaults={

@@ -11,7 +11,7 @@ from megatron.config.moe import MoEConfig
 from megatron.core.conversion.bounds import Factor
 from megatron.core.conversion.huggingface.biases import biases
 from megatron.core.conversion.huggingface.rotary import ROTARY, written_rotary
-from megatron.core.conversion.huggingface.windows import windows_where
+from megatron.core.conversion.huggingface.windows import every_second, windows_where
 from megatron.core.conversion.tables import Row
 from megatron.core.conversion.transforms import Transform
 from megatron.core.models.gpt.huggingface.experts import KINDS, with_experts
@@ -49,9 +49,6 @@ def _rows(moe: MoEConfig) -> Sequence[Row]:
     )
 
 
-_EVERY_SECOND = windows_where(
-    lambda known: [layer % 2 == 0 for layer in range(known("num_hidden_layers"))], sliding_window=128
-)
 GPT_OSS = with_experts(
     replace(
         LLAMA,
@@ -62,7 +59,7 @@ GPT_OSS = with_experts(
         ),
         settings={**LLAMA.settings, "activation_func_clamp_value": "swiglu_limit"},
         activations={"silu": "quick_geglu"},
-        features=(ROTARY, _EVERY_SECOND),
+        features=(ROTARY, windows_where(every_second, sliding_window=128)),
         fixed={
             **LLAMA.fixed,
             **biases(qkv=True, output=True, mlp=True),
