@@ -101,7 +101,6 @@ WAITS = {
     "ready_to_learn": "of fp16, words that count: gradients are scaled by a number of the host",
     "train_step": "how often experts were chosen, for the log",
     "document_lengths": "where documents begin: which keys are read depends on them",
-    "document_starts": "the same, of sequences that ranks divide",
 }
 """Functions in which a host may wait for its device, and why it must."""
 

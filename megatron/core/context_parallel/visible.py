@@ -11,10 +11,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate, pairwise
 
 from torch import Tensor
 
 from megatron.core.context_parallel.slicing import sequence_slices
+from megatron.core.ops.attention.masks import document_lengths
 
 ALL = slice(None)
 
@@ -76,14 +78,6 @@ def _pieces(held: int, rank: int, ranks: int) -> list[tuple[slice, slice]]:
     return pieces
 
 
-def document_starts(document_ids: Tensor) -> list[list[int]]:
-    """Where the documents of each sample begin, from their numbers [b, S]. The host waits for the device."""
-    starts: list[list[int]] = [[0] for _ in document_ids]
-    for sample, before in (document_ids[:, 1:] != document_ids[:, :-1]).nonzero().tolist():
-        starts[sample].append(before + 1)
-    return starts
-
-
 class Documents:
     """Positions of each document, a run of equal numbers in ``document_ids`` [b, S]. Computed once for all layers.
 
@@ -92,9 +86,8 @@ class Documents:
 
     def __init__(self, document_ids: Tensor) -> None:
         self._length = document_ids.shape[1]
-        self._spans = [
-            [slice(*ends) for ends in zip(each, [*each[1:], self._length])] for each in document_starts(document_ids)
-        ]
+        ends = [[*accumulate(lengths, initial=0)] for lengths in document_lengths(document_ids)]
+        self._spans = [[slice(*each) for each in pairwise(sample)] for sample in ends]
         self._held: dict[tuple[int, int], list[dict[int, slice]]] = {}
 
     def cut(self, whole: Visible, asker: int, owner: int, ranks: int) -> list[Visible]:
