@@ -144,7 +144,7 @@ class MoEConfig(FamilyConfig):
         },
     )
     moe_per_layer_logging: bool = switch(
-        "Write curves of the balance of experts in each layer, not only of all layers."
+        "Write curves of each layer's router losses and balance of experts, not only of all layers."
     )
     moe_matmul_backend: Literal["auto", "grouped_mm", "loop"] = flag(
         "Kernel of the experts' products; auto takes the first that supports them. loop: one product an expert.",

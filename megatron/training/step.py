@@ -25,17 +25,17 @@ from megatron.training.run.stop import check_finite, nonfinite_gradient_error
 class GlobalLoss:
     """The loss of a global batch, the same on every rank.
 
-    ``totals``: sum and count of each named loss. ``count``: what gradients are divided by. ``tallies``: counts of what
-    layers did, by name.
+    ``totals``: sum and count of each named loss. ``count``: what gradients are divided by. ``tallies``: sums of what
+    layers report, by name.
     """
 
     totals: dict[str, tuple[float, float]]
     count: float
-    tallies: dict[str, list[int]] = field(default_factory=dict)
+    tallies: dict[str, list[float]] = field(default_factory=dict)
 
     @classmethod
     def of(
-        cls, sums: Sequence[float], names: Sequence[str], *, tallies: Mapping[str, list[int]] | None = None
+        cls, sums: Sequence[float], names: Sequence[str], *, tallies: Mapping[str, list[float]] | None = None
     ) -> GlobalLoss:
         """From the numbers of ``loss_sums``, row by row."""
         (_, count), *named = zip(sums[::2], sums[1::2])
@@ -83,7 +83,8 @@ def loss_sums(loss: LossSum | None, names: Sequence[str], context: ParallelConte
 
 
 def global_tallies(loss: LossSum | None, widths: Mapping[str, int], context: ParallelContext) -> dict[str, Tensor]:
-    """Counts of what layers did in the global batch, by name, on every rank. A collective where there are any.
+    """Sums of what layers reported in the global batch, by name, on every rank: fp64, in which whole numbers are exact
+    up to 2^53. A collective where there are any.
 
     ``widths``: how many numbers each has, those of other stages included.
     """
@@ -91,7 +92,7 @@ def global_tallies(loss: LossSum | None, widths: Mapping[str, int], context: Par
         return {}
     here = {} if loss is None else loss.tallies
     device = context.device
-    flat = [here.get(name, torch.zeros(width, dtype=torch.int64, device=device)) for name, width in widths.items()]
+    flat = [here.get(name, torch.zeros(width, device=device)).double() for name, width in widths.items()]
     totals = all_reduce(torch.cat(flat), context.mesh, "pp", "dp", "cp", "tp")
     return dict(zip(widths, torch.split(totals, [*widths.values()])))
 
@@ -172,7 +173,7 @@ def train_step(run: Run, microbatches: Sequence[Microbatch]) -> StepRecord:
         gradient_sums = run.optimizer.gradient_sums()
     with waiting_for_device(run.context):  # the only time in a step
         loss_numbers, gradient_numbers, *counts = on_host(sums, gradient_sums, *tallies.values())
-    loss = GlobalLoss.of(loss_numbers, names, tallies={name: [*map(int, each)] for name, each in zip(tallies, counts)})
+    loss = GlobalLoss.of(loss_numbers, names, tallies=dict(zip(tallies, counts)))
     if settings.check_for_nan_in_loss_and_grad:
         check_finite(
             loss.means,

@@ -45,11 +45,13 @@ class TrainSpec(ABC):
         """
 
     def tallies(self, run: RunConfig) -> Mapping[str, int]:
-        """The counts that layers report (``SideLosses.tally``) over all stages: how many numbers each has, by name."""
+        """What layers report (``SideLosses.tally``) over all stages: how many numbers each has, by name."""
         return {}
 
-    def describe_tallies(self, run: RunConfig, counts: Mapping[str, Sequence[int]]) -> tuple[str, Mapping[str, float]]:
-        """A log line about the counts of ``tallies`` over some steps, and numbers for curves."""
+    def describe_tallies(
+        self, run: RunConfig, tallies: Mapping[str, Sequence[float]]
+    ) -> tuple[str, Mapping[str, float]]:
+        """A log line about the sums of ``tallies`` over some steps, and numbers for curves."""
         return "", {}
 
     @abstractmethod

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from megatron.config.moe import LOSS_NAMES, Z_LOSS, LoadBalancing, MoEConfig
+from megatron.core.moe.report import tally_name
 from megatron.core.moe.routing import Routing, shares_of
 from megatron.core.parallel.collectives import all_reduce
 from megatron.core.parallel.context import ParallelContext
@@ -22,27 +23,36 @@ from megatron.core.parallel.side_losses import SideLosses
 
 @dataclass(frozen=True)
 class RouterLosses:
-    """The losses of one router."""
+    """The losses of the router of layer ``number``."""
 
     moe: MoEConfig
     context: ParallelContext
+    number: int
 
     def attach(self, routing: Routing, logits: Tensor, scores: Tensor, *, batch: int, losses: SideLosses) -> Tensor:
         """The weights of ``routing``, through which the gradients of all losses start.
 
         ``logits``, ``scores`` [s·b, E]: of this rank's tokens, position by position. ``batch``: sequences.
         """
-        weights, tokens = routing.weights, logits.shape[0]
+        weights = routing.weights
         if self.moe.balancing_losses:
             shares = torch.unflatten(shares_of(scores, self.moe), 0, (-1, batch)).sum(0)
             choices = self._choices(routing, scores.detach(), batch=batch)
             for kind, coefficient in self.moe.balancing_losses.items():
-                total, name = self._balancing(kind, shares, choices), LOSS_NAMES[kind]
-                weights = losses.add(weights, name, total, tokens, context=self.context, coefficient=coefficient)
+                total = self._balancing(kind, shares, choices)
+                weights = self._add(weights, LOSS_NAMES[kind], total, coefficient, losses)
         if self.moe.moe_z_loss_coeff:
-            total, coefficient = logits.to(scores.dtype).logsumexp(-1).square().sum(), self.moe.moe_z_loss_coeff
-            weights = losses.add(weights, Z_LOSS, total, tokens, context=self.context, coefficient=coefficient)
+            total = logits.to(scores.dtype).logsumexp(-1).square().sum()
+            weights = self._add(weights, Z_LOSS, total, self.moe.moe_z_loss_coeff, losses)
         return weights
+
+    def _add(self, weights: Tensor, name: str, total: Tensor, coefficient: float, losses: SideLosses) -> Tensor:
+        """Add a loss to that of this name of all layers; where they are asked for, report it as this layer's, too."""
+        tokens = len(weights)
+        if self.moe.moe_per_layer_logging:
+            pair = torch.stack((total.detach(), torch.full_like(total, tokens, requires_grad=False)))
+            losses.tally(tally_name(name, self.number), pair.double(), context=self.context)
+        return losses.add(weights, name, total, tokens, context=self.context, coefficient=coefficient)
 
     def _choices(self, routing: Routing, scores: Tensor, *, batch: int) -> Tensor:
         """How often this rank's tokens of each sequence prefer each expert [b, E], whatever biases and groups say."""

@@ -14,7 +14,8 @@ from megatron.config.moe import MoEConfig
 from megatron.core.moe.dispatch import Route, combine, dispatch, plan_route
 from megatron.core.moe.experts import Experts
 from megatron.core.moe.gather import gather_tokens, plan_route_of_all, scatter_tokens
-from megatron.core.moe.router import Router, tally_name
+from megatron.core.moe.report import CHOICES, tally_name
+from megatron.core.moe.router import Router
 from megatron.core.moe.routing import Routing
 from megatron.core.parallel.context import ParallelContext
 from megatron.core.parallel.costs import Costs, Workload, costs_of, total_of
@@ -131,9 +132,14 @@ class MoELayer(nn.Module):
 
 
 def tallies(moe: MoEConfig, model: ModelConfig) -> dict[str, int]:
-    """The counts that routers report, and how many numbers each has: choices of each expert, and dropped ones."""
-    numbers = (number for number, is_marked in enumerate(expert_layers(moe, model)) if is_marked)
-    return {tally_name(number): (moe.num_experts or 0) + 1 for number in numbers}
+    """What the routers of layers report, and how many numbers each has: choices of each expert, and dropped ones; sum
+    and count of each loss, where those of layers are asked for.
+    """
+    numbers = [number for number, is_marked in enumerate(expert_layers(moe, model)) if is_marked]
+    widths = {CHOICES: (moe.num_experts or 0) + 1}
+    if moe.moe_per_layer_logging:
+        widths |= dict.fromkeys(moe.loss_names, 2)
+    return {tally_name(what, number): width for what, width in widths.items() for number in numbers}
 
 
 def expert_layers(moe: MoEConfig, model: ModelConfig) -> tuple[bool, ...]:

@@ -1,10 +1,29 @@
-"""How evenly experts are used, from counts of choices: numbers for the log and for curves."""
+"""What the routers of layers report, for the log and for curves: choices of experts, and losses."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+
+CHOICES = "experts"
+
+
+def tally_name(what: str, number: int) -> str:
+    """Of the ``CHOICES`` in layer ``number``, or of a loss."""
+    return f"{what} of layer {number}"
+
+
+def described(tallies: Mapping[str, Sequence[float]], *, ranks: int, per_layer: bool) -> tuple[str, dict[str, float]]:
+    """The log line, and curves; those of losses of layers have Megatron-LM's names. ``ranks``: see ``Balance.of``."""
+    layers, losses = dict[str, Balance](), dict[str, float]()
+    for name, numbers in tallies.items():
+        what, _, layer = name.partition(" of ")
+        if what == CHOICES:
+            layers[layer] = Balance.of(numbers, ranks=ranks)
+        else:
+            losses[f"moe/{what}_{layer.replace(' ', '_')}"] = numbers[0] / max(numbers[1], 1.0)
+    return balance_line(layers), balance_curves(layers, per_layer=per_layer) | losses
 
 
 @dataclass(frozen=True)
@@ -21,7 +40,7 @@ class Balance:
     busiest_rank: float
 
     @classmethod
-    def of(cls, counts: Sequence[int], *, ranks: int) -> Balance:
+    def of(cls, counts: Sequence[float], *, ranks: int) -> Balance:
         """From the choices of each expert, the last number being those that were dropped. ``ranks``: that divide the
         experts.
         """

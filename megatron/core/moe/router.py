@@ -11,6 +11,7 @@ from megatron.config.model import ModelConfig
 from megatron.config.moe import MoEConfig
 from megatron.core.moe.balancing import RouterLosses
 from megatron.core.moe.capacity import within_capacity
+from megatron.core.moe.report import CHOICES, tally_name
 from megatron.core.moe.routing import Routing, choose_experts, scores_of, times_chosen, weights_of
 from megatron.core.parallel.context import ParallelContext
 from megatron.core.parallel.costs import Costs, Workload
@@ -23,11 +24,6 @@ from megatron.core.transformer.inputs import LayerInputs
 _DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
 
 
-def tally_name(number: int) -> str:
-    """Of the choices in layer ``number``."""
-    return f"experts of layer {number}"
-
-
 class Router(nn.Module):
     """A linear layer from hidden states to logits of experts, outside the tensor-parallel regions.
 
@@ -38,8 +34,8 @@ class Router(nn.Module):
     def __init__(self, model: ModelConfig, moe: MoEConfig, context: ParallelContext, *, number: int) -> None:
         super().__init__()
         assert moe.num_experts is not None
-        self.tally_name, self._context = tally_name(number), context
-        self._moe, self._losses = moe, RouterLosses(moe, context)
+        self.tally_name, self._context = tally_name(CHOICES, number), context
+        self._moe, self._losses = moe, RouterLosses(moe, context, number)
         self._dtype = context.dtype
         if moe.moe_router_dtype is not None:
             self._dtype = torch.promote_types(context.dtype, _DTYPES[moe.moe_router_dtype])
@@ -83,8 +79,7 @@ class Router(nn.Module):
         counts = times_chosen(ids.flatten(), len(self.weight) + 1)
         if kept is not None:
             counts[-1] = kept.numel() - kept.sum()
-        is_first = self._context.sequence_parallel or self._context.mesh.rank("tp") == 0
-        inputs.side_losses.tally(self.tally_name, counts * is_first)
+        inputs.side_losses.tally(self.tally_name, counts, context=self._context)
 
     @torch.no_grad()
     def learn(self, counts: Tensor) -> None:

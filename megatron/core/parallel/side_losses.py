@@ -50,11 +50,14 @@ class SideLosses:
         scale = coefficient * self._scale * self._weights.get(name, torch.ones((), device=total.device))
         return _WithLoss.apply(hidden, total, scale)  # type: ignore[no-untyped-call, no-any-return]
 
-    def tally(self, name: str, counts: Tensor) -> None:
-        """Add whole numbers, int64: how often this rank's tokens did each of several things. They are added over the
-        ranks that hold different tokens; ranks that hold the same report zeros, all but one.
+    def tally(self, name: str, numbers: Tensor, *, context: ParallelContext) -> None:
+        """Add numbers without a gradient, such as how often tokens did each of several things: of the tokens that this
+        rank has outside the tensor-parallel regions. They are added over the ranks that hold different tokens; of those
+        that hold the same, one reports.
         """
-        self._tallies[name] = self._tallies[name] + counts if name in self._tallies else counts
+        reports = context.sequence_parallel or context.mesh.rank("tp") == 0
+        numbers = numbers.detach() if reports else torch.zeros_like(numbers)
+        self._tallies[name] = self._tallies[name] + numbers if name in self._tallies else numbers
 
     def take(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """What was reported since the last call, by name: losses as ``[sum, count]``, and tallies."""

@@ -9,7 +9,7 @@ from torch import Tensor
 
 @runtime_checkable
 class Tallying(Protocol):
-    """Reports counts under ``tally_name`` to ``SideLosses.tally`` in each forward pass."""
+    """Reports numbers under ``tally_name`` to ``SideLosses.tally`` in each forward pass."""
 
     tally_name: str
 

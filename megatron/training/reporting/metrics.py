@@ -16,7 +16,7 @@ class StepRecord:
 
     ``losses``: means over the global batch. ``learning_rate``: set after the step, which the next step uses.
     ``decoupled_learning_rate``: of word embeddings and output layer, where they have their own. ``skipped``: the
-    optimizer left the weights unchanged (an overflow). ``tallies``: counts of what layers did, by name.
+    optimizer left the weights unchanged (an overflow). ``tallies``: sums of what layers report, by name.
     """
 
     iteration: int
@@ -30,7 +30,7 @@ class StepRecord:
     num_zeros: int | None = None
     params_norm: float | None = None
     skipped: bool = False
-    tallies: Mapping[str, Sequence[int]] = field(default_factory=dict)
+    tallies: Mapping[str, Sequence[float]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class IntervalTotals:
     samples: int = 0
     skipped_iterations: int = 0
     nan_iterations: int = 0
-    tallies: dict[str, list[int]] = field(default_factory=dict)
+    tallies: dict[str, list[float]] = field(default_factory=dict)
     _sums: dict[str, float] = field(default_factory=dict)
 
     def add(self, step: StepRecord) -> None:

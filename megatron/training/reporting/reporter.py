@@ -54,7 +54,7 @@ class Speaker:
         return self.rank == self.world_size - 1
 
 
-TallyReport = Callable[[Mapping[str, Sequence[int]]], tuple[str, Mapping[str, float]]]
+TallyReport = Callable[[Mapping[str, Sequence[float]]], tuple[str, Mapping[str, float]]]
 """From counts of what layers did, a log line and numbers for curves."""
 
 

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from megatron.core.moe.report import Balance, balance_curves, balance_line
+from megatron.core.moe.report import Balance, balance_curves, balance_line, described
 
 EVEN, UNEVEN = Balance.of([5, 5, 5, 5, 0], ranks=2), Balance.of([12, 4, 0, 4, 2], ranks=2)
 
@@ -35,3 +35,17 @@ def test_line_and_curves() -> None:
     assert curves["moe/max_violation_layer_3"] == curves["moe/max_violation"] == pytest.approx(1.4)
     assert curves["moe/dropped_share"] == 0.05
     assert curves["moe/busiest_rank_layer_3"] == curves["moe/busiest_rank"] == pytest.approx(1.6)
+
+
+def test_losses_of_layers_are_means_over_their_tokens() -> None:
+    """They had no curves: ``--moe-per-layer-logging`` wrote how evenly experts are used alone."""
+    tallies: dict[str, list[float]] = {
+        "experts of layer 1": [3, 1, 0],
+        "z_loss of layer 1": [6.0, 4.0],
+        "z_loss of layer 12": [0.0, 0.0],
+    }
+    line, curves = described(tallies, ranks=1, per_layer=True)
+    assert "max violation: 0.50 (layer 1)" in line
+    assert "z_loss" not in line
+    assert (curves["moe/z_loss_layer_1"], curves["moe/z_loss_layer_12"]) == (1.5, 0.0)
+    assert curves["moe/max_violation_layer_1"] == 0.5

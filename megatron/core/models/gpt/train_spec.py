@@ -19,7 +19,7 @@ from megatron.core.models.gpt.multi_token import LABELS, MASK, TOKENS, loss_name
 from megatron.core.models.stage import Stage
 from megatron.core.models.train_spec import TrainSpec
 from megatron.core.moe.layer import tallies
-from megatron.core.moe.report import Balance, balance_curves, balance_line
+from megatron.core.moe.report import described
 from megatron.core.parallel.context import ParallelContext
 from megatron.core.pipeline_parallel.chunk import LossSum, Microbatch, StageInputs
 from megatron.core.tokenizers.base import Tokenizer
@@ -49,14 +49,15 @@ class GPTSpec(TrainSpec):
         return ("lm loss", *later, *experts_of(run.groups()).loss_names)
 
     def tallies(self, run: RunConfig) -> Mapping[str, int]:
-        """Choices of experts."""
+        """Choices of experts, and losses of routers."""
         return tallies(experts_of(run.groups()), run.model)
 
-    def describe_tallies(self, run: RunConfig, counts: Mapping[str, Sequence[int]]) -> tuple[str, Mapping[str, float]]:
-        """How evenly experts are used."""
-        ranks = run.parallel.expert_model_parallel_size
-        layers = {name.rpartition(" of ")[2]: Balance.of(each, ranks=ranks) for name, each in counts.items()}
-        return balance_line(layers), balance_curves(layers, per_layer=experts_of(run.groups()).moe_per_layer_logging)
+    def describe_tallies(
+        self, run: RunConfig, tallies: Mapping[str, Sequence[float]]
+    ) -> tuple[str, Mapping[str, float]]:
+        """How evenly experts are used, and losses of layers."""
+        per_layer = experts_of(run.groups()).moe_per_layer_logging
+        return described(tallies, ranks=run.parallel.expert_model_parallel_size, per_layer=per_layer)
 
     def fields(self, run: RunConfig, stages: Sequence[Stage]) -> frozenset[str]:
         """Tokens for the embedding, labels for the loss; positions and documents wherever they matter."""
