@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
@@ -26,6 +27,7 @@ def experts(**settings: Any) -> tuple[MoEConfig]:
     return (MoEConfig(**sizes | settings),)
 
 
+GLOBAL = "a loss over all replicas, later tokens, losses of layers"
 VARIANTS: dict[str, dict[str, Any]] = {
     "softmax, all losses": LLAMA
     | STILL
@@ -35,6 +37,19 @@ VARIANTS: dict[str, dict[str, Any]] = {
             moe_router_load_balancing_type=("aux_loss", "seq_aux_loss"),
             moe_aux_loss_coeff=(0.3, 0.2),
             moe_z_loss_coeff=0.1,
+            moe_per_layer_logging=True,
+        ),
+    },
+    GLOBAL: LLAMA
+    | STILL
+    | LATER
+    | {
+        "num_layers": 4,
+        "groups": experts(
+            moe_layer_freq="[0]+[1]*3",
+            moe_router_load_balancing_type=("global_aux_loss", "seq_aux_loss"),
+            moe_aux_loss_coeff=(0.5, 0.1),
+            moe_per_layer_logging=True,
         ),
     },
     "sigmoid, groups, shared experts behind a gate, a dense layer": LLAMA
@@ -147,7 +162,14 @@ LAYOUTS: dict[str, Layout] = {
 @functools.cache
 def reference(variant: str) -> Observed:
     """Three steps on one rank."""
-    return train(ParallelContext.single(dtype=torch.float64), VARIANTS[variant], Layout())
+    return train(
+        ParallelContext.single(dtype=torch.float64), VARIANTS[variant], at_equal_microbatches(variant, Layout())
+    )
+
+
+def at_equal_microbatches(variant: str, layout: Layout) -> Layout:
+    """A loss over the microbatches that all replicas compute at a time is over four samples at every layout."""
+    return replace(layout, micro_batch_size=4 // layout.dp) if variant == GLOBAL else layout
 
 
 KEY_LAYOUTS = ("tp2 sp cp2 dp2 ep4 etp1 zero", "tp2 etp1")
@@ -156,6 +178,7 @@ KEY_LAYOUTS = ("tp2 sp cp2 dp2 ep4 etp1 zero", "tp2 etp1")
 MORE = {
     "softmax, all losses": LAYOUTS,
     "bias that balances, one expert for a token": ("pp2 tp2 sp ep2 etp1 zb-v recompute",),
+    GLOBAL: ("ep4", "pp2 ep2 interleaved"),
     "capacity, all tokens to all ranks": ("tp2 sp dp2 ep2 etp2 zero recompute",),
     "latent attention, groups, bias, shared experts, later tokens": (
         "dp2 ep2 recompute moe",
@@ -180,4 +203,4 @@ def test_experts_in_pieces() -> None:
 @pytest.mark.parametrize(("variant", "layout"), pairs(VARIANTS, LAYOUTS, always=KEY_LAYOUTS, more=MORE))
 def test_layout_computes_the_model_of_one_rank(variant: str, layout: str) -> None:
     """Experts whose gradient is summed over the wrong ranks, or counted twice in the norm, train another model."""
-    check(train_at(VARIANTS[variant], LAYOUTS[layout]), [reference(variant)])
+    check(train_at(VARIANTS[variant], at_equal_microbatches(variant, LAYOUTS[layout])), [reference(variant)])
