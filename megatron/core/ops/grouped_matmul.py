@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, Protocol
 
 import torch
@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from megatron.core.device import capability, is_gpu
-from megatron.core.ops.matmul import add_transposed_times
+from megatron.core.ops.matmul import add_transposed_times, multiplied
 from megatron.errors import ConfigError
 
 _grouped_mm: Any = getattr(functional, "grouped_mm", None)
@@ -114,13 +114,11 @@ class GroupedMM:
 
     def multiply(self, rows: Tensor, matrices: Tensor, groups: Groups) -> Tensor:
         """See ``Backend``."""
-        found: Tensor = _grouped_mm(_aligned(rows), matrices, offs=groups.ends)
-        return found
+        return multiplied(partial(_grouped_mm, offs=groups.ends), _aligned(rows), matrices)
 
     def outer(self, grads: Tensor, rows: Tensor, groups: Groups) -> Tensor:
         """See ``Backend``."""
-        found: Tensor = _grouped_mm(_aligned(grads).t(), _aligned(rows), offs=groups.ends)
-        return found
+        return multiplied(partial(_grouped_mm, offs=groups.ends), _aligned(grads).t(), _aligned(rows))
 
     def add_outer(self, total: Tensor, grads: Tensor, rows: Tensor, groups: Groups) -> None:
         """See ``Backend``; the kernel cannot add, and a product for each group would wait for their sizes."""

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from megatron.core.ops.compiled import Compiled
-from megatron.core.ops.matmul import times_transposed, transposed_times
+from megatron.core.ops.matmul import is_faster_in_fp32, times_transposed, transposed_times
 from megatron.core.parallel.collectives import all_reduce
 from megatron.core.parallel.mesh import Mesh
 
@@ -98,6 +98,11 @@ def vocab_parallel_argmax(
         candidate = torch.where(top == highest, index + vocabulary.start, torch.iinfo(torch.int64).max)
         best[chunk.rows] = all_reduce(candidate, vocabulary.mesh, "tp", op="min")
     return best
+
+
+def _widened(x: Tensor) -> Tensor:
+    """``x`` in the type in which its products are fastest: a copy for all chunks, logits of which aren't rounded."""
+    return x.float() if is_faster_in_fp32(x) else x
 
 
 def _wide(x: Tensor) -> torch.dtype:
@@ -228,12 +233,14 @@ class _LinearCrossEntropy(torch.autograd.Function):
         cap: float | None,
         backward_scale: float | None,
     ) -> Tensor:
+        given, hidden, weight = hidden.dtype, _widened(hidden), _widened(weight)
+        bias = None if bias is None else _widened(bias)
         total = hidden.new_zeros((), dtype=_wide(hidden))
         loss_weights = loss_weights.to(total.dtype)
         needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         grad_hidden = grad_weight = grad_bias = None
         if backward_scale is not None:
-            grad_hidden = torch.empty_like(hidden) if needs_hidden else None
+            grad_hidden = torch.empty_like(hidden, dtype=given) if needs_hidden else None
             grad_bias = torch.zeros_like(bias, dtype=_wide(bias)) if bias is not None and needs_bias else None
         for chunk in _chunks(hidden, weight, bias, vocabulary, cap, slopes=backward_scale is not None):
             weights = loss_weights[chunk.rows]
@@ -253,6 +260,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 grad_weight = transposed_times(grad_logits, hidden[chunk.rows], add_to=grad_weight)
             if grad_bias is not None:
                 grad_bias += wide.sum(dim=0)
+        grad_weight = None if grad_weight is None else grad_weight.to(given)
         ctx.gradients, ctx.backward_scale = (grad_hidden, grad_weight, grad_bias), backward_scale
         return total
 

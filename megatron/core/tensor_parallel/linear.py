@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron.core.ops.matmul import add_transposed_times, transposed_times
+from megatron.core.ops.matmul import add_transposed_times, is_faster_in_fp32, multiplied, transposed_times
 from megatron.core.parallel.collectives import Handle, all_gather, all_gather_into_async, reduce_scatter_into_async
 from megatron.core.parallel.context import ParallelContext
 from megatron.core.parallel.recompute import will_be_recomputed
@@ -38,6 +38,7 @@ def linear(
     if fp8 is not None and (torch.is_grad_enabled() or context.products.multiply is F.linear):
         return fp8(x, weight, bias, gathers=gathers)
     by_hand = context.weight_gradients.may_wait or weight in context.weight_gradients.main_grads
+    by_hand |= is_faster_in_fp32(x)
     if not (by_hand or gathers) or not (torch.is_grad_enabled() and weight.requires_grad):
         return context.products.multiply(enter(x, context) if gathers else x, weight, bias)
     if not x.requires_grad:
@@ -71,7 +72,7 @@ class _Linear(torch.autograd.Function):
         ctx.save_for_backward(x)
         ctx.weight, ctx.add_gradient, ctx.context, ctx.gathers = weight, add_gradient, context, gathers
         ctx.at_once = will_be_recomputed()
-        return F.linear(all_gather(x, context.mesh, "tp") if gathers else x, weight, bias)
+        return multiplied(F.linear, all_gather(x, context.mesh, "tp") if gathers else x, weight, bias)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -81,7 +82,7 @@ class _Linear(torch.autograd.Function):
         if ctx.gathers:
             flat = x.new_empty(context.mesh.size("tp") * x.numel())
             whole = all_gather_into_async(flat, x.contiguous().view(-1), context.mesh, "tp")
-        grad_x = grad @ ctx.weight
+        grad_x = multiplied(torch.matmul, grad, ctx.weight)
         scattered, flat_grad = Handle(grad_x), grad_x.reshape(-1)
         if ctx.gathers:
             mine = torch.empty_like(x, dtype=grad_x.dtype, memory_format=torch.contiguous_format)

@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from typing import Any
+
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron.core.ops import matmul
-from megatron.core.ops.matmul import add_transposed_times, times_transposed, transposed_times
+from megatron.core.ops.matmul import add_transposed_times, multiplied, times_transposed, transposed_times
 
 BIG = (96, 128, 160)  # enough work for oneDNN
 DTYPES = [torch.float32, torch.float64, torch.bfloat16]
 TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-13, torch.bfloat16: 0.1}
 
 
-@pytest.fixture(autouse=True, params=["oneDNN", "torch"])
+@pytest.fixture(autouse=True, params=["oneDNN", "torch", "bf16 by fp32"])
 def library(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both libraries, whatever the processor."""
+    """Every way, whatever the processor."""
     built = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
     monkeypatch.setattr(matmul, "_has_onednn", lambda: bool(built and request.param == "oneDNN"))
+    monkeypatch.setattr(matmul, "_is_slow_in_bf16", lambda: request.param == "bf16 by fp32")
 
 
 def tensors(*shapes: tuple[int, ...], dtype: torch.dtype) -> list[Tensor]:
@@ -82,3 +88,52 @@ def test_a_product_is_added_to_a_sum_of_a_wider_type(wide: torch.dtype, monkeypa
     add_transposed_times(total, a, b)
     add_transposed_times(total, a, b)
     assert_near(total - 1000.0, 2 * (a.double().t() @ b.double()), torch.bfloat16)
+
+
+class _Types(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Notes the types of what products multiply."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.seen: set[torch.dtype] = set()
+
+    def __torch_dispatch__(
+        self, function: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if function.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.addmm_):
+            self.seen |= {each.dtype for each in args if isinstance(each, Tensor)}
+        return function(*args, **(kwargs or {}))
+
+
+def test_bf16_products_are_computed_in_fp32_where_that_is_faster() -> None:
+    """Forward, of inputs and of weights; rounded once, to the nearest bf16. Other types stay as they are."""
+    a, b = (x.detach() for x in tensors((128, 512), (96, 512), dtype=torch.bfloat16))
+    wanted = torch.float32 if matmul._is_slow_in_bf16() else torch.bfloat16
+    with _Types() as types:
+        found = times_transposed(a, b)
+        transposed_times(a.t(), b.t(), add_to=transposed_times(a.t(), b.t()))
+        multiplied(F.linear, a, b, None)
+    assert types.seen == {wanted}
+    if wanted == torch.float32:
+        assert torch.equal(found, (a.float() @ b.float().t()).bfloat16())
+    with _Types() as types:
+        times_transposed(a.double(), b.double())
+    assert types.seen == {torch.float64}
+
+
+def test_few_rows_are_not_worth_a_copy_of_the_weight() -> None:
+    """Copies cost more than what a product of a few rows saves."""
+    a, b = (x.detach() for x in tensors((8, 512), (96, 512), dtype=torch.bfloat16))
+    with _Types() as types:
+        times_transposed(a, b)
+    assert types.seen == {torch.bfloat16}
+
+
+def test_an_fp32_sum_gets_products_of_bf16_numbers_that_were_never_rounded() -> None:
+    """Where they are computed in fp32 anyway."""
+    if not matmul._is_slow_in_bf16():
+        pytest.skip("other products are rounded to bf16 before they are added")
+    a, b = (x.detach() for x in tensors((128, 200), (128, 96), dtype=torch.bfloat16))
+    total = torch.zeros(200, 96)
+    add_transposed_times(total, a, b)
+    assert_near(total, a.double().t() @ b.double(), torch.float32)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from megatron.core.ops import matmul
 from megatron.core.parallel.mesh import Mesh
 from megatron.core.tensor_parallel import cross_entropy
 from megatron.core.tensor_parallel.cross_entropy import (
@@ -60,6 +61,30 @@ def test_loss_and_gradients_equal_plain_torch(with_bias: bool) -> None:
     expected_grads = torch.autograd.grad(expected * 3.0, parameters)
     for mine, theirs in zip(torch.autograd.grad(actual * 3.0, parameters), expected_grads):
         torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("slow", [False, True])
+def test_bf16_gradients_have_their_inputs_type(slow: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where products are computed in fp32; then what is rounded is the whole gradient, once."""
+    monkeypatch.setattr(matmul, "_is_slow_in_bf16", lambda: slow)
+    types: list[torch.dtype] = []
+    whole = cross_entropy._LinearCrossEntropy.forward
+
+    def forward(ctx: Any, *inputs: Any) -> Any:
+        loss = whole(ctx, *inputs)
+        types.extend(each.dtype for each in ctx.gradients[:2])
+        return loss
+
+    monkeypatch.setattr(cross_entropy._LinearCrossEntropy, "forward", staticmethod(forward))
+    hidden, weight, _, labels, loss_weights = problem(torch.bfloat16)
+    loss = linear_cross_entropy(hidden, weight, labels, loss_weights, **ONE_RANK)
+    found = torch.autograd.grad(loss, [hidden, weight])
+    assert types == [torch.bfloat16] * 2  # else an fp32 gradient of the vocabulary's size waits for the backward pass
+    wide = [each.detach().double().requires_grad_() for each in (hidden, weight)]
+    expected = torch.autograd.grad(plain(wide[0], wide[1], None, labels, loss_weights), wide)
+    for mine, theirs in zip(found, expected):
+        close = 0.01 if slow else 0.1  # logits and their gradients are rounded only in the other way
+        torch.testing.assert_close(mine.double(), theirs, rtol=0.0, atol=close)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
