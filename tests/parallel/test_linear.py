@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -14,9 +15,10 @@ from megatron.config.fp8 import Fp8Config
 from megatron.core.distributed.buffers import build_buffers
 from megatron.core.distributed.grad_sync import GradSync
 from megatron.core.moe.grouped_linear import GroupedLinear
+from megatron.core.ops import matmul
 from megatron.core.ops.grouped_matmul import Groups, Loop
 from megatron.core.ops.matmul import transposed_times
-from megatron.core.parallel.collectives import Handle, reduce_scatter_into_async
+from megatron.core.parallel.collectives import Handle, all_reduce, reduce_scatter_into_async
 from megatron.core.parallel.context import ParallelContext
 from megatron.core.parallel.recompute import recomputed
 from megatron.core.tensor_parallel import linear as linear_module
@@ -56,6 +58,46 @@ def test_sequence_parallel_layer_keeps_its_part_of_the_sequence() -> None:
     for kept, right in run_ranks(kept_by_a_column_layer, tp=2, sequence_parallel=True, dtype=torch.float64):
         assert right
         assert kept == LENGTH * WIDTH // 2
+
+
+def products_in_fp32(context: ParallelContext, freezes: bool) -> list[bool]:
+    """Whether a bf16 layer gives the same bits with and without gradients, and where its gradients are those of a plain
+    product of the whole: of the input's part, and of the weight, if it is not frozen.
+    """
+    generator = torch.Generator().manual_seed(1)
+    layer = ColumnParallelLinear(WIDTH, 4, context, init=Normal(0.5), bias=False)
+    torch.nn.init.normal_(layer.weight, generator=torch.Generator().manual_seed(2 + context.mesh.rank("tp")))
+    layer.requires_grad_(not freezes)
+    whole = torch.randn(128, 1, WIDTH, generator=generator).to(context.dtype).requires_grad_()
+    size, rank = context.mesh.size("tp"), context.mesh.rank("tp")
+    part = (whole.detach().chunk(size)[rank] if context.sequence_parallel else whole.detach()).requires_grad_()
+    with patch.object(matmul, "_is_slow_in_bf16", lambda: True):
+        out = layer(part)
+        with torch.no_grad():
+            again = layer(part)
+        torch.autograd.backward(out.float().square().sum())
+    weight = layer.weight.detach().double().requires_grad_()
+    torch.autograd.backward((whole.double() @ weight.t()).square().sum())
+    assert whole.grad is not None and weight.grad is not None and part.grad is not None
+    expected = all_reduce(whole.grad.float(), context.mesh, "tp")
+    if context.sequence_parallel:
+        expected = expected.chunk(size)[rank]
+    found = [torch.equal(out, again), near(part.grad, expected)]
+    return [*found, layer.weight.grad is None if freezes else near(layer.weight.grad, weight.grad)]
+
+
+def near(found: Tensor | None, expected: Tensor) -> bool:
+    """But for rounding to bf16."""
+    return found is not None and bool((found - expected).abs().max() < 0.02 * expected.abs().max())
+
+
+@pytest.mark.parametrize("freezes", [False, True])
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_products_in_fp32_of_bf16_layers(sequence_parallel: bool, freezes: bool) -> None:
+    """Trained and frozen, gathering or not; the same bits in evaluation and where a layer is recomputed."""
+    layer = partial(products_in_fp32, freezes=freezes)
+    for found in run_ranks(layer, tp=2, sequence_parallel=sequence_parallel, dtype=torch.bfloat16):
+        assert found == [True] * 3
 
 
 def order_of_a_backward_pass(context: ParallelContext) -> tuple[list[str], bool]:

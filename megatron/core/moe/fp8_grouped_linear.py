@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from megatron.core.moe.grouped_linear import GroupedLinear
@@ -24,7 +23,7 @@ class Fp8GroupedLinear(GroupedLinear):
 
     def multiply(self, rows: Tensor, weight: Tensor, groups: Groups) -> Tensor:
         """See ``GroupedLinear``."""
-        if self.context.products.multiply is not F.linear:  # generation
+        if self.context.products.are_for_generation:
             return super().multiply(rows, weight, groups)
         quantizer = self.quantizers[weight]
         operands = quantizer.quantize_all(groups.parts(rows), quantizer.input, along=False)

@@ -65,7 +65,8 @@ class GroupedLinear:
 
     def multiply(self, rows: Tensor, weight: Tensor, groups: Groups) -> Tensor:
         """The product."""
-        return self.backend.multiply(rows, weight.detach().flatten(1, -2).transpose(1, 2), groups)
+        backend = self.backend.for_generation() if self.context.products.are_for_generation else self.backend
+        return backend.multiply(rows, weight.detach().flatten(1, -2).transpose(1, 2), groups)
 
     def multiply_back(self, grad: Tensor, weight: Tensor, groups: Groups) -> Tensor:
         """The gradient of the rows."""

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any, Protocol
 
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from megatron.core.device import capability, is_gpu
-from megatron.core.ops.matmul import add_transposed_times, multiplied
+from megatron.core.ops.matmul import add_transposed_times, is_faster_in_fp32, product, transposed_times
 from megatron.errors import ConfigError
 
 _grouped_mm: Any = getattr(functional, "grouped_mm", None)
@@ -68,9 +69,16 @@ class Backend(Protocol):
         """Add that to ``total`` [e, out, in], whose type may be wider."""
         ...
 
+    def for_generation(self) -> Backend:
+        """The same where bits of a row may not depend on how many rows there are."""
+        ...
 
+
+@dataclass(frozen=True)
 class Loop:
-    """One product for each group, in any type on any device."""
+    """One product for each group, in any type on any device. ``product``: of two matrices."""
+
+    product: Callable[[Tensor, Tensor], Tensor] = product
 
     def supports(self, dtype: torch.dtype, device: torch.device, widths: tuple[int, ...]) -> str | None:
         """Everything."""
@@ -80,14 +88,14 @@ class Loop:
         """See ``Backend``."""
         out = rows.new_empty(rows.shape[0], matrices.shape[2])
         for part, matrix, into in zip(groups.parts(rows), matrices.unbind(0), groups.parts(out)):
-            torch.mm(part, matrix, out=into)
+            into.copy_(self.product(part, matrix))
         return out
 
     def outer(self, grads: Tensor, rows: Tensor, groups: Groups) -> Tensor:
         """See ``Backend``."""
         out = rows.new_empty(len(groups.sizes), grads.shape[1], rows.shape[1])
         for grad, part, into in zip(groups.parts(grads), groups.parts(rows), out.unbind(0)):
-            torch.mm(grad.t(), part, out=into)
+            into.copy_(transposed_times(grad, part))
         return out
 
     def add_outer(self, total: Tensor, grads: Tensor, rows: Tensor, groups: Groups) -> None:
@@ -95,6 +103,10 @@ class Loop:
         for grad, part, into in zip(groups.parts(grads), groups.parts(rows), total.unbind(0)):
             if len(part):
                 add_transposed_times(into, grad, part)
+
+    def for_generation(self) -> Backend:
+        """See ``Backend``."""
+        return Loop(torch.mm)
 
 
 class GroupedMM:
@@ -114,15 +126,21 @@ class GroupedMM:
 
     def multiply(self, rows: Tensor, matrices: Tensor, groups: Groups) -> Tensor:
         """See ``Backend``."""
-        return multiplied(partial(_grouped_mm, offs=groups.ends), _aligned(rows), matrices)
+        found: Tensor = _grouped_mm(_aligned(rows), matrices, offs=groups.ends)
+        return found
 
     def outer(self, grads: Tensor, rows: Tensor, groups: Groups) -> Tensor:
         """See ``Backend``."""
-        return multiplied(partial(_grouped_mm, offs=groups.ends), _aligned(grads).t(), _aligned(rows))
+        found: Tensor = _grouped_mm(_aligned(grads).t(), _aligned(rows), offs=groups.ends)
+        return found
 
     def add_outer(self, total: Tensor, grads: Tensor, rows: Tensor, groups: Groups) -> None:
         """See ``Backend``; the kernel cannot add, and a product for each group would wait for their sizes."""
         total.add_(self.outer(grads, rows, groups))
+
+    def for_generation(self) -> Backend:
+        """See ``Backend``."""
+        return self
 
 
 def _aligned(rows: Tensor) -> Tensor:
@@ -151,6 +169,8 @@ def choose(dtype: torch.dtype, device: torch.device, widths: tuple[int, ...], ba
     """The backend for products of ``widths``; ConfigError when the one named explicitly refuses."""
     if backend == "auto":
         refused = BACKENDS["grouped_mm"].supports(dtype, device, widths)
+        if refused is None and is_faster_in_fp32(dtype, device):
+            refused = "on this processor products of single groups, computed in fp32, are faster"
         name = "grouped_mm" if refused is None else "loop"
         return Choice(name, BACKENDS[name], refused)
     reason = BACKENDS[backend].supports(dtype, device, widths)

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 _ONEDNN_FROM = 1 << 20  # multiplications; below, the fixed cost of a call outweighs the speed
 _BLOCK_ELEMENTS = 1 << 22  # of a sum, computed before they are added: what stays in the caches
@@ -25,14 +26,24 @@ def multiplied(function: Callable[..., Tensor], *operands: Tensor | None) -> Ten
     """
     first = operands[0]
     assert first is not None
-    if not is_faster_in_fp32(first) or first.numel() < _WIDE_FROM * first.shape[-1]:
+    if not is_faster_in_fp32(first.dtype, first.device) or first.numel() < _WIDE_FROM * first.shape[-1]:
         return function(*operands)
     return function(*(None if each is None else each.float() for each in operands)).to(first.dtype)
 
 
-def is_faster_in_fp32(x: Tensor) -> bool:
-    """Whether products of ``x`` are faster by copies in fp32: bf16 on a CPU that is slow with it."""
-    return x.dtype == torch.bfloat16 and x.device.type == "cpu" and _is_slow_in_bf16()
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """``x·weightᵀ + bias``: [..., in], [out, in], [out] -> [..., out]."""
+    return multiplied(functional.linear, x, weight, bias)
+
+
+def product(a: Tensor, b: Tensor) -> Tensor:
+    """``a·b``: [m, k] and [k, n] -> [m, n]. Without gradient."""
+    return multiplied(torch.mm, a, b)
+
+
+def is_faster_in_fp32(dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether products of ``dtype`` are faster by copies in fp32: bf16 on a CPU that is slow with it."""
+    return dtype == torch.bfloat16 and device.type == "cpu" and _is_slow_in_bf16()
 
 
 def times_transposed(a: Tensor, b: Tensor, bias: Tensor | None = None, *, buffer: Tensor | None = None) -> Tensor:
@@ -40,16 +51,16 @@ def times_transposed(a: Tensor, b: Tensor, bias: Tensor | None = None, *, buffer
 
     ``buffer`` [at least m, n] may be used for the result, to spare the system fresh pages for a large one.
     """
-    if is_faster_in_fp32(a):
-        found = multiplied(torch.nn.functional.linear, a, b, bias)
+    if is_faster_in_fp32(a.dtype, a.device):
+        found = linear(a, b, bias)
         return found if buffer is None else buffer[: a.shape[0]].copy_(found)
     if not _onednn_serves(a, b):
         out = None if buffer is None else buffer[: a.shape[0]]
         return torch.mm(a, b.t(), out=out) if bias is None else torch.addmm(bias, a, b.t(), out=out)
     if not (b.is_contiguous() or b.t().is_contiguous()):
         b = b.contiguous()  # oneDNN has no fast kernel for a slice of columns
-    product: Tensor = torch.ops.mkldnn._linear_pointwise(a, b, bias, "none", [], "")
-    return product
+    blocked: Tensor = torch.ops.mkldnn._linear_pointwise(a, b, bias, "none", [], "")
+    return blocked
 
 
 def transposed_times(a: Tensor, b: Tensor, *, add_to: Tensor | None = None) -> Tensor:
@@ -58,8 +69,8 @@ def transposed_times(a: Tensor, b: Tensor, *, add_to: Tensor | None = None) -> T
     A weight's gradient. It may come as a transposed view: oneDNN needs one operand transposed in memory, and the
     smaller of the two is the cheaper one. Add only to what this function returned for the same shapes.
     """
-    if is_faster_in_fp32(a):
-        found = multiplied(torch.mm, a.t(), b)
+    if is_faster_in_fp32(a.dtype, a.device):
+        found = product(a.t(), b)
         return found if add_to is None else add_to.add_(found)
     if not _onednn_serves(a.t(), b.t()):
         return torch.mm(a.t(), b) if add_to is None else add_to.addmm_(a.t(), b)
@@ -82,15 +93,15 @@ def add_transposed_times(total: Tensor, a: Tensor, b: Tensor) -> None:
     """
     if total.dtype == a.dtype:
         transposed_times(a, b, add_to=total)
-    elif total.dtype == torch.float32 and is_faster_in_fp32(a):
+    elif total.dtype == torch.float32 and is_faster_in_fp32(a.dtype, a.device):
         transposed_times(a.float(), b.float(), add_to=total)
     elif total.device.type != "cpu" and _adds_to_wider():
         torch.addmm(total, a.t(), b, out_dtype=total.dtype, out=total)
     else:
         block = max(64, _BLOCK_ELEMENTS // b.shape[1] // 64 * 64)
         for start in range(0, total.shape[0], block):
-            product = torch.mm(a[:, start : start + block].t(), b)
-            total[start : start + block].add_(product.to(total.dtype))  # on CPU two steps are faster than one
+            part = torch.mm(a[:, start : start + block].t(), b)
+            total[start : start + block].add_(part.to(total.dtype))  # on CPU two steps are faster than one
 
 
 @functools.cache

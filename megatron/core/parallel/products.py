@@ -7,8 +7,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
+
+from megatron.core.ops.matmul import linear
 
 Multiply = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 """``x·weightᵀ + bias``: [..., in], [out, in], [out] -> [..., out]."""
@@ -18,11 +19,16 @@ Multiply = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 class Products:
     """``multiply``: what linear layers call in forward passes without gradients of their own, and logits."""
 
-    multiply: Multiply = F.linear
+    multiply: Multiply = linear
+
+    @property
+    def are_for_generation(self) -> bool:
+        """Whether the layers compute answers now, and not a loss."""
+        return self.multiply is not linear
 
     def by_head(self, x: Tensor, weight: Tensor) -> Tensor:
         """``x·weight`` of each head, without gradient: [s, b, n, in], [n, in, out] -> [s, b, n, out]."""
-        if self.multiply is F.linear:
+        if not self.are_for_generation:
             return torch.einsum("sbni,nio->sbno", x, weight)
         heads = zip(x.unbind(2), weight.transpose(1, 2), strict=True)
         return torch.stack([self.multiply(rows, matrix, None) for rows, matrix in heads], dim=2)

@@ -102,7 +102,7 @@ def vocab_parallel_argmax(
 
 def _widened(x: Tensor) -> Tensor:
     """``x`` in the type in which its products are fastest: a copy for all chunks, logits of which aren't rounded."""
-    return x.float() if is_faster_in_fp32(x) else x
+    return x.float() if is_faster_in_fp32(x.dtype, x.device) else x
 
 
 def _wide(x: Tensor) -> torch.dtype:

@@ -35,15 +35,17 @@ def linear(
     ``gathers``: ``x`` [s, b, in] is this rank's part of the sequence and the product is that of all, [S, b, out].
     ``fp8``: computes it in 8 bits, except for generation, which has products of its own.
     """
-    if fp8 is not None and (torch.is_grad_enabled() or context.products.multiply is F.linear):
+    if fp8 is not None and (torch.is_grad_enabled() or not context.products.are_for_generation):
         return fp8(x, weight, bias, gathers=gathers)
-    by_hand = context.weight_gradients.may_wait or weight in context.weight_gradients.main_grads
-    by_hand |= is_faster_in_fp32(x)
-    if not (by_hand or gathers) or not (torch.is_grad_enabled() and weight.requires_grad):
+    by_hand = gathers or context.weight_gradients.may_wait or weight in context.weight_gradients.main_grads
+    by_hand = (by_hand and weight.requires_grad) or is_faster_in_fp32(x.dtype, x.device)
+    if not (by_hand and torch.is_grad_enabled()):
         return context.products.multiply(enter(x, context) if gathers else x, weight, bias)
-    if not x.requires_grad:
-        x = x.detach().requires_grad_()  # else there is no backward pass, as autograd doesn't see the weight
-    add_gradient = partial(add_weight_gradient, weight, context)
+    add_gradient = None
+    if weight.requires_grad:
+        add_gradient = partial(add_weight_gradient, weight, context)
+        if not x.requires_grad:
+            x = x.detach().requires_grad_()  # else there is no backward pass, as autograd doesn't see the weight
     return _Linear.apply(x, bias, weight.detach(), add_gradient, context, gathers)  # type: ignore[no-untyped-call, no-any-return]
 
 
@@ -54,9 +56,9 @@ class _Linear(torch.autograd.Function):
     dy·W is computed x is gathered again for dW, and while dW is computed dx is summed (arXiv:2205.05198).
 
     The weight is no input of the function, because autograd would call the weight's hooks before a later gradient is
-    computed. ``add_gradient`` hands the gradient to autograd once it is computed: autograd adds it to ``weight.grad``
-    and calls the hooks, as for any other parameter. Gradients of biases, norms, embeddings and the output matrix are
-    never left for later: they are cheap, or were computed in the forward pass.
+    computed. ``add_gradient``, None for a frozen weight, hands the gradient to autograd once it is computed: autograd
+    adds it to ``weight.grad`` and calls the hooks, as for any other parameter. Gradients of biases, norms, embeddings
+    and the output matrix are never left for later: they are cheap, or were computed in the forward pass.
     """
 
     @staticmethod
@@ -65,33 +67,39 @@ class _Linear(torch.autograd.Function):
         x: Tensor,
         bias: Tensor | None,
         weight: Tensor,
-        add_gradient: Callable[[Tensor, Tensor], None],
+        add_gradient: Callable[[Tensor, Tensor], None] | None,
         context: ParallelContext,
         gathers: bool,
     ) -> Tensor:
-        ctx.save_for_backward(x)
+        ctx.save_for_backward(*(() if add_gradient is None else (x,)))
+        ctx.shape = x.shape
         ctx.weight, ctx.add_gradient, ctx.context, ctx.gathers = weight, add_gradient, context, gathers
         ctx.at_once = will_be_recomputed()
         return multiplied(F.linear, all_gather(x, context.mesh, "tp") if gathers else x, weight, bias)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        (x,), rows = ctx.saved_tensors, grad.flatten(0, -2)
         context: ParallelContext = ctx.context
-        whole = Handle(x)
+        handles = [Handle(x) for x in ctx.saved_tensors]
         if ctx.gathers:
-            flat = x.new_empty(context.mesh.size("tp") * x.numel())
-            whole = all_gather_into_async(flat, x.contiguous().view(-1), context.mesh, "tp")
+            handles = [_gathering(x, context) for x in ctx.saved_tensors]
         grad_x = multiplied(torch.matmul, grad, ctx.weight)
         scattered, flat_grad = Handle(grad_x), grad_x.reshape(-1)
         if ctx.gathers:
-            mine = torch.empty_like(x, dtype=grad_x.dtype, memory_format=torch.contiguous_format)
+            mine = grad_x.new_empty(ctx.shape)
             scattered = reduce_scatter_into_async(mine.view(-1), flat_grad, context.mesh, "tp")
             grad_x = mine
-        work = partial(ctx.add_gradient, rows, whole.wait().reshape(-1, x.shape[-1]))
-        context.weight_gradients.do(work, at_once=ctx.at_once)
+        rows = grad.flatten(0, -2)
+        for whole in handles:
+            work = partial(ctx.add_gradient, rows, whole.wait().reshape(-1, ctx.shape[-1]))
+            context.weight_gradients.do(work, at_once=ctx.at_once)
         scattered.wait()
         return grad_x, rows.sum(0) if ctx.needs_input_grad[1] else None, None, None, None, None
+
+
+def _gathering(x: Tensor, context: ParallelContext) -> Handle[Tensor]:
+    flat = x.new_empty(context.mesh.size("tp") * x.numel())
+    return all_gather_into_async(flat, x.contiguous().view(-1), context.mesh, "tp")
 
 
 @torch.no_grad()

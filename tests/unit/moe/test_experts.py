@@ -12,15 +12,18 @@ from unittest import mock
 import pytest
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from megatron.config.model import ModelConfig
 from megatron.config.moe import MoEConfig
 from megatron.core.moe import experts
 from megatron.core.moe.capacity import within_capacity
+from megatron.core.moe.grouped_linear import GroupedLinear
 from megatron.core.moe.layer import MoELayer
 from megatron.core.moe.routing import Routing, choose_experts, chosen, scores_of, weights_of
+from megatron.core.ops import matmul
 from megatron.core.ops.attention.cached import AttentionCache
-from megatron.core.ops.grouped_matmul import BACKENDS, Groups
+from megatron.core.ops.grouped_matmul import BACKENDS, Groups, choose
 from megatron.core.parallel.context import ParallelContext
 from megatron.core.parallel.recompute import recomputed
 from megatron.core.parallel.rng import StreamKey
@@ -235,6 +238,26 @@ def test_backends_agree(dtype: torch.dtype) -> None:
         for implementation in BACKENDS.values():
             assert implementation.multiply(rows, torch.ones(2, HIDDEN, 8, dtype=dtype), groups).shape == (number, 8)
             assert implementation.outer(rows, rows, groups)[1].count_nonzero() == 0
+
+
+def test_products_in_fp32_of_bf16_experts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Expert by expert where processors are slow in bf16; generation multiplies as it came, as a row's bits may not
+    depend on how many others there are.
+    """
+    monkeypatch.setattr(matmul, "_is_slow_in_bf16", lambda: True)
+    device, generator = torch.device("cpu"), torch.Generator().manual_seed(1)
+    choice = choose(torch.bfloat16, device, (HIDDEN, HIDDEN))
+    assert choice.name == "loop" and choose(torch.float32, device, (HIDDEN, HIDDEN)).name == "grouped_mm"
+    assert choose(torch.bfloat16, device, (HIDDEN, HIDDEN), "grouped_mm").name == "grouped_mm"
+    rows, weight = (torch.randn(*shape, generator=generator).bfloat16() for shape in ((160, 512), (2, 96, 512)))
+    groups, context = Groups(torch.tensor([80, 80])), ParallelContext.single(dtype=torch.bfloat16)
+    layers = GroupedLinear(choice.backend, context)
+    by_expert = [(part, matrix.t()) for part, matrix in zip(groups.parts(rows), weight)]
+    wide = torch.cat([(part.float() @ matrix.float()).bfloat16() for part, matrix in by_expert])
+    assert torch.equal(layers.multiply(rows, weight, groups), wide)
+    with context.products.by(functional.linear):
+        narrow = layers.multiply(rows, weight, groups)
+    assert torch.equal(narrow, torch.cat([part @ matrix for part, matrix in by_expert]))
 
 
 def test_shared_experts_see_every_token() -> None:
