@@ -49,6 +49,7 @@ def megatron_step(shape: Shape, dtype: str, case: Case) -> Step:
     from megatron.config.precision import PrecisionConfig
     from megatron.core.distributed.buffers import build_buffers
     from megatron.core.distributed.grad_sync import GradSync
+    from megatron.core.ops.matmul import is_fusion_faster
     from megatron.core.optimizer.optimizer import Optimizer
     from megatron.core.parallel.context import ParallelContext
 
@@ -65,7 +66,8 @@ def megatron_step(shape: Shape, dtype: str, case: Case) -> Step:
     context = ParallelContext.single(dtype=torch.bfloat16 if dtype == "bf16" else torch.float32)
     model, compute_loss = case.ours(shape, config, context)
     buffers = build_buffers(model.named_parameters(), context, grad_dtype=torch.float32)
-    grad_sync = GradSync(buffers, context, sharded=False, overlap=False)
+    fuses = is_fusion_faster(context.dtype, context.device)
+    grad_sync = GradSync(buffers, context, sharded=False, overlap=False, fuses_accumulation=fuses)
     optimizer = Optimizer(
         buffers, OptimizerConfig(lr=1e-4, clip_grad=0.0), PrecisionConfig(bf16=dtype == "bf16"), context, sharded=False
     )

@@ -60,7 +60,7 @@ class _Layout:
             DTYPES[run.precision.params_dtype],
             run.fp8,
             run.num_layers if run.fp8.is_on else 0,
-            run.parallel.fuses_accumulation(on_cpu=False),
+            run.parallel.fuses_accumulation(is_faster=True),
         )
 
 

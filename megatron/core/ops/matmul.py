@@ -46,6 +46,11 @@ def is_faster_in_fp32(dtype: torch.dtype, device: torch.device) -> bool:
     return dtype == torch.bfloat16 and device.type == "cpu" and _is_slow_in_bf16()
 
 
+def is_fusion_faster(dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether ``add_transposed_times`` to a sum in fp32 is faster than a product of ``dtype`` and its addition."""
+    return device.type != "cpu" or is_faster_in_fp32(dtype, device)
+
+
 def times_transposed(a: Tensor, b: Tensor, bias: Tensor | None = None, *, buffer: Tensor | None = None) -> Tensor:
     """``a·bᵀ`` (+ ``bias`` on every row): [m, k] and [n, k] -> [m, n]. Without gradient.
 

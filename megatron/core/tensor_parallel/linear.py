@@ -80,9 +80,7 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         context: ParallelContext = ctx.context
-        handles = [Handle(x) for x in ctx.saved_tensors]
-        if ctx.gathers:
-            handles = [_gathering(x, context) for x in ctx.saved_tensors]
+        handles = [_gathering(x, context) if ctx.gathers else Handle(x) for x in ctx.saved_tensors]
         grad_x = multiplied(torch.matmul, grad, ctx.weight)
         scattered, flat_grad = Handle(grad_x), grad_x.reshape(-1)
         if ctx.gathers:

@@ -16,6 +16,7 @@ from megatron.core.distributed.buffers import FlatBuffer, build_buffers, frozen_
 from megatron.core.distributed.grad_sync import GradSync
 from megatron.core.distributed.parameter_policy import parameter_policies
 from megatron.core.models.train_spec import ModelChunk, TrainSpec
+from megatron.core.ops.matmul import is_fusion_faster
 from megatron.core.optimizer.optimizer import Optimizer
 from megatron.core.optimizer.schedule import Schedule
 from megatron.core.parallel.collectives import all_reduce, barrier, gather_objects
@@ -125,7 +126,9 @@ def build_run(
         sharded=sharded,
         overlap=config.parallel.overlap_grad_reduce,
         sums_in_fp32=config.parallel.ddp_reduce_scatter_with_fp32_accumulation,
-        fuses_accumulation=config.parallel.fuses_accumulation(on_cpu=context.device.type == "cpu"),
+        fuses_accumulation=config.parallel.fuses_accumulation(
+            is_faster=is_fusion_faster(context.dtype, context.device)
+        ),
     )
     optimizer = Optimizer(
         buffers,
