@@ -120,15 +120,14 @@ def build_run(
         pads_buckets=config.parallel.ddp_pad_buckets_for_high_nccl_busbw,
         policies=policies,
     )
+    fuses = config.parallel.fuses_accumulation(is_faster=is_fusion_faster(context.dtype, context.device))
     grad_sync = GradSync(
         buffers,
         context,
         sharded=sharded,
         overlap=config.parallel.overlap_grad_reduce,
         sums_in_fp32=config.parallel.ddp_reduce_scatter_with_fp32_accumulation,
-        fuses_accumulation=config.parallel.fuses_accumulation(
-            is_faster=is_fusion_faster(context.dtype, context.device)
-        ),
+        fuses_accumulation=fuses,
     )
     optimizer = Optimizer(
         buffers,
