@@ -46,6 +46,11 @@ def is_faster_in_fp32(dtype: torch.dtype, device: torch.device) -> bool:
     return dtype == torch.bfloat16 and device.type == "cpu" and _is_slow_in_bf16()
 
 
+def in_fastest_type(x: Tensor) -> Tensor:
+    """``x`` in the type in which its products are fastest: fp32 where ``is_faster_in_fp32``."""
+    return x.float() if is_faster_in_fp32(x.dtype, x.device) else x
+
+
 def is_fusion_faster(dtype: torch.dtype, device: torch.device) -> bool:
     """Whether ``add_transposed_times`` to a sum in fp32 is faster than a product of ``dtype`` and its addition."""
     return device.type != "cpu" or is_faster_in_fp32(dtype, device)

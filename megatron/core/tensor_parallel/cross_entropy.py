@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from megatron.core.ops.compiled import Compiled
-from megatron.core.ops.matmul import is_faster_in_fp32, times_transposed, transposed_times
+from megatron.core.ops.matmul import in_fastest_type, times_transposed, transposed_times
 from megatron.core.parallel.collectives import all_reduce
 from megatron.core.parallel.mesh import Mesh
 
@@ -98,11 +98,6 @@ def vocab_parallel_argmax(
         candidate = torch.where(top == highest, index + vocabulary.start, torch.iinfo(torch.int64).max)
         best[chunk.rows] = all_reduce(candidate, vocabulary.mesh, "tp", op="min")
     return best
-
-
-def _widened(x: Tensor) -> Tensor:
-    """``x`` in the type in which its products are fastest: a copy for all chunks, logits of which aren't rounded."""
-    return x.float() if is_faster_in_fp32(x.dtype, x.device) else x
 
 
 def _wide(x: Tensor) -> torch.dtype:
@@ -233,8 +228,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
         cap: float | None,
         backward_scale: float | None,
     ) -> Tensor:
-        given, hidden, weight = hidden.dtype, _widened(hidden), _widened(weight)
-        bias = None if bias is None else _widened(bias)
+        # One copy for all chunks, whose logits then aren't rounded.
+        given, hidden, weight = hidden.dtype, in_fastest_type(hidden), in_fastest_type(weight)
+        bias = None if bias is None else in_fastest_type(bias)
         total = hidden.new_zeros((), dtype=_wide(hidden))
         loss_weights = loss_weights.to(total.dtype)
         needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from megatron.core.ops import matmul
 from megatron.core.ops.attention import AttentionOptions, AttentionRequest, choose, chunked, sdpa
 from megatron.core.ops.attention import attention as attention_with
 from megatron.core.ops.attention.registry import EVERYWHERE
@@ -329,11 +330,51 @@ def test_auto_takes_the_first_that_supports_the_request_and_says_why() -> None:
     )
 
 
-def test_bf16_on_a_cpu_prefers_blocks() -> None:
-    """Where torch's kernel is the slow one."""
+def test_bf16_on_a_cpu_prefers_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where torch's kernel is the slow one: not where it computes in fp32."""
+    monkeypatch.setattr(matmul, "_is_slow_in_bf16", lambda: True)
+    assert choose(request(dtype=torch.bfloat16)).name == "sdpa"
+    monkeypatch.setattr(matmul, "_is_slow_in_bf16", lambda: False)
     assert choose(request(dtype=torch.bfloat16)).name == "chunked"
     assert choose(request(dtype=torch.bfloat16, softmax_in_fp32=True)).name == "sdpa"
     assert choose(request(dtype=torch.bfloat16, device=torch.device("meta"))).name == "sdpa"
+
+
+@pytest.mark.parametrize(
+    ("shape", "options"),
+    [
+        ({}, {"causal": True}),
+        ({"g": 2}, {"causal": True, "document_ids": SEGMENTS}),
+        ({}, {"causal": False}),
+        ({}, {"causal": True, "window": (2, 0)}),
+        ({}, {"causal": False, "attention_mask": NOTHING}),
+        ({"sk": 12}, {"causal": True}),
+    ],
+    ids=["causal", "documents", "full", "window", "padding", "cached keys"],
+)
+def test_the_kernel_computes_bf16_in_fp32_where_that_is_faster(
+    shape: dict[str, int], options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rounded once: four times as near to the exact result as bf16 sums. Kept is what came, in bf16."""
+    monkeypatch.setattr(matmul, "_is_slow_in_bf16", lambda: True)
+    inputs = [x.detach().requires_grad_() for x in make_qkv(dtype=torch.bfloat16, **shape)]
+    kept: set[torch.dtype] = set()
+
+    def keep(x: Tensor) -> Tensor:
+        kept.update({x.dtype} if x.dim() == 4 else ())
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+        out = attention(*inputs, backend="sdpa", **options)
+    exact = [x.detach().double().requires_grad_() for x in inputs]
+    expected = attention(*exact, backend="eager", **options)
+    upstream = torch.randn(out.shape, generator=torch.Generator().manual_seed(2)).bfloat16()
+    found = [out, *torch.autograd.grad(out, inputs, upstream)]
+    for mine, theirs in zip(found, [expected, *torch.autograd.grad(expected, exact, upstream.double())]):
+        assert mine.dtype == torch.bfloat16
+        torch.testing.assert_close(mine.double(), theirs, rtol=0.01, atol=0.01)
+    if "attention_mask" not in options and "sk" not in shape:  # torch's own function keeps copies
+        assert kept == {torch.bfloat16}
 
 
 def test_explicit_choice_is_honoured_or_refused_with_the_reason() -> None:

@@ -20,6 +20,7 @@ from megatron.core.ops.attention import (
 )
 from megatron.core.ops.attention.capabilities import Capabilities
 from megatron.core.ops.attention.request import AttentionOptions, AttentionRequest, Gradients, PartialResult
+from megatron.core.ops.matmul import is_faster_in_fp32
 from megatron.errors import ConfigError
 
 
@@ -81,8 +82,9 @@ def preferred(request: AttentionRequest) -> tuple[str, ...]:
     """What ``auto`` tries, in this order: the fastest kernels of the GPU's generation, then those for any device."""
     first: tuple[str, ...] = ()
     if request.device.type == "cpu":
-        # In bf16 on a CPU torch's kernel takes twice the time of blocks of matrix products.
-        first = ("chunked",) if request.dtype == torch.bfloat16 else ()
+        # In bf16 on a CPU torch's kernel takes twice the time of blocks of matrix products, unless it can be in fp32.
+        is_slow = request.dtype == torch.bfloat16 and not is_faster_in_fp32(request.dtype, request.device)
+        first = ("chunked",) if is_slow else ()
     elif request.capability is not None:
         first = ("flash_attn_2", "varlen")
         # cuDNN is called once for each document, the others once for all.

@@ -1,6 +1,7 @@
 """Attention through torch's scaled_dot_product_attention: no score matrix is kept.
 
 Its flash kernels have no window. On a CPU, queries are taken a few at a time, with the keys that they see and a mask.
+In bf16 the kernel computes in fp32 where that is faster.
 Elsewhere, where the kernel has no mask, and for wide windows of long sequences a window is made of causal calls without
 one: positions are cut into blocks of the window's length. A block sees itself causally, and of the block before it the
 keys after the query's own place, which is a causal call on both read backwards. All blocks are two calls, and no score
@@ -22,6 +23,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from megatron.core.ops.attention.masks import allowed_keys, each_document
 from megatron.core.ops.attention.online_softmax import OnlineSoftmax
 from megatron.core.ops.attention.request import AttentionOptions, AttentionRequest, Gradients, PartialResult
+from megatron.core.ops.matmul import in_fastest_type, is_faster_in_fp32
 
 # With fewer keys in a window, blocks with masks (``chunked``) are faster on a GPU than the kernel's short calls.
 _SHORTEST_WINDOW = 64
@@ -100,6 +102,8 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Tenso
     causal, scale, grouped = options.causal and q.shape[0] > 1, options.scale, q.shape[2] != k.shape[2]
 
     def folded(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        if is_faster_in_fp32(q.dtype, q.device):
+            return _Whole.apply(q, k, v, options, causal).flatten(2)  # type: ignore[no-untyped-call, no-any-return]
         query, key, value = (_fold(x) for x in (q, k, v))
         out = F.scaled_dot_product_attention(query, key, value, is_causal=causal, scale=scale, enable_gqa=grouped)
         return _unfold(out, q).flatten(2)
@@ -120,12 +124,12 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Tenso
         )
     if options.attention_mask is None and (q.shape[0] == k.shape[0] or not causal):
         return folded(q, k, v) if options.document_ids is None else each_document(folded, q, k, v, options.document_ids)
-    query, key, value = (x.permute(1, 2, 0, 3) for x in (q, k, v))  # [b, n, s, d]
+    query, key, value = (in_fastest_type(x).permute(1, 2, 0, 3) for x in (q, k, v))  # [b, n, s, d]
     allowed = allowed_keys(q, k, options)
     out = F.scaled_dot_product_attention(query, key, value, allowed, scale=scale, enable_gqa=grouped)
     if options.attention_mask is not None and allowed is not None:
         out = out.masked_fill(~allowed.any(dim=-1, keepdim=True), 0.0)  # a query that sees no key gets zeros
-    return out.permute(2, 0, 1, 3).flatten(2)
+    return out.permute(2, 0, 1, 3).flatten(2).to(q.dtype)
 
 
 def attend_partly(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> PartialResult:
@@ -143,6 +147,26 @@ def gradients_of_part(
     upstream, query, key, value, out = (_fold(x) for x in widened(grad, q, k, v, whole.out))
     found = _kernel_gradients(upstream, query, key, value, out, lse, options, causal=options.causal)
     return Gradients(*(_unfold(each, x)[..., : x.shape[3]] for each, x in zip(found, (q, k, v))))
+
+
+class _Whole(torch.autograd.Function):
+    """On a CPU, by the kernel itself. Keeps q, k, v, the result and its log-sum-exp."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions, causal: bool) -> Tensor:
+        query, key, value = (_fold(x) for x in (q, k, v))
+        folded, lse = _kernel(query, key, value, options, causal=causal)
+        out = _unfold(folded, q)
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.options, ctx.causal = options, causal
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, out, lse = ctx.saved_tensors
+        upstream, query, key, value, result = (_fold(x) for x in (grad, q, k, v, out))
+        found = _kernel_gradients(upstream, query, key, value, result, lse, ctx.options, causal=ctx.causal)
+        return *(_unfold(each, x) for each, x in zip(found, (q, k, v))), None, None
 
 
 @dataclass(frozen=True)
@@ -309,9 +333,12 @@ def _kernel(
     """Result [b, n, s, d] and log-sum-exp [b, n, s] of torch's flash kernel. ``mask``: added to scores, on a CPU."""
     kernels, scale = torch.ops.aten, options.scale
     if query.device.type == "cpu":
-        out, lse = kernels._scaled_dot_product_flash_attention_for_cpu(
-            query, key, value, 0.0, causal, attn_mask=mask, scale=scale
+        q, k, v = (in_fastest_type(x) for x in (query, key, value))
+        mask = None if mask is None else mask.to(q.dtype)
+        wide, lse = kernels._scaled_dot_product_flash_attention_for_cpu(
+            q, k, v, 0.0, causal, attn_mask=mask, scale=scale
         )
+        out = wide.to(query.dtype)
     else:
         out, lse, *_ = kernels._scaled_dot_product_flash_attention(query, key, value, 0.0, causal, scale=scale)
     return out, lse
@@ -333,9 +360,12 @@ def _kernel_gradients(
     kernels, scale = torch.ops.aten, options.scale
     given = (upstream, query, key, value, out, lse.contiguous())
     if query.device.type == "cpu":
-        found = kernels._scaled_dot_product_flash_attention_for_cpu_backward(
-            *given, 0.0, causal, attn_mask=mask, scale=scale
+        wide = tuple(in_fastest_type(x) for x in given)
+        mask = None if mask is None else mask.to(wide[0].dtype)
+        grads = kernels._scaled_dot_product_flash_attention_for_cpu_backward(
+            *wide, 0.0, causal, attn_mask=mask, scale=scale
         )
+        found = tuple(each.to(query.dtype) for each in grads)
     else:
         unused = torch.empty(2, dtype=torch.uint64, device=query.device)  # the state of dropout's generator
         found = kernels._scaled_dot_product_flash_attention_backward(
