@@ -13,6 +13,7 @@ from megatron.core.ops.compiled import Compiled
 
 _QUICK = 1.702  # of x in the sigmoid that approximates GELU (arXiv:1606.08415)
 _APPROXIMATE = {"gelu": "none", "gelu_tanh": "tanh"}
+_OF_SEVERAL_OPERATORS = ("quick_gelu", "squared_relu")
 
 
 def activation(x: Tensor, kind: Nonlinearity) -> Tensor:
@@ -26,6 +27,13 @@ def activation(x: Tensor, kind: Nonlinearity) -> Tensor:
     if kind == "squared_relu":
         return functional.relu(x).square()
     return functional.gelu(x, approximate=_APPROXIMATE[kind])
+
+
+def plain_activation(x: Tensor, kind: Nonlinearity) -> Tensor:
+    """``activation`` that keeps ``x`` alone for the backward pass and, compiled, is one kernel in each direction."""
+    if kind not in _OF_SEVERAL_OPERATORS:
+        return activation(x, kind)
+    return _PlainActivation.apply(x, kind)  # type: ignore[no-untyped-call, no-any-return]
 
 
 def gated_activation(x: Tensor, kind: Nonlinearity, *, limit: float | None = None, offset: float = 0.0) -> Tensor:
@@ -56,6 +64,16 @@ def gated_gradients(
     return grad_x.mul_(scales), grad_scales
 
 
+@Compiled
+def _plain(x: Tensor, kind: Nonlinearity) -> Tensor:
+    return activation(x, kind)
+
+
+@Compiled
+def _plain_gradient(grad: Tensor, x: Tensor, kind: Nonlinearity) -> Tensor:
+    return _activation_gradient(grad, x, kind)
+
+
 def _activation_gradient(grad: Tensor, x: Tensor, kind: Nonlinearity) -> Tensor:
     if kind == "quick_gelu":
         share = torch.sigmoid(_QUICK * x)
@@ -82,6 +100,21 @@ def _cut_off(grad_x: Tensor, x: Tensor, limit: float | None) -> None:
         (grad_gate, grad_value), (gate, value) = grad_x.chunk(2, dim=-1), x.chunk(2, dim=-1)
         grad_gate.masked_fill_(gate > limit, 0.0)
         grad_value.masked_fill_(value.abs() > limit, 0.0)
+
+
+class _PlainActivation(torch.autograd.Function):
+    """Keeps ``x`` only, where autograd would keep what the operators of an activation give each other, too."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, kind: Nonlinearity) -> Tensor:
+        ctx.save_for_backward(x)
+        ctx.kind = kind
+        return _plain(x, kind)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        (x,) = ctx.saved_tensors
+        return _plain_gradient(grad, x, ctx.kind), None
 
 
 class _GatedActivation(torch.autograd.Function):

@@ -7,7 +7,7 @@ import dataclasses
 from torch import Tensor, nn
 
 from megatron.config.model import ModelConfig
-from megatron.core.ops.activation import activation, gated_activation
+from megatron.core.ops.activation import gated_activation, plain_activation
 from megatron.core.parallel.context import ParallelContext
 from megatron.core.parallel.costs import Costs, Workload, total_of
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
@@ -36,7 +36,7 @@ class MLP(nn.Module):
         if self._gated:
             inner = gated_activation(inner, self._kind, limit=self._limit, offset=self._offset)
         else:
-            inner = activation(inner, self._kind)
+            inner = plain_activation(inner, self._kind)
         out: Tensor = self.linear_fc2(inner)
         return out
 

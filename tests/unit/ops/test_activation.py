@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from megatron.config.model import Nonlinearity
-from megatron.core.ops.activation import activation, gated_activation
+from megatron.core.ops.activation import activation, gated_activation, plain_activation
 
 FORMULAS: dict[Nonlinearity, Callable[[Tensor], Tensor]] = {
     "gelu": lambda x: x * 0.5 * (1 + torch.erf(x / math.sqrt(2))),
@@ -27,6 +27,20 @@ def test_activation_is_its_formula(kind: Nonlinearity) -> None:
     """A speed or fusion choice must never swap tanh and exact GELU."""
     x = torch.linspace(-4, 4, 101, dtype=torch.float64)
     torch.testing.assert_close(activation(x, kind), FORMULAS[kind](x), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("kind", FORMULAS)
+def test_plain_activation(kind: Nonlinearity) -> None:
+    """The same, with the gradient of its formula, and one tensor kept."""
+    x, kept = torch.linspace(-4, 4, 101, dtype=torch.float64, requires_grad=True), list[Tensor]()
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):  # type: ignore[func-returns-value]
+        found = plain_activation(x, kind)
+    assert len({each.data_ptr() for each in kept}) == 1
+    torch.testing.assert_close(found, FORMULAS[kind](x), rtol=1e-12, atol=1e-12)
+    upstream = torch.randn(101, dtype=torch.float64)
+    (actual,), (wanted,) = (torch.autograd.grad(each, x, upstream) for each in (found, FORMULAS[kind](x)))
+    expected = wanted * (x.detach() != 0) if kind.endswith("relu") else wanted  # clamp has half a gradient at 0
+    torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("kind", FORMULAS)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch._dynamo.utils import counters
 
-from megatron.core.ops.activation import gated_activation
+from megatron.core.ops.activation import gated_activation, plain_activation
 from megatron.core.ops.compiled import compile_bodies
 from megatron.core.ops.norm import rms_norm
 from megatron.core.ops.rotary import RotaryTable, apply_rotary
@@ -28,7 +28,7 @@ def compiling_nothing_afterwards() -> Iterator[None]:
 
 
 def step() -> list[Tensor]:
-    """A norm, an MLP's activation and a rotation, and the gradients."""
+    """A norm, two activations and a rotation, and the gradients."""
     generator = torch.Generator().manual_seed(1)
     x, weight, cos, sin = (
         torch.randn(shape, dtype=torch.float64, generator=generator)
@@ -36,7 +36,8 @@ def step() -> list[Tensor]:
     )
     x.requires_grad_()
     weight.requires_grad_()
-    inner = gated_activation(rms_norm(x, weight, eps=1e-5), "silu", limit=2.0, offset=1.0)
+    normed = plain_activation(rms_norm(x, weight, eps=1e-5), "squared_relu")
+    inner = gated_activation(normed, "silu", limit=2.0, offset=1.0)
     out = apply_rotary(inner.view(16, 2, 2, 16), RotaryTable(cos, sin))
     torch.autograd.backward(out.square().sum())
     assert x.grad is not None and weight.grad is not None
@@ -44,7 +45,7 @@ def step() -> list[Tensor]:
 
 
 @pytest.mark.filterwarnings("ignore")  # torch's compiler warns of what torch itself does
-@pytest.mark.slow  # a C++ compiler takes a second or more for each of six functions
+@pytest.mark.slow  # a C++ compiler takes a second or more for each of eight functions
 @pytest.mark.skipif(shutil.which("g++") is None, reason="there is no C++ compiler")
 def test_compiled_functions_give_the_same_and_are_compiled_once() -> None:
     eager = step()
@@ -53,7 +54,7 @@ def test_compiled_functions_give_the_same_and_are_compiled_once() -> None:
     first = step()
     graphs = counters["stats"]["unique_graphs"]
     second = step()
-    assert graphs - before == 6  # three functions, forward and backward
+    assert graphs - before == 8  # four functions, forward and backward
     assert counters["stats"]["unique_graphs"] == graphs and not counters["graph_break"]
     for a, b, c in zip(eager, first, second):
         torch.testing.assert_close(b, a, rtol=1e-9, atol=1e-9)
