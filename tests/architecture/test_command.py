@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import runpy
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -62,18 +64,41 @@ def said(words: list[str], monkeypatch: pytest.MonkeyPatch) -> int:
     return int(left.value.code or 0)
 
 
-def test_a_wheel_holds_every_program(tmp_path: Path) -> None:
-    """Tools and tasks were left out: an installed package could train and do nothing else."""
-    given: dict[str, Any] = {}
+def build_in(folder: Path, **given: Any) -> dict[str, Any]:
+    """Put what a wheel holds into ``folder``; what setup.py says."""
+    said: dict[str, Any] = {}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(setuptools, "setup", lambda **arguments: given.update(arguments))
-        runpy.run_path(str(ROOT / "setup.py"))
+        patch.setattr(setuptools, "setup", lambda **arguments: said.update(arguments))
         patch.chdir(ROOT)
-        distribution = Distribution({**given, "packages": ["megatron"], "script_name": "setup.py"})
+        runpy.run_path(str(ROOT / "setup.py"))
+        distribution = Distribution({**said, **given, "script_name": "setup.py"})
         build = distribution.get_command_obj("build_py")
-        build.build_lib = str(tmp_path)
+        build.build_lib = str(folder)
         build.ensure_finalized()
         build.run()
+    return said
+
+
+@pytest.mark.slow  # a run on a pretended accelerator
+def test_a_rehearsal_runs_from_a_wheel(tmp_path: Path) -> None:
+    """It finds the lines of the program by their place in the checkout, which a wheel doesn't have."""
+    build_in(tmp_path)
+    flags = (
+        "--mock-data --tokenizer-type NullTokenizer --vocab-size 100 --num-layers 2 --hidden-size 64 --bf16 --lr 1e-3 "
+        "--num-attention-heads 4 --seq-length 32 --micro-batch-size 1 --train-iters 10 --steps 1 --world-size 2 "
+        "--tensor-model-parallel-size 2"
+    )
+    paths = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    script = [sys.executable, "-m", "megatron", "rehearse", *flags.split()]
+    done = subprocess.run(script, cwd=tmp_path, env=paths, capture_output=True, text=True, timeout=500, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "no fault was found" in done.stdout
+    assert "megatron/core/parallel/collectives.py:" in done.stdout  # where the host waits
+
+
+def test_a_wheel_holds_every_program(tmp_path: Path) -> None:
+    """Tools and tasks were left out: an installed package could train and do nothing else."""
+    given = build_in(tmp_path, packages=["megatron"])
     below = tmp_path / "megatron" / "programs"
     built = {path.relative_to(below).as_posix() for path in below.rglob("*.py")}
     ours = {s.path for s in sources() if s.path.startswith(("tools/", "tasks/", "pretrain_"))}
