@@ -189,7 +189,7 @@ Mamba and hybrid models are not available yet; leave it out for a transformer
     hybrid-* mamba-* disable-mamba-mem-eff-path is-hybrid-model
 for Gemma's factor of the embeddings give --embedding-multiplier with the square root of --hidden-size
     input-embeds-norm
-activations are offloaded by layer, not by module: give --cpu-offloading-num-layers
+activations are offloaded by layer, not by module: give --cpu-offloading, or --cpu-offloading-num-layers
     fine-grained-activation-offloading offload-modules
 offloading by chunks of a sequence is not available; --cpu-offloading offloads activations by layer
     ds-sequence-parallel-fpdt ds-sequence-parallel-fpdt-chunk-size ds-sequence-parallel-fpdt-offloading
