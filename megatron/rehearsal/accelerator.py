@@ -165,10 +165,14 @@ def pretending(
 
 
 class _Generator(torch.Generator):
-    """One of the CPU for every device: nothing is drawn."""
+    """One of the CPU for every device, as nothing is drawn. ``asked``: the type of the device that it was made for."""
+
+    asked: str
 
     def __new__(cls, device: Any = "cpu") -> _Generator:
-        return super().__new__(cls, "cpu")  # type: ignore[call-arg]
+        made: _Generator = super().__new__(cls, "cpu")  # type: ignore[call-arg]
+        made.asked = torch.device(device).type
+        return made
 
 
 def _event_noting(waits: Waits) -> type:
@@ -265,7 +269,12 @@ class _Calls(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func is torch.tensor and torch.device(kwargs.get("device") or "cpu").type == DEVICE_TYPE:
+        is_new = torch.device(kwargs.get("device") or "cpu").type == DEVICE_TYPE
+        generator, draws_there = kwargs.get("generator"), is_new or any(map(is_pretended, args))
+        asked = DEVICE_TYPE if generator is None else getattr(generator, "asked", "cpu")
+        if draws_there and asked != DEVICE_TYPE:  # as an accelerator's kernels do
+            raise RuntimeError(f"expected a generator of the device {DEVICE_TYPE}, and found one of {asked}")
+        if func is torch.tensor and is_new:
             self._waits.note()  # its numbers are copied from the host's memory, which isn't pinned
             with unset_fake_temporarily():
                 known = torch.tensor(*args, **{**kwargs, "device": "cpu"})

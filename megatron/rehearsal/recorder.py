@@ -44,6 +44,10 @@ _MOVED = (*_REDUCED, torch.bool, torch.float8_e4m3fn, torch.float8_e5m2)
 _REDUCTIONS = ("SUM", "AVG", "PRODUCT", "MIN", "MAX", "PREMUL_SUM")
 _READS_NO_VALUES = ("empty_like", "zeros_like", "ones_like", "full_like", "new_empty", "new_zeros", "new_full")
 
+_NUMBERED = 1 << 31
+# Beside operators of one element at a time, which torch divides: those that make, fill or copy tensors.
+_NUMBERS_ANY = (*_READS_NO_VALUES, "empty", "zeros", "ones", "full", "empty_strided", "_to_copy", "zero_", "detach")
+
 
 @dataclass(frozen=True)
 class Communicator:
@@ -171,6 +175,7 @@ class Recorder:
 
     def see(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> None:
         """An operator that has run: record it if it is one of ``torch.distributed``'s, and check it."""
+        self._check_size(func, [*args, *kwargs.values(), result])
         if func.namespace == "c10d":
             names = [each.name for each in func._schema.arguments]
             self._record(func._schema.name.removeprefix("c10d::"), {**dict(zip(names, args)), **kwargs})
@@ -233,6 +238,14 @@ class Recorder:
         # A backward pass runs on a thread of autograd's, which the main thread waits for.
         if threading.get_ident() != self._main_thread and torch._C._current_graph_task_id() == -1:
             refuse(f"{operation.describe}: it is started by a second thread, whose order with the first's is open")
+
+    def _check_size(self, func: Any, values: Sequence[Any]) -> None:
+        """Refuse tensors whose elements some kernels can't number, with 32 bits."""
+        if func.is_view or func.namespace != "aten" or func._opname in _NUMBERS_ANY or torch.Tag.pointwise in func.tags:
+            return
+        for x in flat(values):
+            if isinstance(x, Tensor) and x.device.type == DEVICE_TYPE and x.numel() >= _NUMBERED:
+                self.refused.append(f"{func._opname} at {place()}: a tensor of {x.numel():,} elements, 2³¹ or more")
 
     def _check_reuse(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """Refuse the use of a result that may not be there yet, and a change of what may still be sent."""

@@ -231,6 +231,24 @@ def gloo_alone(source: Source) -> list[str]:
     return found
 
 
+def bits_of_gpus(source: Source) -> list[str]:
+    """A GPU sums in another order than a CPU, and than itself with another kernel: its results are compared within
+    tolerances.
+    """
+    if not source.path.startswith(("tests/gpu/", "benchmarks/gpu")):
+        return []
+    exact = re.compile(r"(^|\.)equal$")
+    return [
+        f"{source.at(node)} compares bits of a GPU"
+        for node in source.nodes
+        if isinstance(node, ast.Call)
+        and (
+            exact.search(ast.unparse(node.func))
+            or any(each.arg in ("rtol", "atol") and ast.unparse(each.value) in ("0", "0.0") for each in node.keywords)
+        )
+    ]
+
+
 def family_in_shared_code(source: Source) -> list[str]:
     """Engines serve every family; a family is a folder in megatron/core/models, and the registry there lists them."""
     if not source.path.startswith("megatron/") or source.path.startswith(KNOWS_FAMILIES):
@@ -359,6 +377,7 @@ EVERYWHERE: tuple[Guard, ...] = (
     cuda_outside_device_code,
     distributed_outside_parallel,
     gloo_alone,
+    bits_of_gpus,
     family_in_shared_code,
     fact_of_one_family,
     another_family,

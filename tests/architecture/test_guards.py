@@ -39,6 +39,8 @@ BAD: list[tuple[Guard, str, str, str]] = [
     (guards.distributed_outside_parallel, "megatron/training/loop.py", "torch.distributed.barrier()", "uses torch"),
     (guards.gloo_alone, "megatron/core/parallel/x.py", "dist.monitored_barrier()", "calls monitored_barrier"),
     (guards.gloo_alone, "megatron/core/parallel/x.py", "dist.irecv(x)", "calls irecv"),
+    (guards.bits_of_gpus, "tests/gpu/test_x.py", "assert torch.equal(x, y)", "compares bits"),
+    (guards.bits_of_gpus, "benchmarks/gpu_x.py", "assert_close(x, y, rtol=0, atol=0.0)", "compares bits"),
     (
         guards.distributed_outside_parallel,
         "megatron/core/checkpointing/save.py",
@@ -82,6 +84,7 @@ GOOD: list[tuple[Guard, str, str]] = [
     (guards.cuda_outside_device_code, "megatron/config/x.py", "advice = 'CUDA_DEVICE_MAX_CONNECTIONS must be cuda'"),
     (guards.distributed_outside_parallel, "megatron/core/parallel/mesh.py", "import torch.distributed as dist"),
     (guards.gloo_alone, "megatron/core/parallel/x.py", "dist.irecv(x, 1)"),
+    (guards.bits_of_gpus, "tests/gpu/test_x.py", "assert_close(x, y, rtol=2e-2, atol=0.03)"),
     (
         guards.distributed_outside_parallel,
         "megatron/core/checkpointing/save.py",

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from megatron.core.distributed import grad_sync
 from megatron.core.models.registry import family_of
+from megatron.core.ops.dropout import dropout
 from megatron.core.optimizer.optimizer import Optimizer
 from megatron.core.parallel import collectives
 from megatron.core.parallel.collectives import Handle
@@ -32,6 +33,16 @@ def tensor_of_the_host() -> AbstractContextManager[Any]:
     """A tensor that was made on the CPU, in a forward pass."""
     usual = MLP.forward
     return mock.patch.object(MLP, "forward", lambda mlp, x, *rest: usual(mlp, x + torch.ones(x.shape[-1]), *rest))
+
+
+def a_generator_of_the_host() -> AbstractContextManager[Any]:
+    """A layer draws from a generator that was made on the CPU."""
+    usual, generator = MLP.forward, torch.Generator()
+
+    def forward(mlp: MLP, x: Tensor, *rest: Any) -> Tensor:
+        return usual(mlp, dropout(x, 0.1, generator), *rest)
+
+    return mock.patch.object(MLP, "forward", forward)
 
 
 class _Scaled(torch.autograd.Function):
@@ -79,6 +90,21 @@ def another_operation_on_one_rank() -> AbstractContextManager[Any]:
         return usual(x, mesh, *axes, **more)
 
     return mock.patch("megatron.core.tensor_parallel.regions.reduce_scatter", on_one_rank_longer)
+
+
+def operations_in_another_order_on_one_rank() -> AbstractContextManager[Any]:
+    """One of two ranks gathers before it sums; gloo would sum what the other gathers."""
+
+    def ask(run: Any) -> None:
+        x, mesh = torch.zeros(4, device=run.context.device), run.context.mesh
+        wanted: list[Callable[[], object]] = [
+            lambda: collectives.all_reduce(x, mesh, "dp"),
+            lambda: collectives.all_gather_into_async(x.new_zeros(8), x, mesh, "dp").wait(),
+        ]
+        for each in wanted if mesh.world_rank == 0 else wanted[::-1]:
+            each()
+
+    return on_all_ranks(ask)
 
 
 def a_wait_that_is_forgotten() -> AbstractContextManager[Any]:
@@ -184,6 +210,30 @@ def a_part_of_a_state_on_the_host() -> AbstractContextManager[Any]:
     return mock.patch.object(Optimizer, "entries", entries)
 
 
+def scores_that_are_kept() -> AbstractContextManager[Any]:
+    """A call for which torch would take its plain kernel on a GPU: a mask, and keys of fewer heads."""
+    usual = MLP.forward
+
+    def forward(mlp: MLP, x: Tensor, *rest: Any) -> Tensor:
+        q, k = x[None, None].flatten(2, 3).expand(1, 4, -1, -1), x[None, None].flatten(2, 3).expand(1, 2, -1, -1)
+        mask = torch.ones(q.shape[2], q.shape[2], dtype=torch.bool, device=x.device)
+        torch.nn.functional.scaled_dot_product_attention(q, k, k, mask, enable_gqa=True)
+        return usual(mlp, x, *rest)
+
+    return mock.patch.object(MLP, "forward", forward)
+
+
+def logits_that_are_whole() -> AbstractContextManager[Any]:
+    """Rows of a step times a vocabulary, in one tensor of more than 2³¹ elements."""
+    usual = MLP.forward
+
+    def forward(mlp: MLP, x: Tensor, *rest: Any) -> Tensor:
+        x.new_empty(1 << 16, 1 << 15).add_(1).logsumexp(-1)
+        return usual(mlp, x, *rest)
+
+    return mock.patch.object(MLP, "forward", forward)
+
+
 def a_number_read_in_a_layer() -> AbstractContextManager[Any]:
     """A number of the device that the host waits for."""
     usual = MLP.forward
@@ -196,6 +246,10 @@ def a_number_read_in_a_layer() -> AbstractContextManager[Any]:
 
 FAULTS = {
     "tensor of the host": (tensor_of_the_host, "", 1),
+    "a generator of the host": (a_generator_of_the_host, "", 1),
+    "scores that are kept": (scores_that_are_kept, "", 1),
+    "logits that are whole": (logits_that_are_whole, "", 1),
+    "operations in another order on one rank": (operations_in_another_order_on_one_rank, "", 2),
     "tensor of the host in a backward pass": (tensor_of_the_host_in_a_backward_pass, "", 1),
     "a value of another thread": (a_value_of_another_thread, "", 1),
     "another operation on one rank": (

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.overrides import TorchFunctionMode
 from typing_extensions import Buffer
 
 from megatron.core.checkpointing import storage
@@ -213,6 +214,22 @@ def test_copies_reuse_the_memory_of_the_save_before() -> None:
     assert second.data_ptr() == first.data_ptr() != flat.data_ptr()
     assert second.tolist() == flat.tolist()
     assert staging.copy("model.a", flat.half()).dtype == torch.float16
+
+
+class LateCopies(TorchFunctionMode):
+    """Copies that the host doesn't wait for are not there yet, as from a GPU."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        is_late = func is torch.Tensor.copy_ and ((kwargs or {}).get("non_blocking") or args[2:] == (True,))
+        return args[0] if is_late else func(*args, **(kwargs or {}))
+
+
+def test_copies_are_there_before_they_are_written() -> None:
+    """A file would hold what lay in main memory before, and no error would say so."""
+    flat = torch.arange(1.0, 7.0)
+    with LateCopies():
+        assert torch.equal(Staging().copy("model.a", flat), flat)
+        assert not torch.zeros(6).copy_(flat, non_blocking=True).any(), "what an unfinished copy looks like"
 
 
 def test_background_failures_surface_at_finish(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -103,6 +103,28 @@ def test_random_numbers_of_the_run_stay_where_they_are(num_workers: int) -> None
     assert torch.equal(torch.get_rng_state(), before)
 
 
+class OnGpu(Numbers):
+    """A data set that asks for the GPU."""
+
+    def __getitem__(self, index: int | None) -> Sample:
+        torch.cuda.current_device()
+        return super().__getitem__(index)
+
+
+def test_workers_touch_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are forks of a process that may have set up CUDA, which can't be used in a fork."""
+
+    def set_up() -> None:
+        raise RuntimeError("Cannot re-initialize CUDA in forked subprocess")
+
+    monkeypatch.setattr(torch.cuda, "_lazy_init", set_up)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    order = {"consumed": 0, "micro_batch_size": 2}
+    assert len(first_tokens(itertools.islice(build_loader(Numbers(), num_workers=1, **order), 2))) == 2
+    with pytest.raises(RuntimeError, match="Cannot re-initialize CUDA"):
+        next(iter(build_loader(OnGpu(), num_workers=1, **order)))
+
+
 def test_each_iteration_begins_anew() -> None:
     """Evaluating twice from one loader reads the same batches."""
     loader = build_loader(Numbers(12), consumed=4, micro_batch_size=4)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from contextlib import nullcontext
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore
 
 from megatron.config.parallel import ParallelConfig
 from megatron.core.device import describe, without_tf32
@@ -21,6 +23,7 @@ from megatron.core.parallel.environment import (
     needed_variables,
     set_missing_variables,
 )
+from megatron.core.parallel.liveness import Patience
 from megatron.core.parallel.mesh import GROUPS
 from megatron.errors import ConfigError
 
@@ -41,6 +44,28 @@ def test_groups_can_be_made_by_their_members_alone(device: str, backend: str, mo
     launch._join(LaunchEnvironment(world_size=2, local_rank=3), torch.device(device), timeout=wait)
     assert asked["name"] == backend
     assert asked.get("device_id") is None
+
+
+def test_a_first_step_has_ten_minutes_and_its_end_is_explained(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It compiles and connects; NCCL's own end after its time-out names no rank."""
+    timeouts: list[timedelta] = []
+    patience: list[Patience] = []
+
+    def watched(store: Any, mesh: Any, given: Patience) -> Any:
+        patience.append(given)
+        return nullcontext()
+
+    monkeypatch.setattr(launch, "_join", lambda *_, timeout: timeouts.append(timeout))
+    monkeypatch.setattr(launch, "watched", watched)
+    monkeypatch.setattr(launch, "barrier", lambda _: None)
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "destroy_process_group", lambda: None)
+    monkeypatch.setattr(dist.distributed_c10d, "_get_default_store", HashStore)
+    monkeypatch.setattr(HashStore, "clone", lambda store: store)
+    ranks = LaunchEnvironment(rank=0, world_size=2, local_rank=0, local_world_size=2)
+    with launch.parallel_context(ParallelConfig(), ranks, params_dtype="fp32", seed=1) as context:
+        assert context.mesh.timeout == timeouts[0]
+    assert timeouts[0].total_seconds() >= patience[0].stall + 30 and patience[0].stall >= 600
 
 
 @pytest.mark.parametrize(("backend", "devices"), [("nccl", [3]), ("gloo", None)])
