@@ -4,9 +4,9 @@ kept in fewer bits: --cpu-offloading, --optimizer-cpu-offload, --use-precision-a
     python -m benchmarks.recomputation
 
 The model has every part that a value names: latent attention, a dense layer, layers with experts and a shared one.
-Memory is what a rehearsal counts on a pretended GPU, beside the estimate. Times are processor times of whole steps on
-the CPU, medians, as ratios to the step that keeps everything: the two are processes of their own, and take turns.
-On a CPU main memory is the only one: rows of what is offloaded show the time of the copies.
+Memory is what a rehearsal of 16 samples counts on a pretended GPU, beside the estimate. Times are processor times of
+whole steps of one sample on the CPU, medians, as ratios to the step that keeps everything: the two are processes of
+their own, and take turns. On a CPU main memory is the only one: rows of what is offloaded show the time of the copies.
 """
 
 from __future__ import annotations
@@ -40,9 +40,10 @@ WAYS = {
     "moments in bf16": "--use-distributed-optimizer --use-precision-aware-optimizer --exp-avg-dtype bf16 "
     "--exp-avg-sq-dtype bf16",
 }
+_SAMPLES = 16  # of the step whose memory is counted; that which is timed has one
 MODEL = (
     "--mock-data --tokenizer-type NullTokenizer --vocab-size 1000 --num-layers 4 --hidden-size 512 --seq-length 1024 "
-    "--num-attention-heads 8 --micro-batch-size 1 --global-batch-size 1 --bf16 --swiglu "
+    "--num-attention-heads 8 --bf16 --swiglu "
     "--attention-dropout 0 --hidden-dropout 0 --lr 1e-4 --train-iters 1000 "
     "--normalization RMSNorm --position-embedding-type rope --disable-bias-linear "
     "--multi-latent-attention --q-lora-rank 192 --kv-lora-rank 128 "
@@ -51,9 +52,10 @@ MODEL = (
 )
 
 
-def run_of(way: str) -> RunConfig:
-    """The model, trained in this way."""
-    return RunConfig.parse([*MODEL.split(), *WAYS[way].split()], extra_groups=FAMILIES["gpt"].groups)
+def run_of(way: str, *, samples: int) -> RunConfig:
+    """The model, trained in this way with steps of one microbatch."""
+    batch = f"--micro-batch-size {samples} --global-batch-size {samples}"
+    return RunConfig.parse([*MODEL.split(), *batch.split(), *WAYS[way].split()], extra_groups=FAMILIES["gpt"].groups)
 
 
 def serve(way: str) -> None:
@@ -67,7 +69,7 @@ def serve(way: str) -> None:
 
     torch.set_num_threads(1)
     spec, context = FAMILIES["gpt"].train_spec, ParallelContext.single(dtype=torch.bfloat16)
-    run = build_run(run_of(way), spec, context)
+    run = build_run(run_of(way, samples=1), spec, context)
     batches = TrainingData(run.config, spec, context, run.tokenizer).training_batches(0)
     for _ in sys.stdin:
         microbatches = next(batches)
@@ -113,7 +115,7 @@ def main() -> None:
         return
     if unknown := {*options.ways} - {*WAYS}:
         parser.error(f"{', '.join(sorted(unknown))}: not one of {', '.join(WAYS)}")
-    tasks = {way: tasks_of(run_of(way)) for way in dict.fromkeys([NOTHING, *options.ways])}
+    tasks = {way: tasks_of(run_of(way, samples=_SAMPLES)) for way in dict.fromkeys([NOTHING, *options.ways])}
     found = {way: each for way, (each,) in compared(tasks).items()}
     print("| way | time | at most, MB | estimated | less, MB | estimated |")
     print("|---|--:|--:|--:|--:|--:|")
