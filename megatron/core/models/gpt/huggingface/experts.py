@@ -65,7 +65,8 @@ class ExpertType(ModelType):
         groups, kept = found.moe_router_num_groups or 1, found.moe_router_group_topk or 1
         if choices > count:
             raise known.refuse("num_experts_per_tok", f"there are {count} experts")
-        if count % groups or kept > groups or choices > count // groups * kept or choices % kept:
+        is_uneven = found.moe_router_group_score == "sum" and choices % kept > 0
+        if count % groups or kept > groups or choices > count // groups * kept or is_uneven:
             advice = f"{count} experts of which a token chooses {choices} have no such groups, of which it keeps {kept}"
             raise known.refuse("n_group", advice)
         return found
