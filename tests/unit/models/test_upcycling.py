@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from megatron.config.model import ModelConfig
 from megatron.config.tokenizer import TokenizerConfig
+from megatron.core.conversion.native import write_native
 from megatron.core.conversion.portable import LazyTensor, PortableModel, load_weights
+from megatron.core.models.gpt import upcycling
 from megatron.core.models.gpt.train_spec import TRAIN_SPEC
 from megatron.core.models.gpt.upcycling import upcycled
 from megatron.core.parallel.context import ParallelContext
-from megatron.errors import ConfigError
+from megatron.errors import CheckpointError, ConfigError
+from tools.checkpoint import upcycle
 
 CONTEXT = ParallelContext.single(dtype=torch.float64)
 CONFIG = ModelConfig(
@@ -67,3 +75,44 @@ def test_numbers_that_do_not_divide() -> None:
     for sentence, (num_experts, granularity, topk) in cases.items():
         with pytest.raises(ConfigError, match=re.escape(sentence)):
             upcycled(dense(), num_experts=num_experts, granularity=granularity, topk=topk, seed=1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_command_proves_what_it_writes(
+    dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Parts whose scale, 3, bf16 rounds pass; half a percent too much in fp32 doesn't, and leaves nothing behind."""
+    whole = dense()
+    tensors = {
+        name: LazyTensor(each.shape, dtype, partial(cast_to, each.make, dtype)) for name, each in whole.tensors.items()
+    }
+    write_native(dataclasses.replace(whole, tensors=tensors), tmp_path / "dense", final=tmp_path / "dense")
+    flags = ["--load", str(tmp_path / "dense"), "--num-experts", "6", "--moe-router-topk", "3"]
+    flags += ["--moe-upcycling-granularity", "3", "--save"]
+    assert upcycle.main([*flags, str(tmp_path / "experts")]) == 0
+    assert "proof: largest difference of logits" in capsys.readouterr().out
+    if dtype == torch.float32:
+        monkeypatch.setattr(upcycling, "upcycled", wrong(upcycling.upcycled))
+        with pytest.raises(CheckpointError, match="the logits of the experts differ by .* nothing is written"):
+            upcycle.main([*flags, str(tmp_path / "wrong")])
+        assert not (tmp_path / "wrong").exists()
+
+
+def cast_to(make: Callable[[], torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
+    return make().to(dtype)
+
+
+def wrong(right: Callable[..., PortableModel]) -> Callable[..., PortableModel]:
+    """As ``right``, with experts' second matrices half a percent too large."""
+
+    def made(*given: Any, **named: Any) -> PortableModel:
+        portable = right(*given, **named)
+        second = {name: each for name, each in portable.tensors.items() if "experts.linear_fc2" in name}
+        larger = {name: LazyTensor(each.shape, each.dtype, partial(scaled, each.make)) for name, each in second.items()}
+        return dataclasses.replace(portable, tensors={**portable.tensors, **larger})
+
+    return made
+
+
+def scaled(make: Callable[[], torch.Tensor]) -> torch.Tensor:
+    return make() * 1.005
