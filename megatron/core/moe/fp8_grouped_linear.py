@@ -23,7 +23,7 @@ class Fp8GroupedLinear(GroupedLinear):
 
     def multiply(self, rows: Tensor, weight: Tensor, groups: Groups) -> Tensor:
         """See ``GroupedLinear``."""
-        if self.context.products.are_for_generation:
+        if self.context.products.multiply is not None:  # generation
             return super().multiply(rows, weight, groups)
         quantizer = self.quantizers[weight]
         operands = quantizer.quantize_all(groups.parts(rows), quantizer.input, along=False)

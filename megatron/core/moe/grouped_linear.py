@@ -65,7 +65,8 @@ class GroupedLinear:
 
     def multiply(self, rows: Tensor, weight: Tensor, groups: Groups) -> Tensor:
         """The product."""
-        backend = self.backend.for_generation() if self.context.products.are_for_generation else self.backend
+        in_generation = self.context.products.multiply is not None
+        backend = self.backend.for_generation() if in_generation else self.backend
         return backend.multiply(rows, weight.detach().flatten(1, -2).transpose(1, 2), groups)
 
     def multiply_back(self, grad: Tensor, weight: Tensor, groups: Groups) -> Tensor:

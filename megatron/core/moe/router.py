@@ -13,6 +13,7 @@ from megatron.core.moe.balancing import RouterLosses
 from megatron.core.moe.capacity import within_capacity
 from megatron.core.moe.report import CHOICES, tally_name
 from megatron.core.moe.routing import Routing, choose_experts, scores_of, times_chosen, weights_of
+from megatron.core.ops.matmul import linear
 from megatron.core.parallel.context import ParallelContext
 from megatron.core.parallel.costs import Costs, Workload
 from megatron.core.parallel.sharding import Sharding
@@ -54,7 +55,9 @@ class Router(nn.Module):
         what the first one chose.
         """
         bias = None if self.bias is None else self.bias.to(self._dtype)
-        logits = self._context.products.multiply(x.flatten(0, 1).to(self._dtype), self.weight.to(self._dtype), bias)
+        logits = linear(
+            x.flatten(0, 1).to(self._dtype), self.weight.to(self._dtype), bias, by=self._context.products.multiply
+        )
         scores = scores_of(logits, self._moe)
         ids = inputs.kept.get(self)
         if ids is None:

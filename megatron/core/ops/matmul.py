@@ -31,9 +31,17 @@ def multiplied(function: Callable[..., Tensor], *operands: Tensor | None) -> Ten
     return function(*(None if each is None else each.float() for each in operands)).to(first.dtype)
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """``x·weightᵀ + bias``: [..., in], [out, in], [out] -> [..., out]."""
-    return multiplied(functional.linear, x, weight, bias)
+def linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    *,
+    by: Callable[[Tensor, Tensor, Tensor | None], Tensor] | None = None,
+) -> Tensor:
+    """``x·weightᵀ + bias``: [..., in], [out, in], [out] -> [..., out]. ``by``: the function of generation that does it,
+    if there is one.
+    """
+    return multiplied(functional.linear, x, weight, bias) if by is None else by(x, weight, bias)
 
 
 def product(a: Tensor, b: Tensor) -> Tensor:

@@ -9,29 +9,22 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatron.core.ops.matmul import linear
-
 Multiply = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 """``x·weightᵀ + bias``: [..., in], [out, in], [out] -> [..., out]."""
 
 
 @dataclass(eq=False)
 class Products:
-    """``multiply``: what linear layers call in forward passes without gradients of their own, and logits."""
+    """``multiply``: what linear layers call in generation, and logits; None outside of it."""
 
-    multiply: Multiply = linear
-
-    @property
-    def are_for_generation(self) -> bool:
-        """Whether the layers compute answers now, and not a loss."""
-        return self.multiply is not linear
+    multiply: Multiply | None = None
 
     def by_head(self, x: Tensor, weight: Tensor) -> Tensor:
         """``x·weight`` of each head, without gradient: [s, b, n, in], [n, in, out] -> [s, b, n, out]."""
-        if not self.are_for_generation:
+        if self.multiply is None:
             return torch.einsum("sbni,nio->sbno", x, weight)
-        heads = zip(x.unbind(2), weight.transpose(1, 2), strict=True)
-        return torch.stack([self.multiply(rows, matrix, None) for rows, matrix in heads], dim=2)
+        multiply, heads = self.multiply, zip(x.unbind(2), weight.transpose(1, 2), strict=True)
+        return torch.stack([multiply(rows, matrix, None) for rows, matrix in heads], dim=2)
 
     @contextmanager
     def by(self, multiply: Multiply) -> Iterator[None]:

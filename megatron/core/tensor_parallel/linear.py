@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megatron.core.ops import matmul
 from megatron.core.ops.matmul import add_transposed_times, is_faster_in_fp32, multiplied, transposed_times
 from megatron.core.parallel.collectives import Handle, all_gather, all_gather_into_async, reduce_scatter_into_async
 from megatron.core.parallel.context import ParallelContext
@@ -35,12 +36,12 @@ def linear(
     ``gathers``: ``x`` [s, b, in] is this rank's part of the sequence and the product is that of all, [S, b, out].
     ``fp8``: computes it in 8 bits, except for generation, which has products of its own.
     """
-    if fp8 is not None and (torch.is_grad_enabled() or not context.products.are_for_generation):
+    if fp8 is not None and (torch.is_grad_enabled() or context.products.multiply is None):
         return fp8(x, weight, bias, gathers=gathers)
     by_hand = gathers or context.weight_gradients.may_wait or weight in context.weight_gradients.main_grads
     by_hand = (by_hand and weight.requires_grad) or is_faster_in_fp32(x.dtype, x.device)
     if not (by_hand and torch.is_grad_enabled()):
-        return context.products.multiply(enter(x, context) if gathers else x, weight, bias)
+        return matmul.linear(enter(x, context) if gathers else x, weight, bias, by=context.products.multiply)
     add_gradient = None
     if weight.requires_grad:
         add_gradient = partial(add_weight_gradient, weight, context)

@@ -14,6 +14,7 @@ from megatron.config.training import RecomputeModule
 from megatron.core.context_parallel.attention import KEYS_TRAVEL, attention_to_latents
 from megatron.core.ops.attention import AttentionOptions
 from megatron.core.ops.attention.cached import CachedHeads
+from megatron.core.ops.matmul import linear
 from megatron.core.ops.rotary import apply_rotary
 from megatron.core.parallel.context import ParallelContext
 from megatron.core.parallel.costs import Costs, Workload, total_of
@@ -134,7 +135,7 @@ class LatentAttention(Attention):
             return super()._call(query, key, value, options, seen)
 
         def expand(weight: Tensor, latent: Tensor, shared_key: Tensor) -> tuple[Tensor, Tensor]:
-            return self._keys_and_values(self._context.products.multiply(latent, weight, None), shared_key)
+            return self._keys_and_values(linear(latent, weight, None, by=self._context.products.multiply), shared_key)
 
         return attention_to_latents(
             query,

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron.config.model import ModelConfig
+from megatron.core.ops.matmul import linear
 from megatron.core.parallel.collectives import all_gather
 from megatron.core.parallel.context import ParallelContext
 from megatron.core.parallel.costs import Costs, Workload
@@ -130,7 +131,7 @@ class VocabularyOutput:
             hidden = hidden[positions, torch.arange(hidden.shape[1], device=hidden.device)]
         elif last_only:
             hidden = hidden[-1]
-        local = self.context.products.multiply(hidden, self.weight, self.bias)
+        local = linear(hidden, self.weight, self.bias, by=self.context.products.multiply)
         if self.cap is not None:
             local = torch.tanh(local / self.cap) * self.cap
         gathered = all_gather(local, self.context.mesh, "tp", dim=local.dim() - 1)[..., : self.vocab_size]

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from megatron.core.inference.invariance import EqualRows, cancelling
 from megatron.core.inference.products import GenerationProducts
+from megatron.core.ops.matmul import linear
 from megatron.core.parallel.products import Products
 
 ROWS = (1, 3, 5, 33, 47, 130, 513)
@@ -43,10 +44,10 @@ def test_products_are_those_of_linear_layers() -> None:
     by_head = (random(5, 1, 3, 8), random(3, 8, 6))
     expected = products.by_head(*by_head)
     with products.by(GenerationProducts(is_batch_invariant=True)):
-        torch.testing.assert_close(products.multiply(x, weight, bias), F.linear(x, weight, bias))
+        torch.testing.assert_close(linear(x, weight, bias, by=products.multiply), F.linear(x, weight, bias))
         torch.testing.assert_close(products.by_head(*by_head), expected)
-        assert products.multiply(x[:0], weight, None).shape == (0, 2, 50)
-    assert not products.are_for_generation
+        assert linear(x[:0], weight, None, by=products.multiply).shape == (0, 2, 50)
+    assert products.multiply is None
 
 
 def test_rows_are_cut_with_little_padding() -> None:
