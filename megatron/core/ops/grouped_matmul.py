@@ -76,9 +76,12 @@ class Backend(Protocol):
 
 @dataclass(frozen=True)
 class Loop:
-    """One product for each group, in any type on any device. ``product``: of two matrices."""
+    """One product for each group, in any type on any device. ``product``: of two matrices. ``in_generation``: the
+    backend that serves then; None: this one, with products as they come.
+    """
 
     product: Callable[[Tensor, Tensor], Tensor] = product
+    in_generation: Backend | None = None
 
     def supports(self, dtype: torch.dtype, device: torch.device, widths: tuple[int, ...]) -> str | None:
         """Everything."""
@@ -106,7 +109,7 @@ class Loop:
 
     def for_generation(self) -> Backend:
         """See ``Backend``."""
-        return Loop(torch.mm)
+        return self.in_generation or Loop(torch.mm)
 
 
 class GroupedMM:
@@ -168,9 +171,11 @@ class Choice:
 def choose(dtype: torch.dtype, device: torch.device, widths: tuple[int, ...], backend: str = "auto") -> Choice:
     """The backend for products of ``widths``; ConfigError when the one named explicitly refuses."""
     if backend == "auto":
-        refused = BACKENDS["grouped_mm"].supports(dtype, device, widths)
+        kernel = BACKENDS["grouped_mm"]
+        refused = kernel.supports(dtype, device, widths)
         if refused is None and is_faster_in_fp32(dtype, device):
             refused = "on this processor products of single groups, computed in fp32, are faster"
+            return Choice("loop", Loop(in_generation=kernel), refused)
         name = "grouped_mm" if refused is None else "loop"
         return Choice(name, BACKENDS[name], refused)
     reason = BACKENDS[backend].supports(dtype, device, widths)

@@ -247,7 +247,8 @@ def test_products_in_fp32_of_bf16_experts(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(matmul, "_is_slow_in_bf16", lambda: True)
     device, generator = torch.device("cpu"), torch.Generator().manual_seed(1)
     choice = choose(torch.bfloat16, device, (HIDDEN, HIDDEN))
-    assert choice.name == "loop" and choose(torch.float32, device, (HIDDEN, HIDDEN)).name == "grouped_mm"
+    assert choice.name == "loop" and choice.backend.for_generation() is BACKENDS["grouped_mm"]
+    assert choose(torch.float32, device, (HIDDEN, HIDDEN)).name == "grouped_mm"
     assert choose(torch.bfloat16, device, (HIDDEN, HIDDEN), "grouped_mm").name == "grouped_mm"
     rows, weight = (torch.randn(*shape, generator=generator).bfloat16() for shape in ((160, 512), (2, 96, 512)))
     groups, context = Groups(torch.tensor([80, 80])), ParallelContext.single(dtype=torch.bfloat16)
@@ -256,8 +257,9 @@ def test_products_in_fp32_of_bf16_experts(monkeypatch: pytest.MonkeyPatch) -> No
     wide = torch.cat([(part.float() @ matrix.float()).bfloat16() for part, matrix in by_expert])
     assert torch.equal(layers.multiply(rows, weight, groups), wide)
     with context.products.by(functional.linear):
-        narrow = layers.multiply(rows, weight, groups)
-    assert torch.equal(narrow, torch.cat([part @ matrix for part, matrix in by_expert]))
+        for backend in (choice.backend, BACKENDS["loop"]):
+            narrow = GroupedLinear(backend, context).multiply(rows, weight, groups)
+            assert torch.equal(narrow, torch.cat([part @ matrix for part, matrix in by_expert]))
 
 
 def test_shared_experts_see_every_token() -> None:
