@@ -74,3 +74,12 @@ def test_an_installed_package_says_whom_it_met(tmp_path: Path) -> None:
     said = done.stderr.splitlines()[-1]
     assert said.startswith(f"ImportError: {package} holds both pretrain-megatron and megatron-core")
     assert not files("package_info.py"), relative(ROOT)
+
+
+def test_the_top_level_holds_programs_and_papers_alone() -> None:
+    """Results of a benchmark that was run there were committed once, 1,800 lines of them."""
+    if not (ROOT / ".git").exists():
+        pytest.skip("not a checkout")
+    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    kinds = {Path(name).suffix for name in listed.splitlines() if "/" not in name}
+    assert kinds == {"", ".md", ".in", ".txt", ".py", ".toml"}  # the first: LICENSE and .gitignore
