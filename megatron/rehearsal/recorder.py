@@ -44,7 +44,7 @@ _MOVED = (*_REDUCED, torch.bool, torch.float8_e4m3fn, torch.float8_e5m2)
 _REDUCTIONS = ("SUM", "AVG", "PRODUCT", "MIN", "MAX", "PREMUL_SUM")
 _READS_NO_VALUES = ("empty_like", "zeros_like", "ones_like", "full_like", "new_empty", "new_zeros", "new_full")
 
-_NUMBERED = 1 << 31
+_NUMBERED = 1 << 31  # elements that fit into the 32 bits with which many kernels count
 # Beside operators of one element at a time, which torch divides: those that make, fill or copy tensors.
 _NUMBERS_ANY = (*_READS_NO_VALUES, "empty", "zeros", "ones", "full", "empty_strided", "_to_copy", "zero_", "detach")
 

@@ -14,7 +14,9 @@ def tally_name(what: str, number: int) -> str:
     return f"{what} of layer {number}"
 
 
-def described(tallies: Mapping[str, Sequence[float]], *, ranks: int, per_layer: bool) -> tuple[str, dict[str, float]]:
+def log_line_and_curves(
+    tallies: Mapping[str, Sequence[float]], *, ranks: int, per_layer: bool
+) -> tuple[str, dict[str, float]]:
     """The log line, and curves; those of losses of layers have Megatron-LM's names. ``ranks``: see ``Balance.of``."""
     layers, losses = dict[str, Balance](), dict[str, float]()
     for name, numbers in tallies.items():

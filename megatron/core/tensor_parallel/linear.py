@@ -9,7 +9,6 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from megatron.core.ops import matmul
@@ -76,7 +75,7 @@ class _Linear(torch.autograd.Function):
         ctx.shape = x.shape
         ctx.weight, ctx.add_gradient, ctx.context, ctx.gathers = weight, add_gradient, context, gathers
         ctx.at_once = will_be_recomputed()
-        return multiplied(F.linear, all_gather(x, context.mesh, "tp") if gathers else x, weight, bias)
+        return matmul.linear(all_gather(x, context.mesh, "tp") if gathers else x, weight, bias)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:

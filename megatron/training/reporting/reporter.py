@@ -55,7 +55,7 @@ class Speaker:
 
 
 TallyReport = Callable[[Mapping[str, Sequence[float]]], tuple[str, Mapping[str, float]]]
-"""From counts of what layers did, a log line and numbers for curves."""
+"""From sums of what layers report, a log line and numbers for curves."""
 
 
 class Reporter:

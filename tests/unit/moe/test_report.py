@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from megatron.core.moe.report import Balance, balance_curves, balance_line, described
+from megatron.core.moe.report import Balance, balance_curves, balance_line, log_line_and_curves
 
 EVEN, UNEVEN = Balance.of([5, 5, 5, 5, 0], ranks=2), Balance.of([12, 4, 0, 4, 2], ranks=2)
 
@@ -44,7 +44,7 @@ def test_losses_of_layers_are_means_over_their_tokens() -> None:
         "z_loss of layer 1": [6.0, 4.0],
         "z_loss of layer 12": [0.0, 0.0],
     }
-    line, curves = described(tallies, ranks=1, per_layer=True)
+    line, curves = log_line_and_curves(tallies, ranks=1, per_layer=True)
     assert "max violation: 0.50 (layer 1)" in line
     assert "z_loss" not in line
     assert (curves["moe/z_loss_layer_1"], curves["moe/z_loss_layer_12"]) == (1.5, 0.0)

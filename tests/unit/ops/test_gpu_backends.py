@@ -39,7 +39,7 @@ def results(backend: Any, inputs: list[Tensor], options: AttentionOptions) -> li
     return [out, *torch.autograd.grad(out, wanted, upstream)]
 
 
-def agree(backend: Any, shape: dict[str, Any], options: dict[str, Any]) -> None:
+def assert_agrees(backend: Any, shape: dict[str, Any], options: dict[str, Any]) -> None:
     """With ``eager``, in value and gradients."""
     asked = AttentionOptions(**{"causal": True, "scale": 0.3} | options)
     inputs = make(**shape)
@@ -69,7 +69,7 @@ def torch_stubs() -> Iterator[None]:
 )
 def test_torchs_flash_kernel(shape: dict[str, Any], options: dict[str, Any], torch_stubs: None) -> None:
     """Its operators are called with the schema of the installed torch."""
-    agree(BACKENDS["varlen"], shape, options)
+    assert_agrees(BACKENDS["varlen"], shape, options)
 
 
 @pytest.mark.parametrize("name", ["varlen", "cudnn"])
@@ -168,8 +168,8 @@ def engine_stub(monkeypatch: pytest.MonkeyPatch) -> Iterator[TransformerEngine]:
 )
 def test_transformer_engine(shape: dict[str, Any], options: dict[str, Any], engine_stub: TransformerEngine) -> None:
     """Its causal mask is aligned top left unless its name says otherwise; layers share a module."""
-    agree(engine.BACKEND, shape, options)
-    agree(engine.BACKEND, shape, options)
+    assert_agrees(engine.BACKEND, shape, options)
+    assert_agrees(engine.BACKEND, shape, options)
     assert len(engine_stub.made) == 1 and len(engine_stub.calls) == 2
 
 

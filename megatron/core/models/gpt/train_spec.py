@@ -19,7 +19,7 @@ from megatron.core.models.gpt.multi_token import LABELS, MASK, TOKENS, loss_name
 from megatron.core.models.stage import Stage
 from megatron.core.models.train_spec import TrainSpec
 from megatron.core.moe.layer import tallies
-from megatron.core.moe.report import described
+from megatron.core.moe.report import log_line_and_curves
 from megatron.core.parallel.context import ParallelContext
 from megatron.core.pipeline_parallel.chunk import LossSum, Microbatch, StageInputs
 from megatron.core.tokenizers.base import Tokenizer
@@ -57,7 +57,7 @@ class GPTSpec(TrainSpec):
     ) -> tuple[str, Mapping[str, float]]:
         """How evenly experts are used, and losses of layers."""
         per_layer = experts_of(run.groups()).moe_per_layer_logging
-        return described(tallies, ranks=run.parallel.expert_model_parallel_size, per_layer=per_layer)
+        return log_line_and_curves(tallies, ranks=run.parallel.expert_model_parallel_size, per_layer=per_layer)
 
     def fields(self, run: RunConfig, stages: Sequence[Stage]) -> frozenset[str]:
         """Tokens for the embedding, labels for the loss; positions and documents wherever they matter."""
