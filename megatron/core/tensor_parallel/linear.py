@@ -37,8 +37,8 @@ def linear(
     """
     if fp8 is not None and (torch.is_grad_enabled() or context.products.multiply is None):
         return fp8(x, weight, bias, gathers=gathers)
-    by_hand = gathers or context.weight_gradients.may_wait or weight in context.weight_gradients.main_grads
-    by_hand = (by_hand and weight.requires_grad) or is_faster_in_fp32(x.dtype, x.device)
+    gradients = context.weight_gradients
+    by_hand = gathers or gradients.may_wait or weight in gradients.main_grads or is_faster_in_fp32(x.dtype, x.device)
     if not (by_hand and torch.is_grad_enabled()):
         return matmul.linear(enter(x, context) if gathers else x, weight, bias, by=context.products.multiply)
     add_gradient = None
