@@ -3,7 +3,8 @@
 Takes the flags of a pretraining command, --world-size, and --model-type where it is not GPT. It builds the model, takes
 steps and evaluates as one rank of every pipeline stage, or as all ranks, and reports where a tensor is on the wrong
 device, where the host waits for the device, what ranks send each other, whether that fits together and can end by the
-rules of NCCL, and the highest number of bytes that a rank holds.
+rules of NCCL, and the highest number of bytes that a rank holds. It trains on mock data from initial weights: files of
+data and checkpoints are neither read nor written.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.architecture.documents import broken_links, commands, flags_by_script, missing_paths
+from tests.architecture.documents import LINK, broken_links, commands, flags_by_script, missing_paths
 from tests.architecture.source_tree import ROOT, files, relative
 
 
@@ -93,6 +93,26 @@ def test_flags_in_commands_are_found() -> None:
         "tools/checkpoint/inspect_checkpoint.py": ["--can-load"],
         "pretrain_gpt.py": ["--bf16"],
     }
+
+
+def test_every_page_is_two_clicks_from_the_readme() -> None:
+    """A page that only other pages name is found by who knows it already."""
+
+    def linked(page: str) -> set[str]:
+        found = LINK.findall((ROOT / page).read_text(encoding="utf-8"))
+        return {target.partition("#")[0] for target, _ in found}
+
+    assert "docs/index.md" in linked("README.md")
+    assert linked("docs/index.md") >= {path.name for path in (ROOT / "docs").glob("*.md")} - {"index.md"}
+
+
+def test_the_readme_lists_every_example() -> None:
+    """A script that nobody finds is of no use."""
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    scripts = {path.relative_to(ROOT).as_posix() for path in (ROOT / "examples").glob("*/train_*.sh")}
+    scripts |= {path.relative_to(ROOT).as_posix() for path in (ROOT / "examples").glob("**/quickstart.sh")}
+    assert len(scripts) > 10
+    assert sorted(script for script in scripts if script not in text) == []
 
 
 def test_what_to_read_first_is_short() -> None:

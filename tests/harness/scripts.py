@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from types import MappingProxyType
 
 from tests import mock_data
 from tests.harness.data import REPOSITORY
@@ -31,6 +32,23 @@ class Ended:
     code: int
     output: str
     codes: list[int | None]
+
+
+def start_script(
+    script: str,
+    words: Sequence[str],
+    *,
+    log: Path,
+    variables: Mapping[str, str] = MappingProxyType({}),
+    documents: int = mock_data.FEW,
+) -> BaseProcess:
+    """Start ``script`` with ``words``; both streams go to ``log``. ``variables``: of its environment, beside ours.
+    ``documents``: in mock data.
+    """
+    given = (script, list(words), dict(variables), str(log), documents)
+    process = fork_server().Process(target=_run, args=given, daemon=False)
+    process.start()
+    return process
 
 
 def run_script(
@@ -50,15 +68,12 @@ def run_script(
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    context = fork_server()
     processes = []
     for rank in range(ranks):
         launcher = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
         variables = {name: str(value) for name, value in launcher.items()} if ranks > 1 else {}
         variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)} if ranks > 1 else {}
-        process = context.Process(target=_run, args=(script, list(words), variables, str(log), documents), daemon=False)
-        process.start()
-        processes.append(process)
+        processes.append(start_script(script, words, log=log, variables=variables, documents=documents))
     try:
         _wait(processes, timeout, grace)
     finally:
