@@ -35,10 +35,10 @@ from megatron.config.model import ModelConfig
 from megatron.core.inference.engine import Engine
 from megatron.core.inference.products import INT8, Form
 from megatron.core.inference.request import Request, Result
-from megatron.core.inference.runner import CachedRunner, FinishedStep
+from megatron.core.inference.runner import CachedRunner
 from megatron.core.inference.sampling import Sampling
 from megatron.core.inference.scheduler import SchedulerOptions
-from megatron.core.inference.step_plan import PlanRow, RunnerLimits, StepPlan
+from megatron.core.inference.step_plan import PlanRow, RunnerLimits, RunningStep, StepPlan
 from megatron.core.models.gpt.model import GPTModel
 from megatron.core.parallel.context import ParallelContext
 
@@ -66,7 +66,7 @@ class TimedRunner(CachedRunner):
 
     seconds = 0.0
 
-    def start(self, plan: StepPlan) -> FinishedStep:
+    def start(self, plan: StepPlan) -> RunningStep:
         began = now()
         found = super().start(plan)
         self.seconds += now() - began

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import FrameType
+from types import FrameType, SimpleNamespace
 from typing import Any, cast
 from unittest import mock
 
@@ -79,55 +79,29 @@ def is_of_the_program(file: str) -> bool:
     return is_ours and _OWN not in path.parents
 
 
-class _Module:
-    """What ``torch.get_device_module`` returns for the device. ``memory``: bytes that it claims to have."""
-
-    memory = 0
-
-    def is_initialized(self) -> bool:
-        return True
-
-    def is_available(self) -> bool:
-        return True
-
-    def current_device(self) -> int:
-        return 0
-
-    def device_count(self) -> int:
-        return 1
-
-    def _is_in_bad_fork(self) -> bool:
-        return False
-
-    def manual_seed_all(self, seed: int) -> None:
-        pass
-
-    def synchronize(self, device: Any = None) -> None:
-        pass
-
-    def empty_cache(self) -> None:
-        pass
-
-    def get_amp_supported_dtype(self) -> list[torch.dtype]:
-        return [torch.bfloat16, torch.float16]
-
-    def mem_get_info(self, device: Any = None) -> tuple[int, int]:
-        return self.memory, self.memory
-
-    def memory_allocated(self, device: Any = None) -> int:
-        return 0
-
-    max_memory_allocated = memory_reserved = max_memory_reserved = memory_allocated
-
-    def get_device_name(self, device: Any = None) -> str:
-        return "a pretended accelerator"
-
-
 @functools.cache
-def _registered() -> _Module:
+def _registered() -> SimpleNamespace:
+    """What ``torch.get_device_module`` returns for the device. ``memory``: bytes that it claims to have."""
     from torch.utils import backend_registration
 
-    module = _Module()
+    module: SimpleNamespace = SimpleNamespace(
+        memory=0,
+        is_initialized=lambda: True,
+        is_available=lambda: True,
+        current_device=lambda: 0,
+        device_count=lambda: 1,
+        get_device_name=lambda device=None: "a pretended accelerator",
+        get_amp_supported_dtype=lambda: [torch.bfloat16, torch.float16],
+        manual_seed_all=lambda seed: None,
+        synchronize=lambda device=None: None,
+        empty_cache=lambda: None,
+        mem_get_info=lambda device=None: (module.memory, module.memory),
+        _is_in_bad_fork=lambda: False,
+        **dict.fromkeys(
+            ("memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved"),
+            lambda device=None: 0,
+        ),
+    )
     getattr(backend_registration, _SETUP)(DEVICE_TYPE, module)
     return module
 

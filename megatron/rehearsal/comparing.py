@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import dataclasses
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from itertools import permutations
 
 from megatron.rehearsal.recorder import MESSAGES, Communicator, Operation
 
@@ -24,7 +25,7 @@ def disagreements(ranks: Mapping[int, Sequence[Operation]]) -> list[str]:
     for communicator, members in _by_communicator(ranks).items():
         rounds = {rank: [each for each in asked if each.name not in MESSAGES] for rank, asked in members.items()}
         found += _first_difference(communicator, rounds, what="operations")
-        for sender, receiver in _pairs(communicator):
+        for sender, receiver in permutations(communicator.members, 2):
             sent = [each for each in members[sender] if each.name == "send" and each.peer == receiver]
             received = [each for each in members[receiver] if each.name == "receive" and each.peer == sender]
             found += _first_difference(communicator, {sender: sent, receiver: received}, what="messages")
@@ -168,10 +169,6 @@ def _with_pairs(rank: int, asked: Sequence[Operation]) -> list[Operation]:
         )
         for each in asked
     ]
-
-
-def _pairs(communicator: Communicator) -> Iterable[tuple[int, int]]:
-    return ((a, b) for a in communicator.members for b in communicator.members if a != b)
 
 
 def _first_difference(communicator: Communicator, asked: Mapping[int, Sequence[Operation]], *, what: str) -> list[str]:

@@ -38,6 +38,7 @@ from megatron.core.tensor_parallel import initialize
 from megatron.planning.model import stage_models
 from megatron.rehearsal.accelerator import DEVICE_TYPE, Waits, pretending, register
 from megatron.rehearsal.experts import balanced
+from megatron.rehearsal.ranks import Task
 from megatron.rehearsal.recorder import Memory, Operation, Recorder
 from megatron.training.checkpoints.trained_model import PlacedModel
 from megatron.training.evaluation.evaluate import evaluate
@@ -57,7 +58,6 @@ class Rehearsed:
     which boxes of which tensors it would write to a checkpoint, were it alone.
     """
 
-    rank: int
     pipeline_rank: int
     world_size: int
     parallel: ParallelConfig
@@ -70,21 +70,14 @@ class Rehearsed:
     save: SavePlan
 
 
-def rehearse(
-    config: RunConfig,
-    train_spec: TrainSpec,
-    *,
-    rank: int,
-    steps: int,
-    memory: int,
-    failed: Callable[[Exception], None],
-) -> Rehearsed:
-    """Take ``steps`` steps as rank number ``rank``, evaluate if the run does, generate a text if its model does, and
-    plan a checkpoint. Steps before the last, evaluation and text are of one microbatch.
+def rehearse(task: Task, *, failed: Callable[[Exception], None]) -> Rehearsed:
+    """Take the task's steps as its rank, evaluate if the run does, generate a text if its model does, and plan a
+    checkpoint. Steps before the last, evaluation and text are of one microbatch.
 
-    ``memory``: bytes of the device. ``failed``: called with an error in a backward pass, which ends the process.
+    ``failed``: called with an error in a backward pass, which ends the process.
     """
-    device = register(memory=memory)
+    config, train_spec, rank = task.config, task.train_spec, task.rank
+    device = register(memory=task.memory)
     waits, recorder, held = Waits(), Recorder(rank), Memory()
     with (
         _world(rank, config.world_size),
@@ -99,10 +92,11 @@ def rehearse(
         stack.enter_context(balanced(context.mesh, waits))
         run = build_run(config, train_spec, context)
         with unset_fake_temporarily():
-            data = TrainingData(run.config, train_spec, _on_cpu(context), run.tokenizer)
+            on_cpu = dataclasses.replace(context, device=torch.device("cpu"))
+            data = TrainingData(run.config, train_spec, on_cpu, run.tokenizer)
         batches = _on_device(mode, device, data.training_batches(0))
         states, begun = held.held, 0
-        for left in reversed(range(steps)):
+        for left in reversed(range(task.steps)):
             microbatches = next(batches)
             waits.places.clear()
             begun = len(recorder.operations)
@@ -119,7 +113,6 @@ def rehearse(
         save = _plan_save(run, recorder)
     gc.collect()
     return Rehearsed(
-        rank=rank,
         pipeline_rank=context.mesh.rank("pp"),
         world_size=config.world_size,
         parallel=config.parallel,
@@ -155,10 +148,6 @@ def _context(config: RunConfig, device: torch.device, rank: int) -> ParallelCont
         cp_comm_types=parallel.cp_comm_type,
         cp_sizes=parallel.hierarchical_context_parallel_sizes or (),
     )
-
-
-def _on_cpu(context: ParallelContext) -> ParallelContext:
-    return dataclasses.replace(context, device=torch.device("cpu"))
 
 
 def _on_device(

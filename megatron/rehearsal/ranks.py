@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """A rank to rehearse. Arguments as of ``rehearse``."""
+    """A rank to rehearse, for ``steps`` steps on a device of ``memory`` bytes."""
 
     config: RunConfig
     train_spec: TrainSpec
@@ -35,6 +35,9 @@ def rehearse_ranks(
     config: RunConfig, train_spec: TrainSpec, ranks: Sequence[int], *, steps: int, memory: int
 ) -> dict[int, Rehearsed]:
     """What each of ``ranks`` did, by world rank. Raises ParallelError with the line of the program that failed."""
+    # The first fake tensor loads it, which takes seconds: once here, not in every forked process.
+    import torch._dynamo  # noqa: F401
+
     tasks = [Task(config=config, train_spec=train_spec, rank=rank, steps=steps, memory=memory) for rank in ranks]
     found = {}
     for task, outcome in zip(tasks, rehearse_tasks(tasks, multiprocessing.get_context("fork"))):
@@ -99,14 +102,7 @@ def _work(tasks: Sequence[tuple[int, Task]], connection: Connection) -> None:
                 connection.send((number, f"rank {task.rank} fails in the rehearsal: {_sentence(error)}"))
 
             try:
-                outcome = rehearse(
-                    task.config,
-                    task.train_spec,
-                    rank=task.rank,
-                    steps=task.steps,
-                    memory=task.memory,
-                    failed=failed,
-                )
+                outcome = rehearse(task, failed=failed)
             except Exception as error:  # whatever it is, it is what the rehearsal is for
                 failed(error)
             else:

@@ -141,7 +141,10 @@ class Recorder:
         ) -> None:
             begin(handle, result, works, *args, **more)
             if works:
-                owned[id(handle)] = handle, self._take_started()
+                started, self._started = self._started, []
+                for each in started:
+                    each.operation.batch = started[0].operation.batch
+                owned[id(handle)] = handle, started
 
         def wait_recorded(handle: Handle[Any]) -> Any:
             for each in owned.pop(id(handle), (handle, []))[1]:
@@ -166,12 +169,6 @@ class Recorder:
             mock.patch.object(dist, "batch_isend_irecv", batch_recorded),
         ):
             yield
-
-    def _take_started(self) -> list[_InFlight]:
-        taken, self._started = self._started, []
-        for each in taken:
-            each.operation.batch = taken[0].operation.batch
-        return taken
 
     def see(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> None:
         """An operator that has run: record it if it is one of ``torch.distributed``'s, and check it."""

@@ -11,7 +11,7 @@ from megatron.config.run import RunConfig
 from megatron.core.checkpointing.save import SavePlanner
 from megatron.core.models.train_spec import TrainSpec
 from megatron.core.parallel.launch import mesh_of
-from megatron.planning.estimate import MemoryEstimate, rank_peak
+from megatron.planning.estimate import rank_peak
 from megatron.rehearsal.comparing import compared, disagreements, incomplete_beginnings, stuck
 from megatron.rehearsal.rank import Rehearsed
 from megatron.rehearsal.recorder import Operation
@@ -69,24 +69,19 @@ def report(config: RunConfig, train_spec: TrainSpec, found: Mapping[int, Rehears
     ]
     for rank, each in found.items():
         mesh = mesh_of(config.parallel, world_size=config.world_size, rank=rank)
+        estimate = rank_peak(config, train_spec, mesh.rank("pp"))
         sections.append(
             "\n   ".join(
                 [
                     f"== rank {rank} ({mesh.describe()}), its last step, of {config.num_microbatches(0)} microbatches",
                     *_waits(each.waits),
                     *_operations(each.last_step),
-                    _memory(each, rank_peak(config, train_spec, mesh.rank("pp"))),
+                    f"memory: at most {gigabytes(each.highest)} (estimated {gigabytes(estimate.total)}), between steps "
+                    f"{gigabytes(each.states)} ({gigabytes(estimate.states)})",
                 ]
             )
         )
     return "\n\n".join(sections)
-
-
-def _memory(seen: Rehearsed, estimate: MemoryEstimate) -> str:
-    return (
-        f"memory: at most {gigabytes(seen.highest)} (estimated {gigabytes(estimate.total)}), between steps "
-        f"{gigabytes(seen.states)} ({gigabytes(estimate.states)})"
-    )
 
 
 def _waits(places: Counter[str]) -> list[str]:

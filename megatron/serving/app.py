@@ -23,12 +23,12 @@ from starlette.types import ASGIApp
 from megatron import __version__
 from megatron.config.suggestions import did_you_mean
 from megatron.core.inference.engine import Engine
-from megatron.core.inference.request import Update
+from megatron.core.inference.request import Result, Update
 from megatron.serving.chat import ChatAnswer, chat_call, conversation_ids, read_chat
 from megatron.serving.completions import CompletionAnswer, read_completion
 from megatron.serving.engine_thread import PING, ClientLeftError, EngineThread, Stream
 from megatron.serving.errors import ApiError
-from megatron.serving.generating import ApiCall, Outcome, outcomes, usage
+from megatron.serving.generating import Answer, ApiCall, results, usage
 from megatron.serving.guarding import CLIENT_LEFT, Keys, RequestIds, read_body
 from megatron.serving.megatron_api import answer_of, read_megatron
 from megatron.serving.metrics import Metrics
@@ -124,26 +124,26 @@ class Server:
     async def _completions(self, request: HttpRequest) -> ASGIApp:
         body = await self._body(request)
         call = await asyncio.to_thread(read_completion, body, self.model, id=request.state.id)
-        return await self._generate(request, call, CompletionAnswer(self.model, call, int(time.time())))
+        return await self._generate(request, call, CompletionAnswer(self.model, call))
 
     async def _chat(self, request: HttpRequest) -> ASGIApp:
         fields = read_chat(await self._body(request), self.model)
         ids = await conversation_ids(fields, self.model, trust_templates=self.config.trust_request_chat_template)
         call = await asyncio.to_thread(chat_call, fields, ids, self.model, id=request.state.id)
-        return await self._generate(request, call, ChatAnswer(self.model, call, int(time.time())))
+        return await self._generate(request, call, ChatAnswer(self.model, call))
 
-    async def _generate(self, request: HttpRequest, call: ApiCall, answer: CompletionAnswer | ChatAnswer) -> ASGIApp:
+    async def _generate(self, request: HttpRequest, call: ApiCall, answer: Answer) -> ASGIApp:
         if call.fields["stream"]:
             await self._check(call)
-            return EventStream(
-                self.thread.open(call.requests), lambda stream: _frames(stream, call, answer), self._seconds
-            )
-        return json_response(answer.whole(await self._outcomes(request, call)))
+            seconds = self.config.request_timeout
+            return EventStream(self.thread.open(call.requests), lambda stream: _frames(stream, call, answer), seconds)
+        return json_response(answer.whole(await self._results(request, call)))
 
-    async def _outcomes(self, request: HttpRequest, call: ApiCall) -> list[Outcome]:
+    async def _results(self, request: HttpRequest, call: ApiCall) -> list[Result]:
         await self._check(call)
-        with self.thread.open(call.requests) as stream, watched(stream, request.receive, seconds=self._seconds):
-            return await outcomes(stream, call.requests)
+        seconds = self.config.request_timeout
+        with self.thread.open(call.requests) as stream, watched(stream, request.receive, seconds=seconds):
+            return await results(stream, call.requests)
 
     async def _check(self, call: ApiCall) -> None:
         await asyncio.to_thread(self.thread.check, call.requests[:: call.choices])
@@ -152,7 +152,7 @@ class Server:
         body = await self._body(request)
         call = await asyncio.to_thread(read_megatron, body, self.model, id=request.state.id)
         request.state.quiet = call.fields["no_log"]
-        return json_response(answer_of(await self._outcomes(request, call), call, self.model))
+        return json_response(answer_of(await self._results(request, call), call, self.model))
 
     async def _tokenize(self, request: HttpRequest) -> ASGIApp:
         body = await self._body(request)
@@ -198,10 +198,6 @@ class Server:
         most = self.config.max_body_size_mb << 20
         return await read_body(request, most_bytes=most, seconds=self.config.client_timeout)
 
-    @property
-    def _seconds(self) -> float:
-        return self.config.request_timeout
-
     async def _no_such_page(self, request: HttpRequest, error: Exception) -> Response:
         assert isinstance(error, HTTPException), "it is registered for these"
         paths = [path for paths, _, _ in self.endpoints() for path in paths]
@@ -227,12 +223,10 @@ async def _failed(request: HttpRequest, error: Exception) -> Response:
     return error_response(ApiError("the server failed on this request; its log says how", status=500), request.scope)
 
 
-async def _frames(
-    stream: Stream, call: ApiCall, answer: CompletionAnswer | ChatAnswer
-) -> AsyncIterator[Mapping[str, Any] | object]:
+async def _frames(stream: Stream, call: ApiCall, answer: Answer) -> AsyncIterator[Mapping[str, Any] | object]:
     """The events of a stream: chunks, and the counts at the end of those that ask for them."""
     index_of = {request.id: index for index, request in enumerate(call.requests)}
-    found = [Outcome() for _ in call.requests]
+    generated, cached = 0, [0] * len(call.requests)
     options = call.fields["stream_options"]
     with_usage, always = options.get("include_usage"), options.get("continuous_usage_stats")
     async for update in stream:
@@ -240,9 +234,11 @@ async def _frames(
             yield PING
             continue
         index = index_of[update.request_id]
-        found[index].add(update)
+        generated += update.num_generated
+        cached[index] = update.cached_tokens
         for chunk in answer.chunks(index, update):
-            counts = {"usage": usage(call, found) if always else None} if with_usage or always else {}
-            yield {**chunk, **counts}
+            if with_usage or always:
+                chunk["usage"] = usage(call, generated=generated, cached=cached) if always else None
+            yield chunk
     if with_usage:
-        yield answer.last(usage(call, found))
+        yield answer.last(usage(call, generated=generated, cached=cached))

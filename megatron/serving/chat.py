@@ -6,10 +6,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from megatron.core.inference.request import GeneratedToken, Update
+from megatron.core.inference.request import Finish, GeneratedToken, Update
 from megatron.serving.errors import ApiError
 from megatron.serving.fields import CHAT, read_fields
-from megatron.serving.generating import ApiCall, Outcome, api_call, best_of, check_together, ending, usage
+from megatron.serving.generating import Answer, ApiCall, api_call, check_together, ending
 from megatron.serving.model import ServedModel
 from megatron.serving.token_texts import TokenTexts, finite
 from megatron.small_files import shown
@@ -96,59 +96,44 @@ def with_text(message: Mapping[str, Any], number: int) -> dict[str, Any]:
 
 
 @dataclass
-class ChatAnswer:
-    """Makes the answer, or its chunks, of the engine's updates."""
+class ChatAnswer(Answer):
+    """An answer of /v1/chat/completions."""
 
-    model: ServedModel
-    call: ApiCall
-    created: int
+    prefix, kind, chunk_kind = "chatcmpl", "chat.completion", "chat.completion.chunk"
+
     _begun: set[int] = field(default_factory=set)
 
-    def whole(self, found: Sequence[Outcome]) -> dict[str, Any]:
-        """The answer when all has come."""
-        choices = []
-        for index, (_, outcome) in enumerate(best_of(found, self.call)):
-            message = {"role": "assistant", "content": outcome.text, "refusal": None}
-            choices.append({"index": index, "message": message, **self._rest(outcome, first=True)})
-        answer = self._envelope("chat.completion", choices)
-        return answer | {"usage": usage(self.call, found)}
+    def choice(self, index: int, part: Update, number: int) -> dict[str, Any]:
+        """Choice ``index`` of an answer."""
+        message = {"role": "assistant", "content": part.text, "refusal": None}
+        return {"index": index, "message": message, **self._rest(part.tokens, part.finish, first=True)}
 
     def chunks(self, index: int, update: Update) -> Iterator[dict[str, Any]]:
         """The chunks of an update of choice ``index``: the role, the text, and the end by itself."""
-        first = index not in self._begun
-        if first:
+        tokens = update.tokens
+        if index not in self._begun:
             self._begun.add(index)
-            delta = {"role": "assistant", "content": ""}
-            yield self._chunk(index, delta, Outcome(), first=True)
-        part = Outcome(update.text, list(update.tokens))
-        if part.text or (part.tokens and (self.call.fields["logprobs"] or self.call.fields["return_token_ids"])):
-            yield self._chunk(index, {"content": part.text}, part)
+            yield self._chunk(index, {"role": "assistant", "content": ""}, first=True)
+        if update.text or (tokens and (self.call.fields["logprobs"] or self.call.fields["return_token_ids"])):
+            yield self._chunk(index, {"content": update.text}, tokens)
         if update.finish is not None:
-            yield self._chunk(index, {}, Outcome(finish=update.finish))
+            yield self._chunk(index, {}, finish=update.finish)
 
-    def last(self, counts: Mapping[str, Any]) -> dict[str, Any]:
-        """The chunk with the counts."""
-        return self._envelope("chat.completion.chunk", []) | {"usage": counts}
+    def _chunk(
+        self,
+        index: int,
+        delta: Mapping[str, Any],
+        tokens: Sequence[GeneratedToken] = (),
+        finish: Finish | None = None,
+        *,
+        first: bool = False,
+    ) -> dict[str, Any]:
+        choice = {"index": index, "delta": delta, **self._rest(tokens, finish, first=first)}
+        return self.enveloped(self.chunk_kind, [choice])
 
-    def _chunk(self, index: int, delta: Mapping[str, Any], part: Outcome, *, first: bool = False) -> dict[str, Any]:
-        choice = {"index": index, "delta": delta, **self._rest(part, first=first)}
-        return self._envelope("chat.completion.chunk", [choice])
-
-    def _envelope(self, kind: str, choices: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        return {
-            "id": f"chatcmpl-{self.call.fields['request_id'] or self.call.id}",
-            "object": kind,
-            "created": self.created,
-            "model": self.model.name,
-            "choices": choices,
-            "system_fingerprint": self.model.fingerprint,
-            "seed": self.call.seed,
-        }
-
-    def _rest(self, part: Outcome, *, first: bool) -> dict[str, Any]:
+    def _rest(self, tokens: Sequence[GeneratedToken], finish: Finish | None, *, first: bool) -> dict[str, Any]:
         """What whole choices and chunks have besides their text."""
-        fields, tokens = self.call.fields, part.tokens
-        found: dict[str, Any] = {"logprobs": None, **ending(part.finish, self.call)}
+        fields, found = self.call.fields, {"logprobs": None, **ending(finish, self.call)}
         if fields["logprobs"] and tokens:
             found["logprobs"] = {"content": [self._logprob(token) for token in tokens], "refusal": None}
         if fields["return_token_ids"]:
@@ -167,4 +152,8 @@ class ChatAnswer:
 
 
 def _entry(texts: TokenTexts, token: int, logprob: float) -> dict[str, Any]:
-    return {"token": texts.spelled(token), "logprob": finite(logprob), "bytes": list(texts.bytes_of(token))}
+    return {
+        "token": texts.spelled(token),
+        "logprob": finite(logprob),
+        "bytes": list(texts.tokenizer.token_bytes(token)),
+    }

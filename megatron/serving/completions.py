@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from megatron.core.inference.request import TokenLogprobs, Update
+from megatron.core.inference.text import token_texts
 from megatron.serving.errors import ApiError
 from megatron.serving.fields import COMPLETION, read_fields
-from megatron.serving.generating import ApiCall, Outcome, api_call, best_of, check_together, ending, usage
+from megatron.serving.generating import Answer, ApiCall, api_call, check_together, ending
 from megatron.serving.model import ServedModel
 from megatron.serving.token_texts import TokenTexts, finite
 
@@ -54,10 +55,14 @@ def _prompts(fields: Mapping[str, Any], model: ServedModel) -> dict[str, list[in
 
 @dataclass
 class _ChoiceProgress:
-    """How many characters of a choice have been answered; ``at_start``: nothing of it was answered yet."""
+    """How many characters of a choice have been answered; ``at_start``: nothing of it was answered yet.
+
+    ``prompt_logprobs``: those that have come before it begins.
+    """
 
     length: int = 0
     at_start: bool = True
+    prompt_logprobs: tuple[TokenLogprobs | None, ...] = ()
 
     def offsets(self, texts: Iterable[str]) -> list[int]:
         """Where the texts of the next tokens begin."""
@@ -69,44 +74,27 @@ class _ChoiceProgress:
 
 
 @dataclass
-class CompletionAnswer:
-    """Makes the answer, or its chunks, of the engine's updates."""
+class CompletionAnswer(Answer):
+    """An answer of /v1/completions."""
 
-    model: ServedModel
-    call: ApiCall
-    created: int
+    prefix = "cmpl"
+    kind = chunk_kind = "text_completion"
+
     _progress: dict[int, _ChoiceProgress] = field(default_factory=dict)
-
-    def whole(self, found: Sequence[Outcome]) -> dict[str, Any]:
-        """The answer when all has come."""
-        choices = [
-            self._choice(index, outcome, number) for index, (number, outcome) in enumerate(best_of(found, self.call))
-        ]
-        return self._envelope(choices) | {"usage": usage(self.call, found)}
 
     def chunks(self, index: int, update: Update) -> Iterator[dict[str, Any]]:
         """The chunks of an update of choice ``index``."""
-        part = Outcome(update.text, list(update.tokens), update.prompt_logprobs, finish=update.finish)
-        choice = self._choice(index, part, index // self.call.choices)
+        progress = self._progress.setdefault(index, _ChoiceProgress())
+        if self.call.fields["echo"] and progress.at_start:  # the prompt is one chunk, however many steps have read it
+            progress.prompt_logprobs += update.prompt_logprobs
+            if not update.tokens and update.finish is None:
+                return
+            update = replace(update, prompt_logprobs=progress.prompt_logprobs)
+        choice = self.choice(index, update, index // self.call.choices)
         if choice["text"] or choice["finish_reason"] or choice["logprobs"] or choice.get("token_ids"):
-            yield self._envelope([choice])
+            yield self.enveloped(self.chunk_kind, [choice])
 
-    def last(self, counts: Mapping[str, Any]) -> dict[str, Any]:
-        """The chunk with the counts."""
-        return self._envelope([]) | {"usage": counts}
-
-    def _envelope(self, choices: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        return {
-            "id": f"cmpl-{self.call.fields['request_id'] or self.call.id}",
-            "object": "text_completion",
-            "created": self.created,
-            "model": self.model.name,
-            "choices": choices,
-            "system_fingerprint": self.model.fingerprint,
-            "seed": self.call.seed,
-        }
-
-    def _choice(self, index: int, part: Outcome, number: int) -> dict[str, Any]:
+    def choice(self, index: int, part: Update, number: int) -> dict[str, Any]:
         """What an update, or all of them, brought choice ``index``, which continues prompt ``number``."""
         fields, prompt = self.call.fields, self.call.prompts[number]
         progress = self._progress.setdefault(index, _ChoiceProgress())
@@ -123,11 +111,11 @@ class CompletionAnswer:
         progress.at_start = False
         return choice
 
-    def _logprobs(self, part: Outcome, echoed: Sequence[int], progress: _ChoiceProgress) -> dict[str, Any]:
+    def _logprobs(self, part: Update, echoed: Sequence[int], progress: _ChoiceProgress) -> dict[str, Any]:
         texts = TokenTexts(self.model.tokenizer, as_ids=self.call.fields["return_tokens_as_token_ids"])
         most = self.call.fields["logprobs"]
         listed = [*zip(echoed, part.prompt_logprobs), *((token.id, token.logprobs) for token in part.tokens)]
-        segments = [*texts.segments(echoed), *(token.text for token in part.tokens)]
+        segments = [*token_texts(self.model.tokenizer, echoed), *(token.text for token in part.tokens)]
         return {
             "tokens": [texts.spelled(token) for token, _ in listed],
             "token_logprobs": [each and finite(each.logprob) for _, each in listed],

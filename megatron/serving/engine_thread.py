@@ -10,12 +10,15 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from math import ceil
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from megatron.core.inference.engine import Engine
 from megatron.core.inference.request import Request, Update
 from megatron.errors import MegatronError
 from megatron.serving.errors import ApiError
+
+if TYPE_CHECKING:
+    from megatron.serving.metrics import Metrics
 
 _IDLE_SECONDS = 0.5
 
@@ -44,7 +47,7 @@ class Progress:
 class Stream:
     """The updates of a few requests, in the order of steps: ``async for update in stream``.
 
-    ``fail``: what ends it before its requests have ended.
+    Raises ApiError (500) for a request that failed. ``fail``: what ends it before its requests have ended.
     """
 
     unfinished: int
@@ -72,20 +75,12 @@ class Stream:
         if isinstance(item, BaseException):
             raise item
         if isinstance(item, Update) and item.finish is not None:
+            if item.finish.reason == "error":
+                raise ApiError(
+                    f"the model failed on this request: {item.finish.error}", status=500, code="model_failed"
+                )
             self.unfinished -= 1
         return item
-
-
-class Observer(Protocol):
-    """Who is told of requests, for metrics."""
-
-    def updated(self, progress: Progress, update: Update, now: float) -> None:
-        """A request has got an update."""
-        ...
-
-    def refused(self) -> None:
-        """A request was refused as the queue is full."""
-        ...
 
 
 @dataclass(eq=False)
@@ -98,7 +93,7 @@ class EngineThread:
 
     engine: Engine
     max_queue: int
-    observer: Observer
+    metrics: Metrics
     on_failure: Callable[[BaseException], None] = lambda failure: None
     failure: BaseException | None = None
     last_heartbeat: float = field(default_factory=time.monotonic)
@@ -117,11 +112,6 @@ class EngineThread:
         """End the thread after its current step."""
         self._commands.put(None)
         self._thread.join(seconds)
-
-    @property
-    def rows(self) -> int:
-        """Requests that the engine runs at once."""
-        return self.engine.limits.max_requests
 
     @property
     def unfinished(self) -> int:
@@ -170,7 +160,8 @@ class EngineThread:
                 code="shutting_down",
                 headers={"retry-after": "1", "connection": "close"},
             )
-        limit = self.rows + self.max_queue
+        rows = self.engine.limits.max_requests
+        limit = rows + self.max_queue
         if count > limit:
             raise ApiError(
                 f"the request asks for {count:,} texts, and this server takes at most {limit:,} "
@@ -178,8 +169,8 @@ class EngineThread:
                 code="too_many_texts",
             )
         if self.unfinished + count > limit:
-            self.observer.refused()
-            seconds = ceil(min(60.0, self._seconds_per_request * self.unfinished / self.rows))
+            self.metrics.refused()
+            seconds = ceil(min(60.0, self._seconds_per_request * self.unfinished / rows))
             raise ApiError(
                 f"the server is busy: {self.unfinished:,} texts run or wait, {count:,} more are asked for, and its "
                 f"limit is {limit:,} (--inference-max-requests and --max-queue); try again in {seconds} s",
@@ -231,7 +222,7 @@ class EngineThread:
             progress = self._open.get(update.request_id)
             if progress is None:  # its client has left meanwhile
                 continue
-            self.observer.updated(progress, update, now)
+            self.metrics.updated(progress, update, now)
             if update.tokens:
                 progress.first_token = progress.first_token or now
                 progress.last_token = now

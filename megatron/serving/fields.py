@@ -81,9 +81,7 @@ MESSAGES: Schema = {
 }
 _STOPS = {"type": "string", "minLength": 1, "maxLength": 1024}
 
-MODEL = Field(
-    "model", _WORD, "Name of the served model, as GET /v1/models lists it; may be left out, and another name is a 404."
-)
+MODEL = Field("model", _WORD, "Name of the served model, as /v1/models lists it; may be left out; another is a 404.")
 _MAX_TOKENS = (
     "Maximum number of tokens to generate; prompt and text together must fit into the model's context. Default: "
 )
@@ -110,12 +108,7 @@ SAMPLING = (
         1.0,
     ),
     Field("top_k", _integer(-1), "Sample from this many most probable tokens; 0 and -1: from all.", 0),
-    Field(
-        "min_p",
-        _number(0, 1),
-        "Sample from tokens at least this times as probable as the most probable one; 0: from all.",
-        0.0,
-    ),
+    Field("min_p", _number(0, 1), "Sample from tokens at least this times as probable as the likeliest; 0: all.", 0.0),
     Field(
         "repetition_penalty",
         _number(0, 100, above=True),
@@ -174,12 +167,7 @@ SAMPLING = (
     ),
     Field("include_stop_str_in_output", _SWITCH, "The answer ends after the stop text instead of before it.", False),
     Field("ignore_eos", _SWITCH, "Generate max_tokens tokens even if the model ends the document before.", False),
-    Field(
-        "skip_special_tokens",
-        _SWITCH,
-        "Leave special tokens, such as the end of a document, out of the generated text.",
-        True,
-    ),
+    Field("skip_special_tokens", _SWITCH, "Leave special tokens, such as a document's end, out of the text.", True),
     _refused("spaces_between_special_tokens", "special tokens are written as they are", True),
     Field(
         "truncate_prompt_tokens",
@@ -227,9 +215,7 @@ SAMPLING = (
         "Form of the text, exactly one of: a JSON schema (json), a regular expression (regex), a list of texts "
         "(choice), a Lark grammar (grammar).",
     ),
-    Field(
-        "stream", _SWITCH, "Send the text while it is generated, as server-sent events; the last one is [DONE].", False
-    ),
+    Field("stream", _SWITCH, "Send the text as it is generated, as server-sent events; the last is [DONE].", False),
     Field(
         "stream_options",
         {
@@ -242,11 +228,7 @@ SAMPLING = (
         {},
     ),
     Field("user", _WORD, "Who asks; accepted without effect."),
-    Field(
-        "request_id",
-        _WORD,
-        "The answer's id, after cmpl- or chatcmpl-; default: random. Logs have the header x-request-id instead.",
-    ),
+    Field("request_id", _WORD, "The answer's id, after cmpl- or chatcmpl-; default: random. Logs have x-request-id."),
     Field(
         "use_beam_search",
         _SWITCH,
@@ -264,12 +246,7 @@ SAMPLING = (
     _refused("priority", "requests are served in the order of their arrival", 0),
 )
 COMPLETION = (
-    Field(
-        "prompt",
-        PROMPT,
-        "What to continue: one text or list of token ids, or several, each of which gets n choices.",
-        required=True,
-    ),
+    Field("prompt", PROMPT, "A text or list of token ids to continue, or several, each with n choices.", required=True),
     Field("max_tokens", _integer(0), f"{_MAX_TOKENS}16, or what fits."),
     *SAMPLING,
     Field(
@@ -290,12 +267,7 @@ COMPLETION = (
         _integer(0, MOST_LOGPROBS),
         "Add log-probabilities of the prompt: of its tokens and of this many most probable ones at each place.",
     ),
-    Field(
-        "echo",
-        _SWITCH,
-        "Begin the text, and logprobs, with the prompt; with max_tokens 0 the prompt is only scored.",
-        False,
-    ),
+    Field("echo", _SWITCH, "Begin text and logprobs with the prompt; with max_tokens 0 it is only scored.", False),
     Field(
         "logprobs",
         _integer(0, MOST_LOGPROBS),
@@ -310,11 +282,7 @@ _TEMPLATE = (
         _SWITCH,
         "Let the template begin the assistant's turn; default: true, unless continue_final_message is.",
     ),
-    Field(
-        "chat_template",
-        _TEXT,
-        "Jinja template to use in place of the server's; needs a server with --trust-request-chat-template.",
-    ),
+    Field("chat_template", _TEXT, "Jinja template in place of the server's, if it has --trust-request-chat-template."),
     Field(
         "chat_template_kwargs",
         _OBJECT,
@@ -324,18 +292,13 @@ _TEMPLATE = (
 )
 CHAT = (
     Field(
-        "messages",
-        MESSAGES,
-        "The conversation so far, oldest message first; the chat template writes it as text.",
-        required=True,
+        "messages", MESSAGES, "The conversation, oldest message first; the template writes it as text.", required=True
     ),
     Field("max_tokens", _integer(0), f"{_MAX_TOKENS}as many as fit."),
     *SAMPLING,
     Field("max_completion_tokens", _integer(1), "Another name of max_tokens, which is the older one."),
     Field("logprobs", _SWITCH, "Add the natural log-probability of each token, before temperature and filters.", False),
-    Field(
-        "top_logprobs", _integer(0, MOST_LOGPROBS), "Needs logprobs: this many most probable tokens at each place.", 0
-    ),
+    Field("top_logprobs", _integer(0, MOST_LOGPROBS), "Needs logprobs: this many likeliest tokens at each place.", 0),
     _refused("echo", "a conversation is not repeated, so leave it out", False),
     Field(
         "add_special_tokens",
@@ -343,12 +306,7 @@ CHAT = (
         "Add the tokens that the tokenizer puts around a text, which templates usually write themselves.",
         False,
     ),
-    Field(
-        "continue_final_message",
-        _SWITCH,
-        "The answer goes on with the last message instead of beginning another.",
-        False,
-    ),
+    Field("continue_final_message", _SWITCH, "The answer continues the last message instead of beginning one.", False),
     *_TEMPLATE,
     Field(
         "documents",
@@ -381,9 +339,7 @@ TOKENIZE = (
         _SWITCH,
         "Add the tokens that the tokenizer puts around a text; default: true for a prompt, false for messages.",
     ),
-    Field(
-        "continue_final_message", _SWITCH, "Leave the last message open, as for an answer that goes on with it.", False
-    ),
+    Field("continue_final_message", _SWITCH, "Leave the last message open, as for an answer that continues it.", False),
     *_TEMPLATE,
     Field("return_token_strs", _SWITCH, "Add token_strs, the text of each token.", False),
 )

@@ -3,21 +3,14 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 from megatron.core.inference.constrained import Constraint
-from megatron.core.inference.request import (
-    Beam,
-    BeamSearch,
-    Finish,
-    GeneratedToken,
-    Request,
-    StopRules,
-    TokenLogprobs,
-    Update,
-)
+from megatron.core.inference.request import BeamSearch, Finish, Request, Result, StopRules, Update
 from megatron.core.inference.sampling import Sampling
 from megatron.errors import ConfigError, MegatronError
 from megatron.serving.engine_thread import Stream
@@ -48,47 +41,13 @@ class ApiCall:
         return int(self.fields["n"])
 
 
-@dataclass
-class Outcome:
-    """What has come of a request so far."""
-
-    text: str = ""
-    tokens: list[GeneratedToken] = field(default_factory=list)
-    prompt_logprobs: tuple[TokenLogprobs | None, ...] = ()
-    cached_tokens: int = 0
-    finish: Finish | None = None
-    beams: tuple[Beam, ...] = ()
-
-    def add(self, update: Update) -> None:
-        """Take what a step brought; raises ApiError (500) for a request that failed."""
-        self.text += update.text
-        self.tokens += update.tokens
-        self.prompt_logprobs = self.prompt_logprobs or update.prompt_logprobs
-        self.cached_tokens = update.cached_tokens
-        self.finish, self.beams = update.finish, update.beams
-        if self.finish is not None and self.finish.reason == "error":
-            raise ApiError(f"the model failed on this request: {self.finish.error}", status=500, code="model_failed")
-
-    @property
-    def answers(self) -> list[Outcome]:
-        """Those of a search, the best first; else itself."""
-        rest = (self.prompt_logprobs, self.cached_tokens)
-        return [Outcome(beam.text, list(beam.tokens), *rest, beam.finish) for beam in self.beams] or [self]
-
-    @property
-    def ending(self) -> Finish:
-        """How it ended."""
-        assert self.finish is not None, "only of a finished request"
-        return self.finish
-
-
-async def outcomes(stream: Stream, requests: Sequence[Request]) -> list[Outcome]:
+async def results(stream: Stream, requests: Sequence[Request]) -> list[Result]:
     """What came of each request in the end."""
-    found = {request.id: Outcome() for request in requests}
+    updates: dict[str, list[Update]] = {request.id: [] for request in requests}
     async for update in stream:
         if isinstance(update, Update):
-            found[update.request_id].add(update)
-    return list(found.values())
+            updates[update.request_id].append(update)
+    return [Result.of(each) for each in updates.values()]
 
 
 def api_call(
@@ -241,28 +200,67 @@ def stop_rules(fields: Mapping[str, Any], model: ServedModel) -> StopRules:
     )
 
 
-def best_of(found: Sequence[Outcome], call: ApiCall) -> Iterator[tuple[int, Outcome]]:
-    """The outcomes that the answer holds, each with its prompt's number: of each prompt those likeliest a token."""
-    for number in range(len(call.prompts)):
-        group = [each for one in found[number * call.choices : (number + 1) * call.choices] for each in one.answers]
-        if call.choices > call.answered:
-            group = sorted(group, key=_mean_logprob, reverse=True)
-        for outcome in group[: call.answered]:
-            yield number, outcome
-
-
-def usage(call: ApiCall, found: Iterable[Outcome]) -> dict[str, Any]:
-    """Counts of tokens: each prompt once, and all that was generated."""
-    found = list(found)
+def usage(call: ApiCall, *, generated: int, cached: Sequence[int]) -> dict[str, Any]:
+    """Counts of tokens: each prompt once, and all that was ``generated``. ``cached``: of each request's prompt."""
     prompt = sum(map(len, call.prompts))
-    generated = sum(len(each.tokens) for outcome in found for each in outcome.answers)
-    cached = sum(outcome.cached_tokens for outcome in found[:: call.choices])
     return {
         "prompt_tokens": prompt,
         "completion_tokens": generated,
         "total_tokens": prompt + generated,
-        "prompt_tokens_details": {"cached_tokens": cached},
+        "prompt_tokens_details": {"cached_tokens": sum(cached[:: call.choices])},
     }
+
+
+@dataclass
+class Answer(ABC):
+    """Makes the answer to an OpenAI request, or its chunks, of the engine's updates.
+
+    ``prefix``: of its id. ``kind``, ``chunk_kind``: what an answer and a chunk call themselves (``object``).
+    """
+
+    prefix: ClassVar[str]
+    kind: ClassVar[str]
+    chunk_kind: ClassVar[str]
+
+    model: ServedModel
+    call: ApiCall
+    created: int = field(default_factory=lambda: int(time.time()), init=False)
+
+    def whole(self, found: Sequence[Result]) -> dict[str, Any]:
+        """The answer when all has come: of each prompt those texts that are likeliest a token."""
+        call, choices = self.call, list[dict[str, Any]]()
+        for number in range(len(call.prompts)):
+            group = [each for one in found[number * call.choices : (number + 1) * call.choices] for each in one.answers]
+            if call.choices > call.answered:
+                group = sorted(group, key=_mean_logprob, reverse=True)
+            for answer in group[: call.answered]:
+                choices.append(self.choice(len(choices), answer, number))
+        generated, cached = sum(each.num_generated for each in found), [each.cached_tokens for each in found]
+        return self.enveloped(self.kind, choices) | {"usage": usage(call, generated=generated, cached=cached)}
+
+    def last(self, counts: Mapping[str, Any]) -> dict[str, Any]:
+        """The chunk with the counts."""
+        return self.enveloped(self.chunk_kind, []) | {"usage": counts}
+
+    @abstractmethod
+    def choice(self, index: int, part: Update, number: int) -> dict[str, Any]:
+        """What an update, or all of them, brought choice ``index``, which continues prompt ``number``."""
+
+    @abstractmethod
+    def chunks(self, index: int, update: Update) -> Iterator[dict[str, Any]]:
+        """The chunks of an update of choice ``index``."""
+
+    def enveloped(self, kind: str, choices: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        """Choices with what every answer and every chunk says."""
+        return {
+            "id": f"{self.prefix}-{self.call.fields['request_id'] or self.call.id}",
+            "object": kind,
+            "created": self.created,
+            "model": self.model.name,
+            "choices": choices,
+            "system_fingerprint": self.model.fingerprint,
+            "seed": self.call.seed,
+        }
 
 
 def ending(finish: Finish | None, call: ApiCall) -> dict[str, Any]:
@@ -272,8 +270,8 @@ def ending(finish: Finish | None, call: ApiCall) -> dict[str, Any]:
     return {"finish_reason": finish and finish.reason, "stop_reason": stop if named else None}
 
 
-def _mean_logprob(outcome: Outcome) -> float:
-    values = [token.logprobs.logprob for token in outcome.tokens if token.logprobs is not None]
+def _mean_logprob(result: Result) -> float:
+    values = [token.logprobs.logprob for token in result.tokens if token.logprobs is not None]
     return sum(values) / max(1, len(values))
 
 

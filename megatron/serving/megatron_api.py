@@ -11,14 +11,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron.config.suggestions import did_you_mean
-from megatron.core.inference.request import BeamSearch, Request, StopRules
+from megatron.core.inference.request import BeamSearch, Request, Result, StopRules
 from megatron.core.inference.sampling import Sampling
+from megatron.core.inference.text import token_texts
 from megatron.serving.errors import ApiError
 from megatron.serving.fields import Field
-from megatron.serving.generating import ApiCall, Outcome
+from megatron.serving.generating import ApiCall
 from megatron.serving.model import ServedModel
 from megatron.serving.schema import WrongTypeError, checked
-from megatron.serving.token_texts import TokenTexts, finite
+from megatron.serving.token_texts import finite
 from megatron.small_files import shown
 
 _MOST_PROMPTS = 128
@@ -251,18 +252,17 @@ def read_megatron(body: Mapping[str, Any], model: ServedModel, *, id: str) -> Ap
     return ApiCall(id=id, fields=fields, prompts=prompts, requests=requests, choices=1, seed=seed)
 
 
-def answer_of(found: Sequence[Outcome], call: ApiCall, model: ServedModel) -> dict[str, Any]:
+def answer_of(found: Sequence[Result], call: ApiCall, model: ServedModel) -> dict[str, Any]:
     """Each prompt with its continuation, whose last token is the one that ended it, and its tokens; of a search all
     answers, with their scores. A decoder's text doesn't continue the prompt, and comes alone.
     """
-    texts = TokenTexts(model.tokenizer)
     segments, logprobs = [], []
-    for prompt, outcome in ((prompt, each) for prompt, one in zip(call.prompts, found) for each in one.answers):
+    for prompt, result in ((prompt, each) for prompt, one in zip(call.prompts, found) for each in one.answers):
         before = prompt if model.decoder_start is None else []
-        segments.append(texts.segments([*before, *(token.id for token in outcome.tokens)]))
-        values = [*outcome.prompt_logprobs[1:], *(token.logprobs for token in outcome.tokens)]
+        segments.append(token_texts(model.tokenizer, [*before, *(token.id for token in result.tokens)]))
+        values = [*result.prompt_logprobs[1:], *(token.logprobs for token in result.tokens)]
         logprobs.append([finite(each.logprob) for each in values if each is not None])
-    scores = [finite(beam.score) for outcome in found for beam in outcome.beams]
+    scores = [finite(beam.score) for result in found for beam in result.beams]
     return {
         "text": ["".join(each) for each in segments],
         "segments": segments,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Histogram, disable_created_metrics, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
@@ -27,6 +27,8 @@ class Metrics:
     registry: CollectorRegistry = field(default_factory=CollectorRegistry)
 
     def __post_init__(self) -> None:
+        # Without the times at which counters were made, a series for each that nobody reads.
+        disable_created_metrics()  # type: ignore[no-untyped-call]
         self._prompt = self._counter("prompt_tokens", "Prompt tokens of requests that have begun.")
         self._generated = self._counter("generation_tokens", "Generated tokens.")
         self._ended = self._counter("request_success", "Requests that have ended.", "finished_reason")
@@ -65,26 +67,13 @@ class Metrics:
 
     def page(self) -> bytes:
         """What Prometheus reads."""
-        return generate_latest(_WithoutCreated(self.registry))
+        return generate_latest(self.registry)
 
     def _counter(self, name: str, about: str, *labels: str) -> Counter:
         return Counter(self.prefix + name, about, ("model_name", *labels), registry=self.registry)
 
     def _histogram(self, name: str, about: str, edges: tuple[float, ...]) -> Histogram:
         return Histogram(self.prefix + name, about, ("model_name",), buckets=edges, registry=self.registry)
-
-
-@dataclass(frozen=True)
-class _WithoutCreated(Collector):
-    """A registry without the times at which its counters were made, a series for each of them that nobody reads."""
-
-    registry: CollectorRegistry
-
-    def collect(self) -> Iterator[Metric]:
-        """All other samples."""
-        for metric in self.registry.collect():
-            metric.samples = [each for each in metric.samples if not each.name.endswith("_created")]
-            yield metric
 
 
 @dataclass(frozen=True)

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megatron.core.inference.request import TokenLogprobs
-from megatron.core.inference.text import token_texts
 from megatron.core.tokenizers.base import Tokenizer
 
 LEAST_LOGPROB = -9999.0
@@ -23,14 +21,6 @@ class TokenTexts:
     def spelled(self, token: int) -> str:
         """A token as a text of its own, U+FFFD for bytes that are no character."""
         return f"token_id:{token}" if self.as_ids else self.tokenizer.detokenize([token])
-
-    def bytes_of(self, token: int) -> bytes:
-        """The bytes that a token stands for."""
-        return self.tokenizer.token_bytes(token)
-
-    def segments(self, ids: Sequence[int]) -> list[str]:
-        """A text for each token, which together are the text of all: "" for bytes that later ones make a character."""
-        return token_texts(self.tokenizer, ids)
 
     def ranked(self, logprobs: TokenLogprobs, token: int, *, most: int) -> dict[str, float]:
         """Texts and log-probabilities of the ``most`` likeliest tokens and of the one that was drawn.

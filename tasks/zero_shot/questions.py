@@ -102,7 +102,7 @@ class Questions:
         if self._is_shared_out:
             first, step = mesh.rank("dp", "cp"), mesh.size("dp") * mesh.size("cp")
         answers = {
-            each.request.id: (each.text, each.finish.error) for each in self._engine.generate(requests[first::step])
+            each.request_id: (each.text, each.finish.error) for each in self._engine.generate(requests[first::step])
         }
         if step > 1:
             answers = {id: answer for each in gather_objects(answers, mesh) for id, answer in each.items()}

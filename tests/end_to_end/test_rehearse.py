@@ -27,7 +27,7 @@ LAYOUTS = {
     "cp2 tp2 ep2": (
         4,
         "--context-parallel-size 2 --tensor-model-parallel-size 2 --num-experts 4 --moe-ffn-hidden-size 128 "
-        "--expert-model-parallel-size 2 --ranks all",
+        "--expert-model-parallel-size 2 --num-layers 2 --ranks all",
     ),
     "dp2 zero, masters as remainders, moments in bf16": (
         2,
@@ -52,7 +52,8 @@ LAYOUTS = {
     "norms recomputed": (2, "--recompute-granularity selective --recompute-modules layernorm mlp --ranks all"),
     "tp2 sp, mxfp8": (
         2,
-        "--tensor-model-parallel-size 2 --sequence-parallel --fp8-format e4m3 --fp8-recipe mxfp8 --ranks all",
+        "--tensor-model-parallel-size 2 --sequence-parallel --fp8-format e4m3 --fp8-recipe mxfp8 --num-layers 1 "
+        "--ranks all",
     ),
     "optimizer in main memory": (2, "--optimizer-cpu-offload --overlap-cpu-optimizer-d2h-h2d --ranks all"),
     "pp2 of 1,024 ranks": (1024, "--pipeline-model-parallel-size 2 --global-batch-size 512 --rank 700"),
@@ -71,7 +72,7 @@ def test_a_layout_runs_and_its_memory_is_what_is_estimated(layout: str) -> None:
     for highest, estimated, held, states in found:
         assert float(highest) == pytest.approx(float(estimated), rel=0.03 if "activations" in layout else 0.12)
         assert float(held) == pytest.approx(float(states), rel=0.02)
-    sizes = 2 * 4 if "experts" in flags else 0  # of each microbatch's all-to-all in each layer
+    sizes = 2 * 2 if "experts" in flags else 0  # of each microbatch's all-to-all in each layer
     chunks = 4 if "--optimizer-cpu-offload" in flags else 0  # of gradients on their way to main memory
     assert f"waits for the device {1 + sizes + chunks} time" in said
     assert "collectives.py" in said

@@ -261,17 +261,21 @@ FAULTS = {
     "a result that is read too soon": (a_result_that_is_read_too_soon, "", 2),
     "another reduction on one rank": (another_reduction_on_one_rank, "", 2),
     "a type that NCCL lacks": (a_type_that_nccl_lacks, "", 2),
-    "a group more on one rank": (a_group_more_on_one_rank, "--pipeline-model-parallel-size 2 --num-layers 4", 4),
+    "a group more on one rank": (a_group_more_on_one_rank, "--pipeline-model-parallel-size 2 --num-layers 2", 4),
     "a second thread": (a_second_thread, "", 2),
     "a part of a state on the host": (a_part_of_a_state_on_the_host, "", 1),
     "a number read in a layer": (a_number_read_in_a_layer, "", 1),
 }
 
 
+SMALL = "--num-layers 1 --micro-batch-size 1 --global-batch-size 2"
+"""A fault shows in one layer, and in as many microbatches as two replicas need."""
+
+
 def found_wrong(fault: str) -> list[str]:
     """What a rehearsal says of a program with the fault."""
     inject, flags, ranks = FAULTS[fault]
-    config = tiny_config(f"--mock-data --bf16 --tokenizer-type NullTokenizer {flags}", ranks=ranks)
+    config = tiny_config(f"--mock-data --bf16 --tokenizer-type NullTokenizer {SMALL} {flags}", ranks=ranks)
     with inject():
         try:
             found = rehearse_ranks(config, family_of(config.extra).train_spec, range(ranks), steps=1, memory=10**9)

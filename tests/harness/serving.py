@@ -22,14 +22,14 @@ from megatron.serving.model import ServedModel
 from megatron.serving.process import ServerProcess, bound_socket
 from megatron.serving.settings import ServerConfig
 from megatron.serving.templates import Templates
-from tests.harness.table_model import FinishedTable, Table
+from tests.harness.table_model import RunningTable, Table
 
 END = "<|endoftext|>"
-MERGES = ["t h", "th e", "i n", "e r", "o n", "Ġ t", "Ġ the", "\u00c3 \u00a9"]
+MERGES = ["t h", "th e", "i n", "\u010a \u010a", "o n", "Ġ t", "Ġ the", "\u00c3 \u00a9"]
 
 
 def byte_tokenizer() -> RustTokenizer:
-    """Bytes, a few longer tokens, and the end of a document."""
+    """Bytes, a few longer tokens, two newlines among them, and the end of a document."""
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     words = [*letters, *(merge.replace(" ", "") for merge in MERGES), END]
     vocabulary = {word: number for number, word in enumerate(words)}
@@ -50,7 +50,7 @@ class SlowTable(Table):
     seconds: float = 0.0
     failure: Exception | None = None
 
-    def start(self, plan: StepPlan) -> FinishedTable:
+    def start(self, plan: StepPlan) -> RunningTable:
         """Compute a step."""
         time.sleep(self.seconds)
         if self.failure is not None:

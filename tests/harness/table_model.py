@@ -11,7 +11,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from megatron.core.inference.step_plan import PlanRow, RunnerLimits, StepPlan
+from megatron.core.inference.step_plan import PlanRow, RunnerLimits, RunningStep, StepPlan
+from megatron.core.parallel.collectives import Handle
 from megatron.core.parallel.rng import derive_seed
 
 EMPTY = -1
@@ -39,7 +40,7 @@ class Table:
     in_flight: int = 0
     failure: Exception | None = None
 
-    def start(self, plan: StepPlan) -> FinishedTable:
+    def start(self, plan: StepPlan) -> RunningTable:
         """Write the plan's tokens into blocks, then read each text back from its blocks."""
         assert not self.is_closed
         assert self.in_flight < self.depth, "more plans in flight than the runner has stages"
@@ -62,7 +63,7 @@ class Table:
                 logits += self._logits(row)
         stacked = torch.stack(logits) if logits else torch.empty(0, self.limits.vocabulary)
         assert len(stacked) == plan.num_logits
-        return FinishedTable(self, stacked)
+        return RunningTable(Handle([stacked]), self)
 
     def close(self) -> None:
         """No more plans."""
@@ -100,17 +101,16 @@ class Table:
         return logits
 
 
-@dataclass
-class FinishedTable:
+@dataclass(frozen=True)
+class RunningTable(RunningStep):
     """A step of a :class:`Table`."""
 
     table: Table
-    result: Tensor
 
     def logits(self) -> Tensor:
         """The logits, once."""
         self.table.in_flight -= 1
-        return self.result
+        return super().logits()
 
 
 def table(

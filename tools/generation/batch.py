@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import BinaryIO
 
-from megatron.core.inference.engine import Engine, joined
+from megatron.core.inference.engine import Engine
 from megatron.core.inference.request import Request, Result, Update
 from megatron.errors import ConfigError, DataError
 from megatron.training.reporting.progress import ProgressBar
@@ -58,7 +58,7 @@ def in_order(engine: Engine, requests: Sequence[Request]) -> Iterator[Result]:
         for update in engine.step():
             updates[update.request_id].append(update)
         while first < len(requests) and (found := updates.get(requests[first].id)) and found[-1].finish is not None:
-            yield joined(requests[first], updates.pop(requests[first].id))
+            yield Result.of(updates.pop(requests[first].id))
             first += 1
 
 

@@ -95,7 +95,7 @@ class Generator:
                 raise type(error)(f"prompt {number}: {error}") from None
         for result in self.engine.generate(requests, on_update=show):
             if result.finish.reason == "error":
-                raise DataError(f"prompt {int(result.request.id) + 1}: {result.finish.error}")
+                raise DataError(f"prompt {int(result.request_id) + 1}: {result.finish.error}")
 
     def converse(self) -> None:
         """Ask for prompts until the input ends; Ctrl-C ends a text."""

@@ -39,16 +39,6 @@ class BlockPool:
         return len(self._holders)
 
     @property
-    def num_cached(self) -> int:
-        """Blocks that no text holds and whose content can be found again."""
-        return len(self._cached)
-
-    @property
-    def num_free(self) -> int:
-        """Blocks without content."""
-        return self._num_free
-
-    @property
     def num_available(self) -> int:
         """Blocks that ``allocate`` can give: free and cached ones."""
         return self._num_free + len(self._cached)
@@ -60,7 +50,10 @@ class BlockPool:
         """
         assert count <= self.num_available, f"{count} blocks of {self.num_available}"
         while self._num_free < count:
-            self._evict()
+            evicted = next(iter(self._cached))
+            del self._cached[evicted]
+            self.forget([evicted])
+            self._free(evicted)
         blocks: list[int] = []
         for missing in range(count, 0, -1):
             block = after + 1 if after is not None and self._is_free[after + 1] else self._start_of_run(missing)
@@ -116,12 +109,6 @@ class BlockPool:
                 self._cached[block] = None
             else:
                 self._free(block)
-
-    def _evict(self) -> None:
-        block = next(iter(self._cached))
-        del self._cached[block]
-        self.forget([block])
-        self._free(block)
 
     def _free(self, block: int) -> None:
         self._is_free[block] = True

@@ -64,14 +64,6 @@ class KeyValueCache:
         tensors = (*self.keys.values(), *self.values.values())
         return sum({each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() for each in tensors}.values())
 
-    def keep_encoded(self, slot: int, encoded: Tensor) -> None:
-        """Keep the encoder's output for the request that has the slot now."""
-        self.encoded[slot] = (encoded, {})
-
-    def step(self, plan: StepPlan, *, backend: str, in_tiles: bool = False) -> CachedStep:
-        """What the model sees in a step. ``in_tiles``: results don't depend on how texts are cut into steps."""
-        return CachedStep(self, plan, backend, in_tiles=in_tiles)
-
     def copy(self, blocks: Sequence[tuple[int, int]]) -> None:
         """Copy the content of blocks, from the first of each pair to the second; all are read before any is written."""
         sources, targets = torch.tensor(blocks, device=self.device).unbind(1)
@@ -138,7 +130,7 @@ class _Part:
 
 
 class CachedStep:
-    """An ``AttentionCache`` for the rows of a plan."""
+    """An ``AttentionCache`` for the rows of a plan. ``in_tiles``: results don't depend on how texts are cut."""
 
     def __init__(self, cache: KeyValueCache, plan: StepPlan, backend: str, *, in_tiles: bool) -> None:
         self._cache, self._backend, self._in_tiles = cache, backend, in_tiles

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Collection, Mapping, Sequence
 from threading import Thread
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,29 +18,6 @@ if TYPE_CHECKING:
 
 # Without a limit a model that likes spaces would write nothing else.
 _JSON_OPTIONS: Any = {"whitespace_pattern": r"[\x20\x0A\x0D\x09]{1,40}"}
-
-
-class Constraint(Protocol):
-    """A grammar, compiled; requests share it."""
-
-    def begin(self) -> ConstraintState:
-        """The state of one answer that has no tokens yet."""
-        ...
-
-
-class ConstraintState(Protocol):
-    """How far one answer has come in a grammar."""
-
-    def allowed(self, drafts: Sequence[int] = ()) -> NDArray[np.int32] | None:
-        """Which tokens may follow the answer and ``drafts``: bit ``t % 32`` of word ``t // 32`` for token ``t``.
-
-        None: the grammar doesn't allow ``drafts``. Where the answer may end, tokens that end texts are allowed.
-        """
-        ...
-
-    def append(self, token: int) -> None:
-        """The answer goes on with a token that is allowed."""
-        ...
 
 
 class ConstraintCompiler:
@@ -105,26 +82,31 @@ class ConstraintCompiler:
         if found[0].is_error():
             reason = " ".join(found[0].get_error().partition("<state>")[0].split())  # then the parser's insides
             raise ConfigError(f"the schema or grammar cannot be followed: {reason[:300]}")
-        return _Grammar(found[0])
+        return Constraint(found[0])
 
 
-class _Grammar:
-    """A compiled grammar of the library."""
+class Constraint:
+    """A compiled grammar of the library; requests share it."""
 
     def __init__(self, matcher: LLMatcher) -> None:
         self._matcher = matcher
 
     def begin(self) -> ConstraintState:
-        return _GrammarState(self._matcher.deep_copy())
+        """The state of one answer that has no tokens yet."""
+        return ConstraintState(self._matcher.deep_copy())
 
 
-class _GrammarState:
-    """The library's parser of one answer."""
+class ConstraintState:
+    """How far one answer has come in a grammar: the library's parser."""
 
     def __init__(self, matcher: LLMatcher) -> None:
         self._matcher = matcher
 
     def allowed(self, drafts: Sequence[int] = ()) -> NDArray[np.int32] | None:
+        """Which tokens may follow the answer and ``drafts``: bit ``t % 32`` of word ``t // 32`` for token ``t``.
+
+        None: the grammar doesn't allow ``drafts``. Where the answer may end, tokens that end texts are allowed.
+        """
         count = self._matcher.try_consume_tokens(list(drafts))
         bits = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.int32) if count == len(drafts) else None
         if count:
@@ -134,6 +116,7 @@ class _GrammarState:
         return bits
 
     def append(self, token: int) -> None:
+        """The answer goes on with a token that is allowed."""
         self._matcher.consume_token(token)
 
 

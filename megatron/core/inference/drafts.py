@@ -87,7 +87,12 @@ class DraftModel:
                 row.drafts += (guess.token,) if guess.error is None else ()
                 row.room = row.room if guess.error is None else len(row.drafts)
             drafting = [pair for pair in drafting if len(pair[0].drafts) < pair[0].room]
-            plan_rows = [_next(row) for row, _ in drafting]
+            plan_rows = [  # the last drafts, to find those after them
+                _row(
+                    row, start=row.start + len(row.tokens) + len(row.drafts) - 1, tokens=row.drafts[-1:], logits_from=0
+                )
+                for row, _ in drafting
+            ]
         for row, _ in texts:
             self._computed[row.text] = (row.attempt, row.start + len(row.tokens) + max(0, len(row.drafts) - 1))
 
@@ -97,11 +102,6 @@ class DraftModel:
         start = min(computed, row.start) if attempt == row.attempt else row.start
         tokens = tuple(row.text.tokens[start : row.start + len(row.tokens)])
         return _row(row, start=start, tokens=tokens, logits_from=len(tokens) - (row.room > 0))
-
-
-def _next(row: ScheduledRow) -> PlanRow:
-    """The last draft, to find the one after it."""
-    return _row(row, start=row.start + len(row.tokens) + len(row.drafts) - 1, tokens=row.drafts[-1:], logits_from=0)
 
 
 def _row(row: ScheduledRow, *, start: int, tokens: tuple[int, ...], logits_from: int) -> PlanRow:

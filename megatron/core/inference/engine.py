@@ -24,7 +24,7 @@ from megatron.core.inference.request import (
     Update,
 )
 from megatron.core.inference.scheduler import ScheduledRow, Scheduler, SchedulerOptions, TextState
-from megatron.core.inference.step_plan import ModelRunner, RunningStep
+from megatron.core.inference.step_plan import ModelRunner, RunningStep, StepPlan
 from megatron.core.inference.stopping import StopWatch
 from megatron.core.inference.text import TextStream
 from megatron.core.tokenizers.base import Tokenizer
@@ -208,7 +208,7 @@ class Engine:
             for update in self.step():
                 updates[update.request_id].append(update)
                 on_update(update)
-        return [joined(request, updates[request.id]) for request in requests]
+        return [Result.of(updates[request.id]) for request in requests]
 
     def close(self) -> None:
         """End the runner, and with it the other ranks' work; requests that are not finished are dropped."""
@@ -220,18 +220,18 @@ class Engine:
 
     @torch.inference_mode()
     def _step(self) -> list[Update]:
-        while len(self._in_flight) < self._runner.depth and (step := self._scheduler.next_step()) is not None:
+        while len(self._in_flight) < self._runner.depth and (rows := self._scheduler.next_step()):
             if self._drafter is not None:
-                guessing = [row for row in step.rows if row.text.places is None]
+                guessing = [row for row in rows if row.text.places is None]
                 self._drafter.propose(guessing, [self._answers[row.text.request.id].drawing for row in guessing])
-            plan = step.plan()
+            plan = StepPlan(tuple(row.plan_row() for row in rows))
             self._steps += 1
             self._step_tokens += plan.num_tokens
-            self._in_flight.append((step.rows, self._runner.start(plan)))
+            self._in_flight.append((rows, self._runner.start(plan)))
         updates, self._early = self._early, []
         if self._in_flight:
-            rows, running = self._in_flight.popleft()
-            updates += self._advance(rows, running.logits())
+            computed, running = self._in_flight.popleft()
+            updates += self._advance(computed, running.logits())
         return updates
 
     def _advance(self, rows: Sequence[ScheduledRow], logits: Tensor) -> list[Update]:
@@ -367,18 +367,3 @@ class Engine:
                 f"of the cache, which has {pool.num_blocks}: ask for fewer beams or tokens, or give the cache more "
                 "memory with --inference-dynamic-batching-buffer-size-gb"
             )
-
-
-def joined(request: Request, updates: Sequence[Update]) -> Result:
-    """The result of a request from all of its updates."""
-    finish = updates[-1].finish
-    assert finish is not None, "the last update of a request ends it"
-    return Result(
-        request=request,
-        text="".join(update.text for update in updates),
-        tokens=tuple(token for update in updates for token in update.tokens),
-        finish=finish,
-        prompt_logprobs=tuple(score for update in updates for score in update.prompt_logprobs),
-        cached_tokens=updates[-1].cached_tokens,
-        beams=updates[-1].beams,
-    )

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from megatron.core.inference.constrained import Constraint
@@ -65,6 +66,11 @@ class Request:
     skip_special_tokens: bool = False
     beams: BeamSearch | None = None
 
+    @property
+    def width(self) -> int:
+        """Texts that are generated side by side for it."""
+        return 1 if self.beams is None else self.beams.width
+
 
 @dataclass(frozen=True)
 class TokenLogprobs:
@@ -111,9 +117,10 @@ class Update:
     """What a step brought one request.
 
     ``text``: what may be shown now; the texts of all updates together are the answer. ``tokens``: generated since the
-    last update; one that ended the text is among them. ``prompt_logprobs``: once, with the first update; None for the
-    first token. ``cached_tokens``: tokens of the prompt whose keys and values another request had left. ``beams``: the
-    answers of a search, the best first, with its last update; ``text`` and ``tokens`` are those of the best one.
+    last update; one that ended the text is among them. ``prompt_logprobs``: those that have come since the last update;
+    None for the first token. ``cached_tokens``: tokens of the prompt whose keys and values another request had left.
+    ``beams``: the answers of a search, the best first, with its last update; ``text`` and ``tokens`` are those of the
+    best one.
     """
 
     request_id: str
@@ -131,19 +138,34 @@ class Update:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Result:
+class Result(Update):
     """All updates of a request together; ``finish`` is the last one's."""
 
-    request: Request
-    text: str
-    tokens: tuple[GeneratedToken, ...]
     finish: Finish
-    prompt_logprobs: tuple[TokenLogprobs | None, ...] = ()
-    cached_tokens: int = 0
-    beams: tuple[Beam, ...] = ()
+
+    @classmethod
+    def of(cls, updates: Sequence[Update]) -> Result:
+        """Every update of a request, in order, as one."""
+        last = updates[-1]
+        assert last.finish is not None, "the last update of a request ends it"
+        return cls(
+            request_id=last.request_id,
+            text="".join(update.text for update in updates),
+            tokens=tuple(token for update in updates for token in update.tokens),
+            finish=last.finish,
+            prompt_logprobs=tuple(score for update in updates for score in update.prompt_logprobs),
+            cached_tokens=last.cached_tokens,
+            beams=last.beams,
+        )
 
     @property
     def ids(self) -> list[int]:
         """Generated token ids, of the text only: without one that ended it."""
         ids = [token.id for token in self.tokens]
         return ids[:-1] if self.finish.reason == "stop" and isinstance(self.finish.stop, int) else ids
+
+    @property
+    def answers(self) -> list[Result]:
+        """One for each answer of a search, the best first; else itself."""
+        found = [replace(self, text=beam.text, tokens=beam.tokens, finish=beam.finish, beams=()) for beam in self.beams]
+        return found or [self]

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
 
 from megatron.config.model import ModelConfig
-from megatron.core.inference.cache import KeyValueCache
+from megatron.core.inference.cache import CachedStep, KeyValueCache
 from megatron.core.inference.products import Form, GenerationProducts
 from megatron.core.inference.recording import RecordedSteps
-from megatron.core.inference.step_plan import PlanRow, RunnerLimits, StepPlan
+from megatron.core.inference.step_plan import PlanRow, RunnerLimits, RunningStep, StepPlan
 from megatron.core.ops.attention.cached import AttentionCache, CachedHeads
 from megatron.core.ops.compiled import bodies_are_compiled
+from megatron.core.parallel.collectives import Handle
 from megatron.core.parallel.context import ParallelContext
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, ReplicatedLinear, RowParallelLinear
 from megatron.core.transformer.output_layer import OutputLayer, VocabularyOutput
@@ -48,17 +49,6 @@ class EncoderDecoder(Protocol):
         output, once the encoder ends. ``hidden``: what the stage before returned.
         """
         ...
-
-
-@dataclass(frozen=True)
-class FinishedStep:
-    """A step that is computed."""
-
-    result: Tensor
-
-    def logits(self) -> Tensor:
-        """See ``RunningStep``."""
-        return self.result.cpu()
 
 
 def costs_little(context: ParallelContext) -> bool:
@@ -110,7 +100,11 @@ class CachedRunner:
         ``releases``: nothing else uses the model, so weights of which copies are used give up their memory.
         """
         row = PlanRow(slot=0, start=0, tokens=(0,), blocks=(1,), logits_from=0)
-        plans = [StepPlan((replace(row, blocks=(), logits_from=1, encoder=True),))] if self._encodes else []
+        plans = (
+            [StepPlan((replace(row, blocks=(), logits_from=1, encoder=True),))]
+            if self.limits.max_encoder_length
+            else []
+        )
         for plan in (*plans, StepPlan((row,))):
             is_first = self._context.mesh.rank("pp") == 0
             self.run(plan, [] if is_first else [each.zero_() for each in self.buffers(plan)])
@@ -123,18 +117,14 @@ class CachedRunner:
             self._multiply.release([layer.weight for layer in layers if layer.weight is not None])
 
     @property
-    def _encodes(self) -> bool:
-        return self.limits.max_encoder_length > 0
-
-    @property
     def cache_bytes(self) -> int:
         """Memory of the cache of keys and values."""
         return self._cache.num_bytes
 
     @torch.inference_mode()
-    def start(self, plan: StepPlan) -> FinishedStep:
+    def start(self, plan: StepPlan) -> RunningStep:
         """Compute a step."""
-        return FinishedStep(self.run(plan, ())[0])
+        return RunningStep(Handle(self.run(plan, ())))
 
     def buffers(self, plan: StepPlan) -> list[Tensor]:
         """See ``ModelStage``: hidden states ``[tokens, 1, h]``, in fp32 with an fp32 residual stream."""
@@ -173,7 +163,7 @@ class CachedRunner:
         assert isinstance(self._model, EncoderDecoder), "only models with an encoder get encoder prompts"
         encoded = self._model.encode(torch.tensor([row.tokens], device=self.device), hidden)
         if self._has_cache:
-            self._cache.keep_encoded(row.slot, encoded.to(self._context.dtype))
+            self._cache.encoded[row.slot] = (encoded.to(self._context.dtype), {})
         return encoded
 
     def _run(self, rows: Sequence[PlanRow], hidden: Tensor | None) -> Tensor:
@@ -182,7 +172,7 @@ class CachedRunner:
         places = [place for row in rows for place in range(row.start, row.start + len(row.tokens))]
         both = torch.tensor([ids, places], device=self.device)
         backend = self._config.attention_backend
-        cache = self._cache.step(StepPlan(tuple(rows)), backend=backend, in_tiles=self._is_batch_invariant)
+        cache = CachedStep(self._cache, StepPlan(tuple(rows)), backend, in_tiles=self._is_batch_invariant)
         tensors = [both] if hidden is None else [both, hidden]
         if self._records and all(len(row.tokens) == 1 and row.num_logits == 1 for row in rows):
             return self._recorded(cache, tensors)

@@ -3,11 +3,26 @@
 from __future__ import annotations
 
 import math
+import sys
 from dataclasses import dataclass
 
 from megatron.errors import ConfigError
 
 GREEDY_BELOW = 1e-5  # a temperature below it takes the likeliest token; dividing by it would overflow
+
+_BOUNDS: dict[str, tuple[float, float, str]] = {
+    "temperature": (0.0, sys.float_info.max, "it must be 0 (always the most probable token) or above"),
+    "top_k": (0, math.inf, "it must be 0 (all tokens) or the number of tokens to keep"),
+    "top_p": (0.0, 1.0, "it is a probability from 0 (all tokens) to 1"),
+    "min_p": (0.0, 1.0, "it is a share of the largest probability from 0 (off) to 1"),
+    "top_p_decay": (0.0, 1.0, "it is a factor from 0 (off) to 1"),
+    "top_p_bound": (0.0, 1.0, "it is a probability from 0 (no bound) to top-p"),
+    "repetition_penalty": (math.ulp(0.0), sys.float_info.max, "it must be above 0, and 1 is off"),
+    "presence_penalty": (-2.0, 2.0, "it must be from -2 to 2, and 0 is off"),
+    "frequency_penalty": (-2.0, 2.0, "it must be from -2 to 2, and 0 is off"),
+    "min_tokens": (0, math.inf, "it must be 0 or the least number of tokens"),
+}
+"""The least and the most that each setting may be, and the rule as messages state it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,8 +69,21 @@ class Sampling:
     forbidden_after: tuple[ForbiddenAfter, ...] = ()
 
     def __post_init__(self) -> None:
-        for check in (self._check_filters, self._check_decay, self._check_penalties, self._check_ids):
-            check()
+        for name, (least, most, rule) in _BOUNDS.items():
+            value = getattr(self, name)
+            if not least <= value <= most:
+                raise ConfigError(f"{name.replace('_', '-')} is {value}; {rule}")
+        if (self.top_p_decay or self.top_p_bound) and not self.top_p:
+            raise ConfigError("top-p-decay and top-p-bound change top-p, which is off: give top-p, too")
+        if self.top_p_bound > self.top_p:
+            raise ConfigError(f"top-p-bound is {self.top_p_bound}, more than top-p {self.top_p}; give less")
+        for token, bias in self.logit_bias:
+            if not -100.0 <= bias <= 100.0:
+                raise ConfigError(f"logit-bias of token {token} is {bias}; it must be from -100 to 100")
+        if self.allowed_ids is not None and not self.allowed_ids:
+            raise ConfigError("allowed token ids are an empty list, which leaves no token to draw: name one at least")
+        if not all(self.bad_words):
+            raise ConfigError("bad words hold one without tokens: name one token at least")
 
     @property
     def is_greedy(self) -> bool:
@@ -80,44 +108,3 @@ class Sampling:
             for token in tokens:
                 if not 0 <= token < size:
                     raise ConfigError(f"{name} holds token id {token}; this vocabulary has ids 0 to {size - 1}")
-
-    def _check_filters(self) -> None:
-        if not 0 <= self.temperature < math.inf:
-            raise ConfigError(
-                f"temperature is {self.temperature}; it must be 0 (always the most probable token) or above"
-            )
-        if self.top_k < 0:
-            raise ConfigError(f"top-k is {self.top_k}; it must be 0 (all tokens) or the number of tokens to keep")
-        if not 0.0 <= self.top_p <= 1.0:
-            raise ConfigError(f"top-p is {self.top_p}; it is a probability from 0 (all tokens) to 1")
-        if not 0.0 <= self.min_p <= 1.0:
-            raise ConfigError(f"min-p is {self.min_p}; it is a share of the largest probability from 0 (off) to 1")
-
-    def _check_decay(self) -> None:
-        if not 0.0 <= self.top_p_decay <= 1.0:
-            raise ConfigError(f"top-p-decay is {self.top_p_decay}; it is a factor from 0 (off) to 1")
-        if not 0.0 <= self.top_p_bound <= 1.0:
-            raise ConfigError(f"top-p-bound is {self.top_p_bound}; it is a probability from 0 (no bound) to top-p")
-        if (self.top_p_decay or self.top_p_bound) and not self.top_p:
-            raise ConfigError("top-p-decay and top-p-bound change top-p, which is off: give top-p, too")
-        if self.top_p_bound > self.top_p:
-            raise ConfigError(f"top-p-bound is {self.top_p_bound}, more than top-p {self.top_p}; give less")
-
-    def _check_penalties(self) -> None:
-        if not 0.0 < self.repetition_penalty < math.inf:
-            raise ConfigError(f"repetition-penalty is {self.repetition_penalty}; it must be above 0, and 1 is off")
-        for name in ("presence", "frequency"):
-            value = getattr(self, f"{name}_penalty")
-            if not -2.0 <= value <= 2.0:
-                raise ConfigError(f"{name}-penalty is {value}; it must be from -2 to 2, and 0 is off")
-        for token, bias in self.logit_bias:
-            if not -100.0 <= bias <= 100.0:
-                raise ConfigError(f"logit-bias of token {token} is {bias}; it must be from -100 to 100")
-
-    def _check_ids(self) -> None:
-        if self.min_tokens < 0:
-            raise ConfigError(f"min-tokens is {self.min_tokens}; it must be 0 or the least number of tokens")
-        if self.allowed_ids is not None and not self.allowed_ids:
-            raise ConfigError("allowed token ids are an empty list, which leaves no token to draw: name one at least")
-        if not all(self.bad_words):
-            raise ConfigError("bad words hold one without tokens: name one token at least")

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 
 from megatron.core.inference.block_pool import BlockPool, block_key
 from megatron.core.inference.request import Request
-from megatron.core.inference.step_plan import PlanRow, RunnerLimits, StepPlan
+from megatron.core.inference.step_plan import PlanRow, RunnerLimits
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,17 +147,6 @@ class ScheduledRow:
         )
 
 
-@dataclass(frozen=True)
-class ScheduledStep:
-    """The rows of a step, to which drafts may be added before ``plan``."""
-
-    rows: tuple[ScheduledRow, ...]
-
-    def plan(self) -> StepPlan:
-        """What the runner computes."""
-        return StepPlan(tuple(row.plan_row() for row in self.rows))
-
-
 class Scheduler:
     """Owns queue, slots and block tables.
 
@@ -230,8 +219,10 @@ class Scheduler:
             self._register(text)
         return found
 
-    def next_step(self) -> ScheduledStep | None:
-        """The next step; its tokens count as computed from now on. None when every text waits for a step in flight."""
+    def next_step(self) -> list[ScheduledRow]:
+        """The rows of the next step, whose tokens count as computed from now on; drafts may be added to them. No
+        rows while every text waits for a step in flight.
+        """
         rows: dict[TextState, ScheduledRow] = {}
         limit = -(-len(self.running) // self._depth)
         for text in sorted(self.running, key=lambda text: text.remaining > 1):
@@ -240,7 +231,7 @@ class Scheduler:
                 limit -= is_generating
                 self._schedule(text, rows)
         for text in list(self.waiting):
-            if len(self._slots) < _num_slots(text) or not self._admit(text, rows):
+            if len(self._slots) < text.request.width or not self._admit(text, rows):
                 break
         self._make_room_for_drafts(rows)
         for row in rows.values():
@@ -251,7 +242,7 @@ class Scheduler:
             else:
                 row.text.computed += len(row.tokens)
                 self._register(row.text)
-        return ScheduledStep(tuple(rows.values())) if rows else None
+        return list(rows.values())
 
     def _admit(self, text: TextState, rows: dict[TextState, ScheduledRow]) -> bool:
         """Give a waiting text a slot and its first row; false when it and those behind it must wait."""
@@ -397,8 +388,7 @@ class Scheduler:
 
     def num_blocks_of(self, request: Request) -> int:
         """How many blocks a request's text, or all of its beams together, may need."""
-        width = 1 if request.beams is None else request.beams.width
-        return width * self._num_blocks(len(request.prompt) + request.max_tokens)
+        return request.width * self._num_blocks(len(request.prompt) + request.max_tokens)
 
     def _grow(self, text: TextState, length: int) -> None:
         missing = self._num_blocks(length) - len(text.blocks)
@@ -416,7 +406,3 @@ class Scheduler:
 
     def _num_blocks(self, length: int) -> int:
         return -(-length // self.limits.block_size)
-
-
-def _num_slots(text: TextState) -> int:
-    return 1 if text.request.beams is None else text.request.beams.width

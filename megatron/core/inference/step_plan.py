@@ -12,6 +12,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from megatron.core.parallel.collectives import Handle
+
 _ROW_FIELDS = 7
 
 
@@ -131,12 +133,15 @@ class ModelStage(Protocol):
         ...
 
 
-class RunningStep(Protocol):
-    """A plan that a runner has begun."""
+@dataclass(frozen=True)
+class RunningStep:
+    """A plan that a runner has begun. ``result``: of the last stage."""
+
+    result: Handle[Sequence[Tensor]]
 
     def logits(self) -> Tensor:
         """Wait for the step; ``[plan.num_logits, vocabulary]``, fp32, or fp64 for a fp64 model."""
-        ...
+        return self.result.wait()[0].cpu()
 
 
 class ModelRunner(Protocol):

@@ -7,14 +7,13 @@ before hands on; the last stage's logits go to rank 0, which alone draws tokens 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from megatron.core.inference.step_plan import ModelStage, RunnerLimits, StepPlan
+from megatron.core.inference.step_plan import ModelStage, RunnerLimits, RunningStep, StepPlan
 from megatron.core.parallel.collectives import Handle, broadcast
 from megatron.core.parallel.mesh import Mesh
 from megatron.core.parallel.messages import Messages
@@ -38,27 +37,16 @@ class Leader:
         return self._messages.failure
 
     @torch.inference_mode()
-    def start(self, plan: StepPlan) -> LeaderStep:
+    def start(self, plan: StepPlan) -> RunningStep:
         """Send the plan to the other ranks and compute this rank's stage of it; ParallelError for a lost rank."""
         self._messages.send([self._number, *plan.to_array().tolist()])
-        return LeaderStep(self._place.logits(plan, self._place.run(plan)))
+        return RunningStep(self._place.logits(plan, self._place.run(plan)))
 
     def close(self) -> None:
         """Let the other ranks return from ``follow``."""
         if self.failure is None:
             self._messages.send([_END])
             self._messages.close()
-
-
-@dataclass(frozen=True)
-class LeaderStep:
-    """A plan that all ranks compute."""
-
-    coming: Handle[Sequence[Tensor]]
-
-    def logits(self) -> Tensor:
-        """Wait for the last stage; ``[plan.num_logits, vocabulary]``."""
-        return self.coming.wait()[0].cpu()
 
 
 @torch.inference_mode()
@@ -96,7 +84,7 @@ class EveryRanksRunner:
         self._transport = Transport(mesh, stages[0].device, routes=routes)
 
     @torch.inference_mode()
-    def start(self, plan: StepPlan) -> LeaderStep:
+    def start(self, plan: StepPlan) -> RunningStep:
         """Compute this rank's stages of a plan, and get the last stage's logits."""
         here, sending, result = self._mesh.rank("pp"), list[Handle[Sequence[Tensor]]](), list[Tensor]()
         for number, seat in enumerate(self._seats):
@@ -114,7 +102,7 @@ class EveryRanksRunner:
         if here != last:
             shape, first = (plan.num_logits, self.limits.vocabulary), self._stages[0]
             result = [torch.empty(shape, dtype=first.logits_dtype, device=first.device)]
-        return LeaderStep(Handle([broadcast(result[0].contiguous(), self._mesh, "pp", src=last)]))
+        return RunningStep(Handle([broadcast(result[0].contiguous(), self._mesh, "pp", src=last)]))
 
     def close(self) -> None:
         """Nothing: no rank waits for plans."""

@@ -2,27 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
-from torch import Tensor
 
 from megatron.core.inference.scoring import Sample
-from megatron.core.inference.step_plan import RunnerLimits, StepPlan
+from megatron.core.inference.step_plan import RunnerLimits, RunningStep, StepPlan
+from megatron.core.parallel.collectives import Handle
 from megatron.training.checkpoints.trained_model import PlacedModel
 from megatron.training.evaluation.evaluate import Evaluator
 from megatron.training.evaluation.metrics import Logits
 
 _BLOCK_SIZE = 64
-
-
-@dataclass(frozen=True)
-class _Computed:
-    values: Tensor
-
-    def logits(self) -> Tensor:
-        """See ``RunningStep``."""
-        return self.values
 
 
 class WholeTextRunner:
@@ -48,7 +37,7 @@ class WholeTextRunner:
         self._evaluator = evaluator
         self._tokens = np.zeros((self.limits.num_blocks, _BLOCK_SIZE), dtype=np.int64)
 
-    def start(self, plan: StepPlan) -> _Computed:
+    def start(self, plan: StepPlan) -> RunningStep:
         """Compute a step. A collective."""
         samples = []
         for row in plan.rows:
@@ -60,7 +49,7 @@ class WholeTextRunner:
             for last in range(row.start + row.logits_from, end):
                 # The label of the last position is unknown; Logits doesn't read it.
                 samples.append(Sample(np.append(text[: last + 1], 0), first_scored=last))
-        return _Computed(self._evaluator.evaluate(samples, Logits()))
+        return RunningStep(Handle([self._evaluator.evaluate(samples, Logits())]))
 
     def close(self) -> None:
         """Nothing: no rank waits for plans."""

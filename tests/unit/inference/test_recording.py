@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from megatron.config.moe import MoEConfig
-from megatron.core.inference.cache import KeyValueCache
+from megatron.core.inference.cache import CachedStep, KeyValueCache
 from megatron.core.inference.recording import RecordedSteps
 from megatron.core.inference.runner import CachedRunner
 from megatron.core.inference.step_plan import PlanRow, StepPlan
@@ -40,7 +40,8 @@ class Counted:
 
 def cache() -> Any:
     plan = StepPlan((PlanRow(slot=0, start=0, tokens=(0,), blocks=(1,), logits_from=0),))
-    return KeyValueCache({}, LIMITS, dtype=torch.float64, device=torch.device("cpu")).step(plan, backend="auto")
+    keys_and_values = KeyValueCache({}, LIMITS, dtype=torch.float64, device=torch.device("cpu"))
+    return CachedStep(keys_and_values, plan, "auto", in_tiles=False)
 
 
 def kinds_of_calls(x: Tensor) -> Tensor:

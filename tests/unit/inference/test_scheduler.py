@@ -107,7 +107,7 @@ def check_blocks(engine: Engine) -> None:
     texts = engine._scheduler.running
     held = {block for text in texts for block in text.blocks}
     assert pool.num_held == len(held)
-    assert pool.num_free + pool.num_cached + pool.num_held == pool.num_blocks
+    assert pool.num_available + pool.num_held == pool.num_blocks
     assert sum(pool._holders.values()) == sum(len(text.blocks) for text in texts)
     assert len({text.slot for text in texts}) == len(texts) <= engine.limits.max_requests
     searches = engine._scheduler._searches

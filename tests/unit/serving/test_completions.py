@@ -12,10 +12,12 @@ from typing import Any
 import pytest
 from tokenizers import pre_tokenizers
 
+from megatron.core.inference.engine import Engine
+from megatron.core.inference.scheduler import SchedulerOptions
 from megatron.core.tokenizers import gpt2_bpe
 from megatron.serving.model import ServedModel
 from megatron.serving.tokenizing import tokenized
-from tests.harness.serving import END, Running, ask, byte_tokenizer
+from tests.harness.serving import END, Running, ask, byte_tokenizer, listening, server_of, slow_table
 
 PROMPTS: tuple[Any, ...] = ("hello the world", "é", [5, 6, 7], ["one", "two in"], [[1, 2], [3]], "")
 
@@ -80,6 +82,19 @@ def test_a_prompt_is_scored_without_generating(running: Running) -> None:
     assert [len(choice["logprobs"]["tokens"]) for choice in answer["choices"]] == [5, 3]
     assert answer["usage"]["completion_tokens"] == 0
     assert {choice["finish_reason"] for choice in answer["choices"]} == {"length"}
+
+
+def test_a_prompt_that_several_steps_read_is_scored_whole(running: Running) -> None:
+    """All log-probabilities but those of its first part were missing: beyond 1,024 tokens, with the usual settings."""
+    engine = Engine(slow_table(), tokenizer=byte_tokenizer(), options=SchedulerOptions(max_tokens=8, max_logits=4))
+    scored = {"prompt": ["hello the world on the in", "one"], "temperature": 0, "max_tokens": 3, "logprobs": 1}
+    with listening(server_of(engine)) as (_, url):
+        for more in ({"echo": True}, {"prompt_logprobs": 0}, {"echo": True, "prompt_logprobs": 2}):
+            found = ask(url, "/v1/completions", {**scored, **more}).json
+            assert found["choices"] == completed(running, **scored, **more)["choices"]
+        streams = [ask(at, "/v1/completions", {**scored, "echo": True, "stream": True}) for at in (url, running.url)]
+        assert joined(streams[0].events) == joined(streams[1].events)
+        assert not any(each.status != 200 for each in streams)
 
 
 def test_a_text_and_its_ids_are_the_same_prompt(running: Running) -> None:

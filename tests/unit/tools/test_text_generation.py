@@ -283,7 +283,7 @@ def test_results_are_in_order_whatever_ends_first() -> None:
     """Also when a later question is answered long before an earlier one, and more wait than the engine may know."""
     engine = Engine(slow_table(max_requests=2), tokenizer=byte_tokenizer())
     requests = [Request(id=str(n), prompt=(1, n), max_tokens=1 + 7 * (n % 3 == 0)) for n in range(12)]
-    assert [each.request.id for each in in_order(engine, requests)] == [str(n) for n in range(12)]
+    assert [each.request_id for each in in_order(engine, requests)] == [str(n) for n in range(12)]
 
 
 def test_flags_that_exclude_each_other() -> None:
