@@ -3,13 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
 from megatron.core.parallel.collectives import all_reduce
 from megatron.core.parallel.context import ParallelContext
+
+
+@runtime_checkable
+class Tallying(Protocol):
+    """A module that adjusts itself by what it counts in a step; it reports numbers under ``tally_name`` to
+    ``SideLosses.tally`` in each forward pass.
+    """
+
+    tally_name: str
+
+    def learn(self, counts: Tensor) -> None:
+        """Adjust itself by the counts of the whole global batch, after the step's update and before the next pass."""
+        ...
 
 
 class SideLosses:

@@ -32,31 +32,24 @@ class Message:
 
 
 @dataclass(frozen=True, slots=True)
-class Send:
+class _Transfer:
+    message: Message
+
+
+class Send(_Transfer):
     """Start sending."""
 
-    message: Message
 
-
-@dataclass(frozen=True, slots=True)
-class Receive:
+class Receive(_Transfer):
     """Start receiving."""
 
-    message: Message
 
-
-@dataclass(frozen=True, slots=True)
-class Finish:
+class Finish(_Transfer):
     """Wait until a message that this rank sends or receives has moved."""
 
-    message: Message
 
-
-@dataclass(frozen=True, slots=True)
-class HandOver:
+class HandOver(_Transfer):
     """Give the output of one chunk of this rank to another of its chunks."""
-
-    message: Message
 
 
 Instruction = Action | Send | Receive | Finish | HandOver

@@ -20,11 +20,9 @@ def one_f_one_b(num_ranks: int, num_microbatches: int) -> PipelineSchedule:
 
     Rank r keeps pp-r microbatches. On one rank this is ``F0 B0 F1 B1 …``: gradient accumulation.
     """
-    orders = []
-    for rank in range(num_ranks):
-        forward = [Action("F", 0, microbatch) for microbatch in range(num_microbatches)]
-        backward = [Action("B", 0, microbatch) for microbatch in range(num_microbatches)]
-        orders.append(one_after_another(forward, backward, ahead=num_ranks - rank - 1))
+    forward = [Action("F", 0, microbatch) for microbatch in range(num_microbatches)]
+    backward = [Action("B", 0, microbatch) for microbatch in range(num_microbatches)]
+    orders = [one_after_another(forward, backward, ahead=num_ranks - rank - 1) for rank in range(num_ranks)]
     return PipelineSchedule("1f1b", tuple(orders), Placement.looped(num_ranks))
 
 

@@ -13,17 +13,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron.core.ops.attention import AttentionOptions, eager, flash, flash_attn_2, flash_attn_3
+from megatron.core.ops.attention import AttentionOptions, eager, flash, flash_attn
 from megatron.core.ops.attention.flash import FlashBackend
 from megatron.core.ops.attention.online_softmax import OnlineSoftmax
 from megatron.core.ops.attention.request import PartialResult
 from tests.attention_stubs import HALF, Kernels, Rule, backward_of_one, forward_of_one
 
 RELEASES: dict[str, tuple[FlashBackend, float]] = {
-    "flash_attn_2-2.6.3": (flash_attn_2.BACKEND, math.inf),
-    "flash_attn_2-2.8.3": (flash_attn_2.BACKEND, math.inf),
-    "flash_attn_3-2025": (flash_attn_3.BACKEND, -math.inf),
-    "flash_attn_3-2026": (flash_attn_3.BACKEND, -math.inf),
+    "flash_attn_2-2.6.3": (flash_attn.VERSION_2, math.inf),
+    "flash_attn_2-2.8.3": (flash_attn.VERSION_2, math.inf),
+    "flash_attn_3-2025": (flash_attn.VERSION_3, -math.inf),
+    "flash_attn_3-2026": (flash_attn.VERSION_3, -math.inf),
 }
 SLOPES = torch.tensor([0.5, 0.25, 0.125, 0.0625])
 SINKS = torch.tensor([0.3, -1.0, 2.0, 0.0], dtype=torch.float64)
@@ -230,7 +230,7 @@ def test_dropout_is_drawn_again_when_a_layer_is_recomputed(release: str, monkeyp
     def attend(seed: int) -> Tensor:
         generator = torch.Generator().manual_seed(seed)
         options = AttentionOptions(causal=True, scale=0.3, dropout=0.4, generator=generator)
-        return flash_attn_2.BACKEND.attend(q, k, v, options)
+        return flash_attn.VERSION_2.attend(q, k, v, options)
 
     first, again, other = attend(3), attend(3), attend(4)
     assert torch.equal(first, again) and not torch.equal(first, other)

@@ -66,7 +66,8 @@ from megatron.core.parallel.environment import launch_environment
 launch = launch_environment()
 if sys.argv[1] == "early":
     print(launch.launcher, flush=True)
-    time.sleep(5)
+    while os.getppid() == launch.launcher:
+        time.sleep(0.01)
 from megatron.core.parallel.launch import leaving_with_launcher
 with leaving_with_launcher(launch, poll=0.1):
     if sys.argv[1] == "late":

@@ -11,8 +11,7 @@ from torch import Tensor
 from megatron.core.ops.attention import (
     chunked,
     eager,
-    flash_attn_2,
-    flash_attn_3,
+    flash_attn,
     sdpa,
     torch_fused,
     transformer_engine,
@@ -66,8 +65,8 @@ class GpuBackend(Backend, Protocol):
 
 # Those for GPUs, each with a table of what it supports.
 KERNELS: dict[str, GpuBackend] = {
-    "flash_attn_3": flash_attn_3.BACKEND,
-    "flash_attn_2": flash_attn_2.BACKEND,
+    "flash_attn_3": flash_attn.VERSION_3,
+    "flash_attn_2": flash_attn.VERSION_2,
     "cudnn": torch_fused.cudnn,
     "efficient": torch_fused.efficient,
     "transformer_engine": transformer_engine.BACKEND,
