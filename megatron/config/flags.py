@@ -69,7 +69,7 @@ def flag(help: str, *, default: Any = dataclasses.MISSING, **options: Any) -> An
     ``refused_values``: values of Megatron-LM's that cannot be had, each with advice.
     ``short_forms``: flags without a value that stand for a choice. ``combined``: what two choices mean together.
     ``at_least``, ``above``, ``at_most``, ``below``: bounds of each number.
-    ``architecture``: the field is part of what a checkpoint's weights mean, so it must be the same on load.
+    ``architecture``: see ``architecture_flag``.
     ``from_checkpoint``: it may differ, but ``--use-checkpoint-args`` takes it, too.
     ``internal``: no flag after all, but a value that the run resolves and that is saved with the others.
     """
@@ -84,6 +84,16 @@ def switch(help: str, *, off: str | None = None, **options: Any) -> Any:
     ``off``: the field is on by default, and this flag, which ``help`` describes, turns it off.
     """
     return flag(help, default=off is not None, off=off, **options)
+
+
+def architecture_flag(help: str, **options: Any) -> Any:
+    """Declare a field that is part of what a checkpoint's weights mean, so that it must be the same on load."""
+    return flag(help, architecture=True, **options)
+
+
+def architecture_switch(help: str, **options: Any) -> Any:
+    """A ``switch`` that is part of what a checkpoint's weights mean."""
+    return switch(help, architecture=True, **options)
 
 
 @dataclass(frozen=True)
@@ -247,6 +257,11 @@ def flags_of(group: type) -> tuple[FlagSpec, ...]:
         own_first = dict.fromkeys(name for kind in group.__mro__ for name in vars(kind).get("__annotations__", ()))
         _specs[group] = tuple(_spec(group, fields[name], hints[name]) for name in own_first if name in fields)
     return _specs[group]
+
+
+def changed(group: object, kind: type | None = None) -> list[FlagSpec]:
+    """The flags of ``group``, or those that it has from ``kind``, whose values are not the defaults."""
+    return [spec for spec in flags_of(kind or type(group)) if getattr(group, spec.field) != spec.default]
 
 
 class _Signature:

@@ -6,10 +6,9 @@ from dataclasses import replace
 from typing import Any, Literal, cast
 
 from megatron.config.attention_backends import OTHER_NAMES, AttentionBackend
-from megatron.config.flags import derive, flag, switch
+from megatron.config.flags import Settings, architecture_flag, architecture_switch, derive, flag, switch
 from megatron.config.latent_attention import LatentAttentionConfig
 from megatron.config.layer_patterns import canonical, marked_layers, shortened, window_layers
-from megatron.config.multi_token import MultiTokenConfig
 from megatron.config.positions import ROTARY_TYPES, PositionConfig
 
 Activation = Literal["gelu_tanh", "gelu", "relu", "squared_relu", "swiglu", "geglu_tanh", "geglu", "quick_geglu"]
@@ -29,20 +28,34 @@ _GATES: dict[str, Nonlinearity] = {
 }
 
 
+class MultiTokenConfig(Settings):
+    """Settings of multi-token prediction (MTP; DeepSeek-V3, arXiv:2412.19437), part of those of the model."""
+
+    mtp_num_layers: int = architecture_flag(
+        "Layers of multi-token prediction (MTP) on the last stage, each of which predicts one token more ahead in "
+        "training; 0: none.",
+        default=0,
+        at_least=0,
+        at_most=64,
+    )
+    mtp_loss_scaling_factor: float = flag(
+        "Factor of the mean of the losses of --mtp-num-layers, each a mean over its own tokens.", default=0.1, above=0
+    )
+
+
 class ModelConfig(PositionConfig, LatentAttentionConfig, MultiTokenConfig):
     """The transformer. Sizes that are not given follow from the others."""
 
-    num_layers: int = flag("Transformer layers.", at_least=1, at_most=10_000, architecture=True)
-    hidden_size: int = flag("Width of the hidden states.", at_least=1, architecture=True)
-    ffn_hidden_size: int = flag(
+    num_layers: int = architecture_flag("Transformer layers.", at_least=1, at_most=10_000)
+    hidden_size: int = architecture_flag("Width of the hidden states.", at_least=1)
+    ffn_hidden_size: int = architecture_flag(
         "Inner width of the MLP.",
         derived="4 x hidden size; gated: 8/3 x hidden size, rounded down to a multiple of 64",
         follows=("hidden_size", "activation"),
         at_least=1,
-        architecture=True,
     )
-    num_attention_heads: int = flag("Query heads of each attention layer.", at_least=1, architecture=True)
-    kv_channels: int = flag(
+    num_attention_heads: int = architecture_flag("Query heads of each attention layer.", at_least=1)
+    kv_channels: int = architecture_flag(
         "Width of one attention head.",
         derived="hidden size / heads; with --multi-latent-attention --qk-head-dim + --qk-pos-emb-head-dim",
         follows=(
@@ -50,15 +63,13 @@ class ModelConfig(PositionConfig, LatentAttentionConfig, MultiTokenConfig):
             *("multi_latent_attention", "qk_head_dim", "qk_pos_emb_head_dim"),
         ),
         at_least=1,
-        architecture=True,
     )
-    group_query_attention: bool = switch("Let several query heads share one key/value head.", architecture=True)
-    num_query_groups: int = flag(
+    group_query_attention: bool = architecture_switch("Let several query heads share one key/value head.")
+    num_query_groups: int = architecture_flag(
         "Key/value heads with --group-query-attention.",
         derived="1 with --group-query-attention, else one per query head",
         follows=("group_query_attention", "num_attention_heads"),
         at_least=1,
-        architecture=True,
     )
     max_position_embeddings: int = flag(
         "Longest sequence the model may see; positions of the learned table.",
@@ -67,59 +78,53 @@ class ModelConfig(PositionConfig, LatentAttentionConfig, MultiTokenConfig):
         at_least=1,
         from_checkpoint=True,
     )
-    normalization: Literal["LayerNorm", "RMSNorm"] = flag(
+    normalization: Literal["LayerNorm", "RMSNorm"] = architecture_flag(
         "Kind of norm.",
         default="LayerNorm",
         renamed_values={"layernorm": ("LayerNorm", ""), "rmsnorm": ("RMSNorm", "")},
-        architecture=True,
     )
-    norm_epsilon: float = flag("Epsilon of the norms.", default=1e-5, above=0, architecture=True)
-    apply_layernorm_1p: bool = switch(
-        "Store norm weights minus one, so that a weight of zero scales by one.", architecture=True
+    norm_epsilon: float = architecture_flag("Epsilon of the norms.", default=1e-5, above=0)
+    apply_layernorm_1p: bool = architecture_switch(
+        "Store norm weights minus one, so that a weight of zero scales by one."
     )
-    norm_parameters: Literal["weight_and_bias", "weight", "none"] = flag(
-        "What norms have beside the normalization. RMSNorm has no bias.", default="weight_and_bias", architecture=True
+    norm_parameters: Literal["weight_and_bias", "weight", "none"] = architecture_flag(
+        "What norms have beside the normalization. RMSNorm has no bias.", default="weight_and_bias"
     )
-    norm_placement: Literal["before", "after", "both"] = flag(
+    norm_placement: Literal["before", "after", "both"] = architecture_flag(
         "Where a layer has its norms: before each sublayer; after it, on what is added to the residual (OLMo 2); or "
         "both (Gemma 2).",
         default="before",
-        architecture=True,
     )
-    apply_residual_connection_post_layernorm: bool = switch(
-        "Post-LN: the residual branches off after the norm.", architecture=True
+    apply_residual_connection_post_layernorm: bool = architecture_switch(
+        "Post-LN: the residual branches off after the norm."
     )
-    embedding_norm: bool = switch(
-        "Apply a norm to the embedding, before its dropout (BLOOM).", aliases=("--embed-layernorm",), architecture=True
+    embedding_norm: bool = architecture_switch(
+        "Apply a norm to the embedding, before its dropout (BLOOM).", aliases=("--embed-layernorm",)
     )
-    first_attention_norm: bool = switch(
+    first_attention_norm: bool = architecture_switch(
         "No norm before the attention of the first layer, for models whose embedding has one.",
         off="--no-first-attention-norm",
-        architecture=True,
     )
-    parallel_attention: bool = switch(
+    parallel_attention: bool = architecture_switch(
         "Compute attention and MLP from the same hidden states and add both: x + attention(norm(x)) + mlp(norm(x)).",
         aliases=("--parallel-attn",),
-        architecture=True,
     )
-    parallel_layernorm: bool = switch(
-        "Give the MLP a norm of its own with --parallel-attention (Pythia); else both read one norm (Falcon 7B).",
-        architecture=True,
+    parallel_layernorm: bool = architecture_switch(
+        "Give the MLP a norm of its own with --parallel-attention (Pythia); else both read one norm (Falcon 7B)."
     )
-    add_bias_linear: bool = switch("No biases in linear layers.", off="--disable-bias-linear", architecture=True)
-    add_qkv_bias: bool = switch(
-        "Add biases to the query/key/value layer; always on without --disable-bias-linear.", architecture=True
+    add_bias_linear: bool = architecture_switch("No biases in linear layers.", off="--disable-bias-linear")
+    add_qkv_bias: bool = architecture_switch(
+        "Add biases to the query/key/value layer; always on without --disable-bias-linear."
     )
-    add_attention_output_bias: bool = switch(
+    add_attention_output_bias: bool = architecture_switch(
         "Add biases to the output layer of attention; always on without --disable-bias-linear.",
         aliases=("--add-dense-bias",),
-        architecture=True,
     )
-    add_mlp_bias: bool = switch(
-        "Add biases to both layers of the MLP; always on without --disable-bias-linear.", architecture=True
+    add_mlp_bias: bool = architecture_switch(
+        "Add biases to both layers of the MLP; always on without --disable-bias-linear."
     )
-    add_output_layer_bias: bool = switch("Add a bias to the logits.", architecture=True)
-    activation: Activation = flag(
+    add_output_layer_bias: bool = architecture_switch("Add a bias to the logits.")
+    activation: Activation = architecture_flag(
         "Activation of the MLP. gelu uses the error function, gelu_tanh its tanh approximation, quick_geglu "
         "that by a sigmoid; swiglu, geglu, geglu_tanh and quick_geglu have a gate.",
         default="gelu_tanh",
@@ -132,85 +137,67 @@ class ModelConfig(PositionConfig, LatentAttentionConfig, MultiTokenConfig):
             "--exact-gelu": "gelu",
         },
         combined={frozenset({"geglu_tanh", "gelu"}): "geglu"},
-        architecture=True,
     )
-    activation_func_clamp_value: float | None = flag(
+    activation_func_clamp_value: float | None = architecture_flag(
         "Cut off the gates of a gated MLP above this, and its values beyond it on both sides (arXiv:2508.10925: 7).",
         default=None,
         above=0,
-        architecture=True,
     )
-    glu_linear_offset: float = flag(
-        "Add this to the values of a gated MLP, which gates multiply (arXiv:2508.10925: 1).",
-        default=0.0,
-        architecture=True,
+    glu_linear_offset: float = architecture_flag(
+        "Add this to the values of a gated MLP, which gates multiply (arXiv:2508.10925: 1).", default=0.0
     )
-    softmax_scale: float | None = flag(
-        "Scale of attention scores; 1 / sqrt(width of a head) unless given.",
-        default=None,
-        above=0,
-        architecture=True,
+    softmax_scale: float | None = architecture_flag(
+        "Scale of attention scores; 1 / sqrt(width of a head) unless given.", default=None, above=0
     )
-    window_size: tuple[int, int] | None = flag(
+    window_size: tuple[int, int] | None = architecture_flag(
         "Sliding window: how many keys before and after its own position a query sees, such as 4095,0.",
         default=None,
         at_least=0,
-        architecture=True,
     )
-    window_attn_skip_freq: str | None = flag(
+    window_attn_skip_freq: str | None = architecture_flag(
         "Layers with full attention beside those with a window: every N-th for a number N; or a list such as "
         "'[1]*5+[0]' with 1 for a window.",
         default=None,
-        architecture=True,
     )
-    attn_logit_softcapping: float | None = flag(
-        "Soft cap c of scaled attention scores s: c tanh(s / c), as in Gemma 2.",
-        default=None,
-        above=0,
-        architecture=True,
+    attn_logit_softcapping: float | None = architecture_flag(
+        "Soft cap c of scaled attention scores s: c tanh(s / c), as in Gemma 2.", default=None, above=0
     )
-    softmax_type: Literal["vanilla", "off-by-one", "learnable"] = flag(
+    softmax_type: Literal["vanilla", "off-by-one", "learnable"] = architecture_flag(
         "Attention sinks: off-by-one adds 1 to the softmax's sum, learnable a learned number for each head.",
         default="vanilla",
-        architecture=True,
     )
-    qk_layernorm: bool = switch("Apply the norm to queries and keys.", architecture=True)
-    qk_layernorm_kind: Literal["shared", "per_head", "all_heads"] = flag(
+    qk_layernorm: bool = architecture_switch("Apply the norm to queries and keys.")
+    qk_layernorm_kind: Literal["shared", "per_head", "all_heads"] = architecture_flag(
         "What --qk-layernorm normalizes: shared: each head, with one weight for all of them (Qwen 3); per_head: each "
         "head, with a weight of its own and no bias (Cohere, StableLM); all_heads: all heads together (OLMo 2).",
         default="shared",
-        architecture=True,
     )
-    qk_l2_norm: bool = switch(
-        "Divide each head's queries and keys by their root mean square, without weights (Llama 4).", architecture=True
+    qk_l2_norm: bool = architecture_switch(
+        "Divide each head's queries and keys by their root mean square, without weights (Llama 4)."
     )
-    clip_qkv: float | None = flag(
-        "Clip queries, keys and values to at most this absolute value.", default=None, above=0, architecture=True
+    clip_qkv: float | None = architecture_flag(
+        "Clip queries, keys and values to at most this absolute value.", default=None, above=0
     )
-    untie_embeddings_and_output_weights: bool = switch(
-        "Use separate weights for the output layer, not those of the word embeddings.", architecture=True
+    untie_embeddings_and_output_weights: bool = architecture_switch(
+        "Use separate weights for the output layer, not those of the word embeddings."
     )
-    word_embedding_size: int | None = flag(
+    word_embedding_size: int | None = architecture_flag(
         "Width of the word embeddings where it is not --hidden-size: one matrix projects them to it, another projects "
         "hidden states back before the output layer (OPT 350M).",
         default=None,
         at_least=1,
-        architecture=True,
     )
-    embedding_multiplier: float = flag(
-        "Multiply word embeddings by this, rounded to the type of the weights as in Gemma.",
-        default=1.0,
-        above=0,
-        architecture=True,
+    embedding_multiplier: float = architecture_flag(
+        "Multiply word embeddings by this, rounded to the type of the weights as in Gemma.", default=1.0, above=0
     )
-    residual_multiplier: float = flag(
-        "Multiply what each sublayer adds to the residual by this (Granite).", default=1.0, above=0, architecture=True
+    residual_multiplier: float = architecture_flag(
+        "Multiply what each sublayer adds to the residual by this (Granite).", default=1.0, above=0
     )
-    logits_multiplier: float = flag(
-        "Multiply logits by this (Cohere; 1 / Granite's logits_scaling).", default=1.0, above=0, architecture=True
+    logits_multiplier: float = architecture_flag(
+        "Multiply logits by this (Cohere; 1 / Granite's logits_scaling).", default=1.0, above=0
     )
-    final_logit_softcapping: float | None = flag(
-        "Cap logits softly: cap x tanh(logits / cap) (Gemma 2).", default=None, above=0, architecture=True
+    final_logit_softcapping: float | None = architecture_flag(
+        "Cap logits softly: cap x tanh(logits / cap) (Gemma 2).", default=None, above=0
     )
     attention_dropout: float = flag(
         "Dropout on attention probabilities.", default=0.1, at_least=0, below=1, from_checkpoint=True
@@ -223,11 +210,8 @@ class ModelConfig(PositionConfig, LatentAttentionConfig, MultiTokenConfig):
         from_checkpoint=True,
     )
     init_method_std: float = flag("Standard deviation of the initial weights.", default=0.02, above=0)
-    vocab_size: int | None = flag(
-        "Words of the vocabulary, before padding: --vocab-size or the tokenizer's.",
-        default=None,
-        architecture=True,
-        internal=True,
+    vocab_size: int | None = architecture_flag(
+        "Words of the vocabulary, before padding: --vocab-size or the tokenizer's.", default=None, internal=True
     )
     make_vocab_size_divisible_by: int = flag(
         "Pad the vocabulary to a multiple of this times the tensor-parallel size. Padding gets no probability; "

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from megatron.config.data import DataConfig
 from megatron.config.family import FamilyConfig, Rule
-from megatron.config.flags import flag, switch
+from megatron.config.flags import architecture_flag, architecture_switch, flag, switch
 from megatron.config.layer_patterns import every_or_listed, shortest_pattern
 from megatron.config.model import ModelConfig
 from megatron.errors import ConfigError
@@ -32,69 +32,55 @@ Z_LOSS = "z_loss"
 class MoEConfig(FamilyConfig):
     """Mixture of experts: feed-forward networks of which each token uses a few."""
 
-    num_experts: int | None = flag(
-        "Experts of a layer that has them; 0: none.", default=None, at_least=0, architecture=True
-    )
-    moe_layer_freq: str = flag(
+    num_experts: int | None = architecture_flag("Experts of a layer that has them; 0: none.", default=None, at_least=0)
+    moe_layer_freq: str = architecture_flag(
         "Layers with experts: N for every N-th, the first among them; or a list such as '[0]*3+[1]*58' with a 1 for "
         "each such layer and a 0 for a dense one.",
         default="1",
-        architecture=True,
     )
-    moe_ffn_hidden_size: int = flag(
-        "Inner width of an expert.",
-        derived="--ffn-hidden-size",
-        follows=("ffn_hidden_size",),
-        at_least=1,
-        architecture=True,
+    moe_ffn_hidden_size: int = architecture_flag(
+        "Inner width of an expert.", derived="--ffn-hidden-size", follows=("ffn_hidden_size",), at_least=1
     )
-    moe_shared_expert_intermediate_size: int | None = flag(
+    moe_shared_expert_intermediate_size: int | None = architecture_flag(
         "Inner width of the shared experts together: they see every token, beside those that it chooses.",
         default=None,
         at_least=1,
-        architecture=True,
     )
-    moe_shared_expert_gate: bool = switch(
-        "Multiply the output of the shared experts by a learned number between 0 and 1 for each token (Qwen2-MoE).",
-        architecture=True,
+    moe_shared_expert_gate: bool = architecture_switch(
+        "Multiply the output of the shared experts by a learned number between 0 and 1 for each token (Qwen2-MoE)."
     )
-    moe_router_topk: int = flag("Experts that a token chooses.", default=2, at_least=1, architecture=True)
-    moe_router_score_function: Literal["softmax", "sigmoid", "sqrtsoftplus"] = flag(
+    moe_router_topk: int = architecture_flag("Experts that a token chooses.", default=2, at_least=1)
+    moe_router_score_function: Literal["softmax", "sigmoid", "sqrtsoftplus"] = architecture_flag(
         "Scores of experts from the router's logits. softmax: over the chosen ones. sigmoid (DeepSeek-V3) and "
         "sqrtsoftplus: each expert by itself, then divided by the sum of the chosen ones.",
         default="softmax",
-        architecture=True,
     )
-    moe_router_pre_softmax: bool = switch(
-        "Softmax over all experts before the choice, whose scores are then not made to add up to 1.", architecture=True
+    moe_router_pre_softmax: bool = architecture_switch(
+        "Softmax over all experts before the choice, whose scores are then not made to add up to 1."
     )
-    moe_router_topk_scaling_factor: float | None = flag(
-        "Multiply the weights of the chosen experts by this.", default=None, above=0, architecture=True
+    moe_router_topk_scaling_factor: float | None = architecture_flag(
+        "Multiply the weights of the chosen experts by this.", default=None, above=0
     )
-    moe_router_num_groups: int | None = flag(
+    moe_router_num_groups: int | None = architecture_flag(
         "Groups of neighbouring experts, of which a token first chooses some; see --moe-router-group-topk.",
         default=None,
         at_least=1,
-        architecture=True,
     )
-    moe_router_group_topk: int | None = flag(
-        "Groups that a token chooses; its experts are among theirs.", default=None, at_least=1, architecture=True
+    moe_router_group_topk: int | None = architecture_flag(
+        "Groups that a token chooses; its experts are among theirs.", default=None, at_least=1
     )
-    moe_router_group_score: Literal["sum", "max"] = flag(
+    moe_router_group_score: Literal["sum", "max"] = architecture_flag(
         "Score of a group. sum: of as many of its best experts as a token chooses of a group (DeepSeek-V3, "
         "Megatron-LM); max: of its best expert (DeepSeek-V2).",
         default="sum",
-        architecture=True,
     )
-    moe_router_dtype: Literal["fp32", "fp64"] | None = flag(
+    moe_router_dtype: Literal["fp32", "fp64"] | None = architecture_flag(
         "Type in which the router multiplies, if it is wider than the model's; scores are at least fp32 anyway.",
         default=None,
-        architecture=True,
     )
-    moe_router_enable_expert_bias: bool = switch(
+    moe_router_enable_expert_bias: bool = architecture_switch(
         "Balance without a loss: add to each expert's score, for the choice alone, a bias that each step moves up for "
-        "experts with less than the mean load and down for others (arXiv:2408.15664).",
-        architecture=True,
+        "experts with less than the mean load and down for others (arXiv:2408.15664)."
     )
     moe_router_bias_update_rate: float = flag(
         "By how much a step moves the biases of --moe-router-enable-expert-bias.", default=1e-3, at_least=0

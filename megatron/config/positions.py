@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from megatron.config.flags import Settings, flag, switch
+from megatron.config.flags import Settings, architecture_flag, architecture_switch
 
 ROTARY_TYPES = ("rope", "yarn", "dynamic_ntk", "longrope")
 """Values of ``position_embedding_type`` that turn queries and keys by their positions."""
@@ -25,16 +25,15 @@ ROTARY_FIELDS: dict[str, tuple[str, ...]] = {
 class PositionConfig(Settings):
     """Settings of position embeddings, part of those of the model."""
 
-    position_embedding_offset: int = flag(
+    position_embedding_offset: int = architecture_flag(
         "Rows of the learned position table before that of position 0: 2 in OPT, the padding id + 1 in some encoders.",
         default=0,
         at_least=0,
         at_most=1024,
-        architecture=True,
     )
     position_embedding_type: Literal[
         "learned_absolute", "rope", "yarn", "dynamic_ntk", "longrope", "alibi", "relative", "none"
-    ] = flag(
+    ] = architecture_flag(
         "Position embedding type. rope: rotary positions; yarn, dynamic_ntk and longrope: rotary positions scaled for "
         "sequences longer than --original-max-position-embeddings; alibi: scores fall with the distance, at a slope "
         "for each head; relative: a learned bias on attention scores, for encoder-decoder models.",
@@ -43,52 +42,44 @@ class PositionConfig(Settings):
         refused_values={
             "mrope": "positions of images are outside this project; use rope",
         },
-        architecture=True,
     )
-    scale_alibi: bool = switch(
-        "Scale ALiBi's biases as attention scores are scaled, as Falcon does; they are added after it otherwise.",
-        architecture=True,
+    scale_alibi: bool = architecture_switch(
+        "Scale ALiBi's biases as attention scores are scaled, as Falcon does; they are added after it otherwise."
     )
-    rotary_percent: float = flag(
-        "Fraction of each head's width that is rotated.", default=1.0, above=0, at_most=1, architecture=True
+    rotary_percent: float = architecture_flag(
+        "Fraction of each head's width that is rotated.", default=1.0, above=0, at_most=1
     )
-    rotary_base: float = flag("Base of the rotary frequencies (theta).", default=10000.0, above=1, architecture=True)
-    rotary_base_local: float | None = flag(
+    rotary_base: float = architecture_flag("Base of the rotary frequencies (theta).", default=10000.0, above=1)
+    rotary_base_local: float | None = architecture_flag(
         "Base of the rotary frequencies in layers with a window (--window-size), which are then not scaled; without it "
         "these layers have the frequencies of the others.",
         default=None,
         above=1,
-        architecture=True,
     )
-    no_rope_freq: str | None = flag(
+    no_rope_freq: str | None = architecture_flag(
         "Layers without rotary positions: N for every N-th layer, or a list such as '[0]*3+[1]' with a 1 for each "
         "such layer.",
         default=None,
-        architecture=True,
     )
-    rotary_interleaved: bool = switch(
-        "Rotate neighbouring pairs instead of the two halves of a head.", architecture=True
+    rotary_interleaved: bool = architecture_switch("Rotate neighbouring pairs instead of the two halves of a head.")
+    rotary_seq_len_interpolation_factor: float | None = architecture_flag(
+        "Divide rotary positions by this factor (linear interpolation).", default=None, above=0
     )
-    rotary_seq_len_interpolation_factor: float | None = flag(
-        "Divide rotary positions by this factor (linear interpolation).", default=None, above=0, architecture=True
-    )
-    use_rope_scaling: bool = switch("Scale rotary frequencies as Llama 3 does.", architecture=True)
-    rope_scaling_factor: float = flag("Factor of --use-rope-scaling.", default=8.0, at_least=1, architecture=True)
-    rope_low_freq_factor: float = flag(
+    use_rope_scaling: bool = architecture_switch("Scale rotary frequencies as Llama 3 does.")
+    rope_scaling_factor: float = architecture_flag("Factor of --use-rope-scaling.", default=8.0, at_least=1)
+    rope_low_freq_factor: float = architecture_flag(
         "Frequencies that turn fewer times than this within the original length are divided (--use-rope-scaling).",
         default=1.0,
         above=0,
         aliases=("--low-freq-factor",),
-        architecture=True,
     )
-    rope_high_freq_factor: float = flag(
+    rope_high_freq_factor: float = architecture_flag(
         "Frequencies that turn more times than this within the original length are kept (--use-rope-scaling).",
         default=4.0,
         above=0,
         aliases=("--high-freq-factor",),
-        architecture=True,
     )
-    original_max_position_embeddings: int | None = flag(
+    original_max_position_embeddings: int | None = architecture_flag(
         "Length of the sequences that the model was trained on before its rotary positions were scaled.",
         derived="8192 with --use-rope-scaling",
         follows=("use_rope_scaling",),
@@ -97,67 +88,57 @@ class PositionConfig(Settings):
             "--yarn-original-max-position-embeddings",
             "--rope-scaling-original-max-position-embeddings",
         ),
-        architecture=True,
     )
-    rotary_scaling_factor: float = flag(
+    rotary_scaling_factor: float = architecture_flag(
         "How many times the original length the model reads with yarn, dynamic_ntk or longrope.",
         default=1.0,
         at_least=1,
-        architecture=True,
     )
-    rotary_attention_factor: float | None = flag(
+    rotary_attention_factor: float | None = architecture_flag(
         "Factor of rotated queries and of rotated keys with yarn or longrope; follows from --rotary-scaling-factor "
         "unless given.",
         default=None,
         above=0,
-        architecture=True,
     )
-    yarn_beta_fast: float = flag(
+    yarn_beta_fast: float = architecture_flag(
         "YaRN keeps frequencies that turn more often than this within the original length.",
         default=32.0,
         above=0,
         aliases=("--beta-fast", "--rope-scaling-beta-fast"),
-        architecture=True,
     )
-    yarn_beta_slow: float = flag(
+    yarn_beta_slow: float = architecture_flag(
         "YaRN divides frequencies that turn less often than this within the original length.",
         default=1.0,
         above=0,
         aliases=("--beta-slow", "--rope-scaling-beta-slow"),
-        architecture=True,
     )
-    yarn_correction_range_round_to_int: bool = switch(
+    yarn_correction_range_round_to_int: bool = architecture_switch(
         "Don't round the range between YaRN's two frequencies to whole pairs of channels.",
         off="--no-yarn-correction-range-round-to-int",
-        architecture=True,
     )
-    mscale: float = flag(
+    mscale: float = architecture_flag(
         "YaRN: with --mscale-all-dim, the attention factor is (0.1 mscale ln(factor) + 1) / (0.1 mscale-all-dim "
         "ln(factor) + 1).",
         default=1.0,
         at_least=0,
         aliases=("--rope-scaling-mscale",),
-        architecture=True,
     )
-    mscale_all_dim: float = flag(
+    mscale_all_dim: float = architecture_flag(
         "YaRN: see --mscale. With --multi-latent-attention scores are multiplied by the square of (0.1 mscale-all-dim "
         "ln(factor) + 1), too.",
         default=0.0,
         at_least=0,
         aliases=("--rope-scaling-mscale-all-dim",),
-        architecture=True,
     )
-    longrope_short_factors: tuple[float, ...] = flag(
+    longrope_short_factors: tuple[float, ...] = architecture_flag(
         "LongRoPE's divisor of each rotary frequency in sequences up to the original length.",
         default=(),
         above=0,
         aliases=("--short-factor",),
-        architecture=True,
     )
-    longrope_long_factors: tuple[float, ...] = flag(
+    longrope_long_factors: tuple[float, ...] = architecture_flag(
         "LongRoPE's divisor of each rotary frequency in longer sequences.",
         default=(),
         above=0,
         aliases=("--long-factor",),
-        architecture=True,
     )

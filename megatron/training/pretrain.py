@@ -8,15 +8,28 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from megatron.config.flags import Settings, flag
+from megatron.config.parse import read_given
 from megatron.config.run import RunConfig
 from megatron.config.typed_spellings import errors_as_typed
-from megatron.core.models.registry import Family, owner_of, register
+from megatron.core.models.registry import FAMILIES, Family, family_titled, owner_of, register
 from megatron.errors import run_command
 
 if TYPE_CHECKING:
     from megatron.core.models.train_spec import TrainSpec
     from megatron.core.parallel.environment import LaunchEnvironment
     from megatron.training.run.preflight import Findings
+
+_TITLES = [family.title for family in FAMILIES.values()]
+
+
+class ModelTypeConfig(Settings):
+    """The family whose flags a tool for all families takes."""
+
+    model_type: str = flag(
+        f"Family of the model: {', '.join(_TITLES)}, or the name of an installed one.", default=_TITLES[0]
+    )
+
 
 # Torch is imported only after the settings have been checked: --help and flag errors take milliseconds.
 
@@ -103,10 +116,12 @@ def parse(
 
 
 def parse_any_family(argv: Sequence[str], *groups: type, prog: str, about: str = "") -> RunConfig:
-    """As ``parse``, for tools: a run of the family that ``--model-type`` names. ``groups``: the tool's settings."""
-    from megatron.core.models.model_type import ModelTypeConfig, family_asked
+    """As ``parse``, for tools: a run of the family that ``--model-type`` names, on the command line or in a file.
 
-    return parse(argv, prog=prog, about=about, groups=(ModelTypeConfig, *family_asked(argv).groups, *groups))
+    ``groups``: the tool's settings. Raises ConfigError for a family that isn't known.
+    """
+    family = family_titled(read_given(argv, ModelTypeConfig).value("model_type"))
+    return parse(argv, prog=prog, about=about, groups=(ModelTypeConfig, *family.groups, *groups))
 
 
 def _saved_config(load: str, step: int | None) -> Mapping[str, Any] | None:

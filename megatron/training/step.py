@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from megatron.core.optimizer.grad_norm import GradientStatistics, nonfinite_gradients
 from megatron.core.parallel.collectives import all_reduce, on_host
 from megatron.core.parallel.context import ParallelContext
-from megatron.core.parallel.tallying import Tallying
+from megatron.core.parallel.side_losses import Tallying
 from megatron.core.pipeline_parallel.chunk import LossSum, Microbatch
 from megatron.errors import ConfigError
 from megatron.training.reporting.metrics import StepRecord

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from megatron.config.family import Rule, rule
 from megatron.config.moe import MoEConfig
-from megatron.config.rules.sizes import divide, divisors, multiples_near, some, tensor_parallel_sizes
+from megatron.config.rules.sizes import divide, divisors, indivisible, multiples_near, some, tensor_parallel_sizes
 from megatron.config.run import RunConfig
 
 
@@ -57,10 +57,8 @@ def projection_divides_over_ranks(run: RunConfig) -> str | None:
 
 def _splits(run: RunConfig, flag: str, size: int) -> str | None:
     ranks = run.parallel.tensor_model_parallel_size
-    if size % ranks == 0:
-        return None
-    fits = some(tensor_parallel_sizes(run), near=ranks)
-    return f"{flag} {size} is not divisible by --tensor-model-parallel-size {ranks}; sizes that fit: {fits}"
+    fits = tensor_parallel_sizes(run) if size % ranks else ()
+    return indivisible(flag, size, "--tensor-model-parallel-size", ranks, fits=fits)
 
 
 def sequence_divides_over_tensor_ranks(run: RunConfig) -> str | None:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from megatron.config.attention_backends import WITHOUT_DROPOUT
 from megatron.config.family import Rule, rule
-from megatron.config.flags import flags_of
+from megatron.config.flags import changed
 from megatron.config.latent_attention import LatentAttentionConfig
 from megatron.config.layer_patterns import window_layers
-from megatron.config.model import LAYER_BIASES, ModelConfig
+from megatron.config.model import LAYER_BIASES
 from megatron.config.positions import ROTARY_TYPES
 from megatron.config.rules.positions import beyond_positions
 from megatron.config.rules.sizes import divisors, divisors_near, multiples_near, some
@@ -53,11 +53,8 @@ def biases_have_one_name(run: RunConfig) -> str | None:
 
 def fields_are_of_the_family(run: RunConfig) -> str | None:
     """Not every family has every part."""
-    given = [
-        spec.typed(getattr(run.model, spec.field))
-        for spec in flags_of(ModelConfig)
-        if spec.field in run.family.fields_of_others and getattr(run.model, spec.field) != spec.default
-    ]
+    fields = run.family.fields_of_others
+    given = [spec.typed(getattr(run.model, spec.field)) for spec in changed(run.model) if spec.field in fields]
     if not given:
         return None
     return (
@@ -94,9 +91,7 @@ def latent_settings_need_latent_attention(run: RunConfig) -> str | None:
     """Widths of latent attention need it."""
     if run.model.multi_latent_attention:
         return None
-    given = [
-        spec.spelling for spec in flags_of(LatentAttentionConfig) if getattr(run.model, spec.field) != spec.default
-    ]
+    given = [spec.spelling for spec in changed(run.model, LatentAttentionConfig)]
     if not given:
         return None
     verb = "has" if len(given) == 1 else "have"
@@ -145,11 +140,7 @@ def later_tokens_are_plainly_embedded(run: RunConfig) -> str | None:
     """The last stage embeds later tokens with copies of the tables alone."""
     model = run.model
     fields = ("embedding_norm", "word_embedding_size")
-    given = [
-        spec.typed(getattr(model, spec.field))
-        for spec in flags_of(ModelConfig)
-        if spec.field in fields and getattr(model, spec.field) != spec.default
-    ]
+    given = [spec.typed(getattr(model, spec.field)) for spec in changed(model) if spec.field in fields]
     if not given or not model.mtp_num_layers:
         return None
     verb = "is" if len(given) == 1 else "are"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from megatron.config.family import Rule, rule
 from megatron.config.flags import FlagSpec, flags_of
 from megatron.config.moe import MoEConfig
-from megatron.config.rules.sizes import divisors, divisors_near, some
+from megatron.config.rules.sizes import divisors, divisors_near, indivisible, some
 from megatron.config.run import RunConfig
 from megatron.errors import ConfigError
 
@@ -38,34 +38,23 @@ def layers_are_marked(run: RunConfig) -> str | None:
 def experts_divide_over_ranks(run: RunConfig) -> str | None:
     """Each expert-parallel rank holds equally many experts."""
     experts, ranks = run.group(MoEConfig).num_experts or 0, run.parallel.expert_model_parallel_size
-    if experts % ranks == 0:
-        return None
-    return (
-        f"--num-experts {experts} is not divisible by --expert-model-parallel-size {ranks}; sizes that fit: "
-        f"{some(divisors(experts), near=ranks)}"
-    )
+    return indivisible("--num-experts", experts, "--expert-model-parallel-size", ranks)
 
 
 def experts_divide_over_tensor_ranks(run: RunConfig) -> str | None:
     """Matrices of experts split evenly."""
-    width, ranks = run.group(MoEConfig).moe_ffn_hidden_size, run.parallel.etp
-    if not run.group(MoEConfig).has_experts or width % ranks == 0:
+    moe = run.group(MoEConfig)
+    if not moe.has_experts:
         return None
-    return (
-        f"--moe-ffn-hidden-size {width} is not divisible by --expert-tensor-parallel-size {ranks}; sizes that fit: "
-        f"{some(divisors(width), near=ranks)}"
+    return indivisible(
+        "--moe-ffn-hidden-size", moe.moe_ffn_hidden_size, "--expert-tensor-parallel-size", run.parallel.etp
     )
 
 
 def shared_experts_divide_over_ranks(run: RunConfig) -> str | None:
     """The shared experts split as a dense network does."""
-    width, ranks = run.group(MoEConfig).moe_shared_expert_intermediate_size, run.parallel.tensor_model_parallel_size
-    if width is None or width % ranks == 0:
-        return None
-    return (
-        f"--moe-shared-expert-intermediate-size {width} is not divisible by --tensor-model-parallel-size {ranks}; "
-        f"sizes that fit: {some(divisors(width), near=ranks)}"
-    )
+    flag, width = "--moe-shared-expert-intermediate-size", run.group(MoEConfig).moe_shared_expert_intermediate_size or 0
+    return indivisible(flag, width, "--tensor-model-parallel-size", run.parallel.tensor_model_parallel_size)
 
 
 def expert_grid_fits(run: RunConfig) -> str | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from math import gcd
 
 from megatron.config.flags import one_of
@@ -21,6 +21,16 @@ def divisors(number: int) -> list[int]:
 def some(sizes: Iterable[int], *, near: int, most: int = 8) -> str:
     """``1, 2 or 4``: up to ``most`` of the sizes, those nearest to ``near``."""
     return one_of(sorted(sorted(sizes, key=lambda size: (abs(size - near), size))[:most]))
+
+
+def indivisible(flag: str, size: int, over: str, parts: int, *, fits: Sequence[int] | None = None) -> str | None:
+    """What is wrong with ``flag size`` if it is not divisible by ``over parts``. ``fits``: parts that it would be
+    divisible by; default: its divisors.
+    """
+    if size % parts == 0:
+        return None
+    sizes = some(divisors(size) if fits is None else fits, near=parts)
+    return f"{flag} {size} is not divisible by {over} {parts}; sizes that fit: {sizes}"
 
 
 def divisors_near(number: int, size: int) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Callable
+from concurrent.futures import Future
 from typing import Any, TypeVar
 
 import torch
@@ -36,7 +37,7 @@ def work_on_first(work: Callable[[Help], T], context: ParallelContext, *, help: 
         return run_on_first(lambda: work(help), mesh)
     asked: queue.SimpleQueue[int] = queue.SimpleQueue()
     answers: queue.SimpleQueue[Any] = queue.SimpleQueue()
-    outcome: list[Callable[[], T]] = []
+    outcome: Future[T] = Future()
 
     def ask(number: int) -> Any:
         asked.put(number)
@@ -44,10 +45,9 @@ def work_on_first(work: Callable[[Help], T], context: ParallelContext, *, help: 
 
     def run() -> None:
         try:
-            result = work(ask)
-            outcome.append(lambda: result)
+            outcome.set_result(work(ask))
         except BaseException as error:
-            outcome.append(_raising(error))
+            outcome.set_exception(error)
         asked.put(_DONE)
 
     if mesh.world_rank == 0:
@@ -60,7 +60,7 @@ def work_on_first(work: Callable[[Help], T], context: ParallelContext, *, help: 
         if number.item() >= 0:
             answer = help(int(number.item()))
             answers.put(answer)
-    return run_on_first(lambda: outcome[0](), mesh)
+    return run_on_first(outcome.result, mesh)
 
 
 def _next(asked: queue.SimpleQueue[int]) -> int:
@@ -68,10 +68,3 @@ def _next(asked: queue.SimpleQueue[int]) -> int:
         return asked.get(timeout=_BEAT)
     except queue.Empty:
         return _NOTHING
-
-
-def _raising(error: BaseException) -> Callable[[], Any]:
-    def again() -> Any:
-        raise error
-
-    return again

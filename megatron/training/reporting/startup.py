@@ -105,16 +105,13 @@ def _batch(run: RunConfig) -> str:
     micro, replicas = training.micro_batch_size, run.data_parallel_size
     full = training.global_batch_size
     accumulated = full // (micro * replicas)
+    each = run.family.sequences_per_sample
+    sequences = f"{each} x " if each > 1 else ""
     ramp = f", {run.batch_ramp.size_at(0)} at first" if len(run.batch_ramp.sizes) > 1 else ""
     return (
-        f"{full} samples of {_sequences(run)}{run.data.seq_length:,} tokens{ramp}: {replicas} replicas x {micro} a "
+        f"{full} samples of {sequences}{run.data.seq_length:,} tokens{ramp}: {replicas} replicas x {micro} a "
         f"microbatch x {accumulated} accumulated"
     )
-
-
-def _sequences(run: RunConfig) -> str:
-    sequences = run.family.sequences_per_sample
-    return f"{sequences} x " if sequences > 1 else ""
 
 
 def _length(run: RunConfig, facts: StartupFacts) -> str:

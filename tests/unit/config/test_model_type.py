@@ -7,10 +7,9 @@ from pathlib import Path
 import pytest
 
 from megatron.core.models.bert.config import BertConfig
-from megatron.core.models.model_type import ModelTypeConfig
 from megatron.core.models.registry import FAMILIES, Family, family_named, family_of
 from megatron.errors import CheckpointError, ConfigError
-from megatron.training.pretrain import parse_any_family
+from megatron.training.pretrain import ModelTypeConfig, parse_any_family
 from tests.harness.data import REPOSITORY
 from tests.unit.config.command_lines import words
 

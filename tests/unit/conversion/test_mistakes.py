@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import pickle
 import re
 import shutil
 import signal
-import subprocess
-import sys
 import time
 import zipfile
 from collections.abc import Callable
@@ -31,7 +30,7 @@ from megatron.core.conversion.native import read_native, write_native
 from megatron.core.conversion.portable import LazyTensor
 from megatron.core.conversion.proof import ProofError
 from megatron.errors import CheckpointError, ConfigError, MegatronError
-from tests.harness.data import REPOSITORY
+from tests.harness.scripts import start_script
 from tests.published.llama import LLAMA3
 from tests.published.sizes import SIZES
 from tests.unit.conversion.megatron_checkpoints import CLASSIC, MODERN, portable, random_tensors
@@ -295,14 +294,14 @@ def test_interrupted_conversions_leave_nothing(
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL], ids=["SIGTERM", "SIGKILL"])
 def test_killed_conversions_leave_nothing_that_looks_complete(number: int, llama: Path, tmp_path: Path) -> None:
     """A job's time is up in the middle: cleaned up where a process is asked to go, hidden where it is not."""
-    words = [sys.executable, "tools/checkpoint/convert.py", "--from", "hf", "--load", str(llama)]
-    words += ["--to", "megatron", "--save", str(tmp_path / "ours")]
-    process = subprocess.Popen(words, cwd=REPOSITORY, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    words = ["--from", "hf", "--load", str(llama), "--to", "megatron", "--save", str(tmp_path / "ours")]
+    process = start_script("tools/checkpoint/convert.py", words, log=Path(os.devnull))
     deadline = time.monotonic() + 60
-    while not list(tmp_path.glob(".ours.partial-*")) and process.poll() is None and time.monotonic() < deadline:
+    while not list(tmp_path.glob(".ours.partial-*")) and process.is_alive() and time.monotonic() < deadline:
         time.sleep(0.0002)
-    process.send_signal(number)
-    assert process.wait(timeout=60) in (-number, 128 + number)
+    os.kill(process.pid or 0, number)
+    process.join(60)
+    assert process.exitcode in (-number, 128 + number)
     left = sorted(path.name for path in tmp_path.iterdir())
     assert left[-1] == "llama"
     assert all(name.startswith(".ours.partial-") for name in left[:-1])

@@ -6,12 +6,12 @@ import dataclasses
 from argparse import Namespace
 from collections.abc import Collection, Mapping
 from functools import partial
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 from megatron.config.family import FamilyConfig
 from megatron.config.flags import flags_of
 from megatron.config.model import LAYER_BIASES, Activation, ModelConfig
-from megatron.config.tokenizer import TokenizerConfig
+from megatron.config.tokenizer import TokenizerConfig, TokenizerType
 from megatron.core.conversion.bounds import KINDS, Count, Factor, Heads, Small
 from megatron.core.conversion.megatron_lm import layer_arguments
 from megatron.core.conversion.megatron_lm.known_arguments import LATEST, OF_QUICK_GEGLU, limits, refuse, without
@@ -85,16 +85,6 @@ _DEFAULTS = {
     for each in dataclasses.fields(ModelConfig)
     if each.name in _SAME and isinstance(each.default, (bool, float))
 }
-_TOKENIZERS = (
-    "GPT2BPETokenizer",
-    "HuggingFaceTokenizer",
-    "SentencePieceTokenizer",
-    "GPTSentencePieceTokenizer",
-    "Llama2Tokenizer",
-    "TikTokenizer",
-    "BertWordPieceLowerCase",
-    "BertWordPieceCase",
-)
 
 
 class Arguments:
@@ -213,7 +203,7 @@ def tokenizer_from_arguments(args: Arguments, *, rows: int) -> TokenizerConfig:
     ``rows``: of the padded vocabulary.
     """
     kind = args("tokenizer_type", "NullTokenizer")
-    if kind not in _TOKENIZERS:
+    if kind not in get_args(TokenizerType) or kind == "NullTokenizer":
         return TokenizerConfig(tokenizer_type="NullTokenizer", vocab_size=args("vocab_size", rows - 1))
     try:
         return TokenizerConfig(

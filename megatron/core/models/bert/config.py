@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from typing import ClassVar
 
 from megatron.config.family import Rule
-from megatron.config.flags import Settings, flag, switch
+from megatron.config.flags import Settings, architecture_flag, architecture_switch
 from megatron.core.models.sentences import SentenceConfig
 
 
@@ -17,19 +17,16 @@ class BertConfig(SentenceConfig):
     title: ClassVar[str] = "BERT"
     window_sides: ClassVar[int] = 2
 
-    bert_binary_head: bool = switch(
+    bert_binary_head: bool = architecture_switch(
         "Train on masked words only: a sample is one text, without the sentence-order head.",
         off="--bert-no-binary-head",
-        architecture=True,
     )
-    exact_gelu_head: bool = switch(
-        "Use exact GELU in the head for masked words, as Megatron-LM does, whatever the layers use.", architecture=True
+    exact_gelu_head: bool = architecture_switch(
+        "Use exact GELU in the head for masked words, as Megatron-LM does, whatever the layers use."
     )
 
-    head_bias: bool = switch(
-        "No bias in the dense layer of the head for masked words (ModernBERT).",
-        off="--bert-no-head-bias",
-        architecture=True,
+    head_bias: bool = architecture_switch(
+        "No bias in the dense layer of the head for masked words (ModernBERT).", off="--bert-no-head-bias"
     )
 
     def rules(self) -> Sequence[Rule]:
@@ -48,13 +45,12 @@ class BertConfig(SentenceConfig):
 class TokenTypesConfig(Settings):
     """Flags of every BERT's embedding, also of one that is fine-tuned."""
 
-    num_tokentypes: int = flag(
+    num_tokentypes: int = architecture_flag(
         "Token types. BERT has 2, for the first and the second text of a pair, RoBERTa 1 and ModernBERT 0: their texts "
         "have one type.",
         default=2,
         at_least=0,
         at_most=1024,
-        architecture=True,
     )
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from megatron.config.data import DataConfig
 from megatron.config.family import Rule
-from megatron.config.flags import flag, switch
+from megatron.config.flags import architecture_flag, architecture_switch, flag
 from megatron.config.model import ModelConfig
 from megatron.config.positions import ROTARY_TYPES
 from megatron.core.models.sentences import SentenceConfig
@@ -40,24 +40,21 @@ class T5Config(SentenceConfig):
         at_least=1,
         from_checkpoint=True,
     )
-    decoder_num_layers: int = flag(
+    decoder_num_layers: int = architecture_flag(
         "Layers of the decoder.",
         derived="as many as the encoder's",
         follows=("num_layers",),
         at_least=1,
         at_most=10_000,
-        architecture=True,
     )
-    relative_attention_num_buckets: int = flag(
-        "Number of buckets of relative positions.", default=32, at_least=4, architecture=True
+    relative_attention_num_buckets: int = architecture_flag(
+        "Number of buckets of relative positions.", default=32, at_least=4
     )
-    relative_attention_max_distance: int = flag(
-        "Distance beyond which all relative positions share one bucket.", default=128, at_least=2, architecture=True
+    relative_attention_max_distance: int = architecture_flag(
+        "Distance beyond which all relative positions share one bucket.", default=128, at_least=2
     )
-    scale_output: bool = switch(
-        "Multiply the input of the output layer by 1 / sqrt(hidden size), as the original T5 does with tied "
-        "embeddings.",
-        architecture=True,
+    scale_output: bool = architecture_switch(
+        "Multiply the input of the output layer by 1 / sqrt(hidden size), as the original T5 does with tied embeddings."
     )
 
     def resolved(self, model: ModelConfig, data: DataConfig) -> Self:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from math import lcm
 
 from megatron.config.family import Rule, rule
-from megatron.config.flags import flags_of
+from megatron.config.flags import changed
 from megatron.config.rules.positions import beyond_positions
 from megatron.config.rules.sizes import multiples_near
 from megatron.config.run import RunConfig
@@ -42,11 +42,7 @@ def relative_settings_need_relative_positions(run: RunConfig) -> str | None:
     t5 = run.group(T5Config)
     if run.model.position_embedding_type == "relative":
         return None
-    named = [
-        spec.positive
-        for spec in flags_of(T5Config)
-        if spec.field.startswith("relative") and getattr(t5, spec.field) != spec.default
-    ]
+    named = [spec.positive for spec in changed(t5) if spec.field.startswith("relative")]
     if not named:
         return None
     verb = "has" if len(named) == 1 else "have"
