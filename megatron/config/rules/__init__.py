@@ -66,22 +66,24 @@ def failures(run: RunConfig, *, faulted: Collection[str] = ()) -> list[str]:
     """One sentence per failure: numbers out of bounds first, and then what the rules find.
 
     A rule that reads a number out of bounds, one of the ``faulted`` flags (already reported), or a value derived from
-    them is skipped: its finding may disappear once those are right.
+    them is skipped: its finding may disappear once those are right. A derived value out of bounds is reported where
+    nothing says which given value it comes from.
     """
-    problems, wrong = [], set(faulted)
+    problems, derived, wrong = [], {}, set(faulted)
     for spec in run.flags():
-        sentence = spec.out_of_bounds(run.value(spec))
-        if sentence is None:
-            continue
-        if run.given(spec.field) or not (spec.options.derived and run.provenance):
-            problems.append(sentence)
-        wrong.add(spec.positive)
-    known = _without(run, _unknown_fields(run, wrong)) if wrong else run
+        if sentence := spec.out_of_bounds(run.value(spec)):
+            if run.given(spec.field) or not (spec.options.derived and run.provenance):
+                problems.append(sentence)
+                wrong.add(spec.positive)
+            else:
+                derived[spec.field] = sentence
+    unknown = _unknown_fields(run, wrong) if wrong else set()
+    known = _without(run, unknown) if unknown else run
     for rule in rules_of(run):
         with contextlib.suppress(UnknownSettingError):
             if sentence := rule(known):
                 problems.append(sentence)
-    return problems
+    return problems or [sentence for field, sentence in derived.items() if field not in unknown]
 
 
 def _unknown_fields(run: RunConfig, wrong: Collection[str]) -> set[str]:
