@@ -15,7 +15,7 @@ from megatron.core.ops.fp8_matmul import multiply
 from megatron.core.ops.quantize import BLOCK, E4M3, E5M2, Quantized, blockwise, bytes_of, mxfp8
 from megatron.core.parallel import collectives
 from megatron.core.parallel.context import ParallelContext
-from megatron.core.tensor_parallel import fp8_linear
+from megatron.core.tensor_parallel import fp8_linear, regions
 from megatron.core.tensor_parallel.fp8_linear import delayed_scaling
 from megatron.core.tensor_parallel.initialize import Normal, initialize
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
@@ -86,6 +86,40 @@ def test_parts_of_the_sequence_that_cut_blocks_are_kept_and_gathered_in_bf16() -
     ):
         assert sent == {torch.uint8: part + part // 32, torch.bfloat16: part}
         assert kept == [(part, 2)]
+
+
+def gathered_by_a_row_layer(context: ParallelContext, recipe: str, wgrad: bool) -> dict[torch.dtype, int]:
+    """Elements of gradients of the output that are gathered, by type."""
+    inside = in_fp8(context, recipe, fp8_wgrad=wgrad)
+    layer = RowParallelLinear(WIDTH, OUTPUTS, inside, init=Normal(0.5), bias=True)
+    initialize(layer, context.mesh, seed=1)
+    delayed_scaling([layer], context)
+    sent, gather = dict[torch.dtype, int](), collectives.all_gather
+
+    def gathered(x: Tensor, *others: Any) -> Tensor:
+        sent[x.dtype] = sent.get(x.dtype, 0) + x.numel()
+        return gather(x, *others)
+
+    out = layer(torch.randn(LENGTH, 1, WIDTH // 2, dtype=torch.bfloat16, requires_grad=True))
+    assert out.shape == (LENGTH // 2, 1, OUTPUTS)
+    with mock.patch.object(fp8_linear, "all_gather", gathered), mock.patch.object(regions, "all_gather", gathered):
+        out.sum().backward()
+    return sent
+
+
+@pytest.mark.parametrize(
+    ("recipe", "wgrad", "dtype"),
+    [
+        ("tensorwise", True, torch.uint8),
+        ("delayed", True, torch.uint8),
+        ("blockwise", True, torch.bfloat16),
+        ("delayed", False, torch.bfloat16),
+    ],
+)
+def test_gradients_with_one_scale_are_gathered_in_bytes(recipe: str, wgrad: bool, dtype: torch.dtype) -> None:
+    """Blocks would have to be gathered for both directions, and a bf16 gradient of the weight needs bf16."""
+    for sent in run_ranks(gathered_by_a_row_layer, recipe, wgrad, tp=2, sequence_parallel=True, dtype=torch.bfloat16):
+        assert sent == {dtype: LENGTH // 2 * OUTPUTS}
 
 
 @pytest.mark.parametrize("recipe", ["tensorwise", "delayed", "blockwise", "mxfp8"])

@@ -1,7 +1,8 @@
 """The three products of a linear layer in 8 bits: of the output, of the input's gradient, of the weight's gradient.
 
 Each operand is quantized from the wide original for the direction in which a product sums over it. The backward pass
-keeps the input in 8 bits; with sequence parallelism it is gathered in 8 bits, too.
+keeps the input in 8 bits; with sequence parallelism it is gathered in 8 bits, too, and so is the gradient of the output
+where all of it has one scale.
 """
 
 from __future__ import annotations
@@ -142,10 +143,19 @@ class Fp8Quantizer:
 
 
 class Fp8Linear:
-    """``x·weightᵀ + bias`` of one layer in 8 bits, with the gradients of ``tensor_parallel.linear``."""
+    """``x·weightᵀ + bias`` of one layer in 8 bits, with the gradients of ``tensor_parallel.linear``.
 
-    def __init__(self, context: ParallelContext, *, inputs: Axes, weights: Axes, grads: Axes) -> None:
+    ``is_partial``: its products are partial sums of the tensor-parallel ranks. With sequence parallelism and one scale
+    a tensor it ``reduces`` them itself, to this rank's part of the sequence, as it can gather their gradient in 8 bits.
+    Blocks of tokens have scales of their own: gathering the codes of both directions would save nothing.
+    """
+
+    def __init__(self, context: ParallelContext, *, inputs: Axes, weights: Axes, grads: Axes, is_partial: bool) -> None:
+        settings, mesh = context.low_precision.settings, context.mesh
+        one_scale = settings.fp8_recipe in ("tensorwise", "delayed") and settings.fp8_wgrad
+        self.reduces = is_partial and context.sequence_parallel and mesh.size("tp") > 1 and one_scale
         self.context = context
+        grads = (*grads, "tp") if self.reduces else grads
         self.quantizer = Fp8Quantizer(context, inputs=inputs, weights=weights, grads=grads)
 
     def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None, *, gathers: bool) -> Tensor:
@@ -154,13 +164,13 @@ class Fp8Linear:
             if not x.requires_grad:
                 x = x.detach().requires_grad_()  # else there is no backward pass, as autograd doesn't see the weight
             return _Fp8Product.apply(x, bias, (weight,), self, gathers)  # type: ignore[no-untyped-call, no-any-return]
-        y, _, _ = self.forward(x, weight, gathers=gathers, keeps=False)
-        return y if bias is None else y + bias
+        y, _, _ = self.forward(x, weight, bias, gathers=gathers, keeps=False)
+        return y
 
     def forward(
-        self, x: Tensor, weight: Tensor, *, gathers: bool, keeps: bool
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, *, gathers: bool, keeps: bool
     ) -> tuple[Tensor, Operand, Quantized | Tensor]:
-        """The product, the weight, and what the weight's gradient needs of this rank's rows of the input: the rows, or
+        """The output, the weight, and what the weight's gradient needs of this rank's rows of the input: the rows, or
         their numbers in 8 bits, which only ``keeps`` asks for.
         """
         quantizer, rows = self.quantizer, x.reshape(-1, x.shape[-1])
@@ -171,7 +181,10 @@ class Fp8Linear:
         whole = _gathered(given.across, self.context) if gathers else given.across
         y = quantizer.multiply(whole, weights.across, x.dtype, is_fast=True)
         kept = rows if not keeps_bytes or given.along is None else given.along.transposed()
-        return y.view(-1, *x.shape[1:-1], y.shape[-1]), weights, kept
+        y = y.view(-1, *x.shape[1:-1], y.shape[-1])
+        if self.reduces:
+            y = reduce_scatter(y, self.context.mesh, "tp")
+        return y if bias is None else y.add_(bias), weights, kept
 
     def keeps_bytes(self, rows: int, *, gathers: bool) -> bool:
         """Whether the backward pass keeps the input in 8 bits: not where ranks' parts of the sequence cut blocks."""
@@ -197,7 +210,10 @@ class Fp8Linear:
         trains = weight.requires_grad
         gathering = _start_gathering(kept, self.context) if gathers and trains else lambda: kept
         found = quantizer.quantize(rows, quantizer.grad, along=trains and self.quantizer.wgrad)
-        grad_x = quantizer.multiply(found.across, weights.along, grad.dtype).view(*grad.shape[:-1], -1)
+        if self.reduces and found.across is not None:
+            found = Operand(whole_grad := _gathered(found.across, self.context), whole_grad.transposed())
+        grad_x = quantizer.multiply(found.across, weights.along, grad.dtype)
+        grad_x = grad_x.view(-1, *grad.shape[1:-1], grad_x.shape[-1])
         if gathers:
             grad_x = reduce_scatter(grad_x, mesh, "tp")
         if not trains:
@@ -231,7 +247,7 @@ class _Fp8Product(torch.autograd.Function):
         ctx: Any, x: Tensor, bias: Tensor | None, hidden: tuple[Tensor], layer: Fp8Linear, gathers: bool
     ) -> Tensor:
         (ctx.weight,), ctx.layer, ctx.gathers = hidden, layer, gathers
-        y, ctx.weights, kept = layer.forward(x, ctx.weight, gathers=gathers, keeps=ctx.weight.requires_grad)
+        y, ctx.weights, kept = layer.forward(x, ctx.weight, bias, gathers=gathers, keeps=ctx.weight.requires_grad)
         ctx.block, ctx.at_once = None, will_be_recomputed()
         if not ctx.weight.requires_grad:
             ctx.save_for_backward()
@@ -240,7 +256,7 @@ class _Fp8Product(torch.autograd.Function):
             ctx.save_for_backward(kept.data, kept.scales)
         else:
             ctx.save_for_backward(kept)
-        return y if bias is None else y.add_(bias)
+        return y
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -251,16 +267,16 @@ class _Fp8Product(torch.autograd.Function):
 
 
 def fp8_linear(
-    context: ParallelContext, *, inputs: Axes = (), weights: Axes = (), grads: Axes = ()
+    context: ParallelContext, *, inputs: Axes = (), weights: Axes = (), grads: Axes = (), is_partial: bool = False
 ) -> Fp8Linear | None:
     """The products of a layer that is built with ``context``; None where they aren't in 8 bits.
 
     ``inputs``, ``weights``, ``grads``: axes over which its input, its weight, and the gradient of its output are
-    divided, besides those that divide the sequence in attention.
+    divided, besides those that divide the sequence in attention. ``is_partial``: see ``Fp8Linear``.
     """
     if not context.low_precision.serves(context.layer):
         return None
-    return Fp8Linear(context, inputs=(*inputs, "cp"), weights=weights, grads=(*grads, "cp"))
+    return Fp8Linear(context, inputs=(*inputs, "cp"), weights=weights, grads=(*grads, "cp"), is_partial=is_partial)
 
 
 def delayed_scaling(models: Iterable[nn.Module], context: ParallelContext) -> DelayedScaling | None:

@@ -11,7 +11,7 @@ from megatron.core.parallel.grid import Axis
 from megatron.core.parallel.sharding import Sharding, SharedRows, sharded_parameter, sharding_of
 from megatron.core.tensor_parallel.fp8_linear import Fp8Linear, fp8_linear
 from megatron.core.tensor_parallel.initialize import Constant, Initialization
-from megatron.core.tensor_parallel.linear import linear
+from megatron.core.tensor_parallel.linear import is_in_8_bits, linear
 from megatron.core.tensor_parallel.regions import enter, leave
 
 
@@ -70,6 +70,7 @@ class RowParallelLinear(nn.Module):
     """``[S, b, in/tp] -> [s, b, out]``: each rank holds some columns of the ``[out, in]`` weight, that is, some inputs.
 
     The first rank adds the bias in its matmul, before the partial sums are reduced; other ranks' gradient of it is 0.
+    Where ``Fp8Linear`` reduces, each rank adds it to its part of the sequence.
     """
 
     def __init__(
@@ -80,11 +81,13 @@ class RowParallelLinear(nn.Module):
         self.weight = make_parameter(Sharding((out_features, in_features), {1: "tp"}), init, context)
         bias_sharding = Sharding((out_features,), partial_grad=("tp",))
         self.bias = make_parameter(bias_sharding, Constant(0.0), context) if bias else None
-        self.fp8 = fp8_linear(context, inputs=("tp",), weights=("tp",))
+        self.fp8 = fp8_linear(context, inputs=("tp",), weights=("tp",), is_partial=True)
 
     def forward(self, x: Tensor) -> Tensor:
         """Multiply and leave the tensor-parallel region."""
         bias: Tensor | None = self.bias
+        if self.fp8 is not None and self.fp8.reduces and is_in_8_bits(self._context):
+            return linear(x, self.weight, bias, self._context, fp8=self.fp8)
         if bias is not None and self._context.mesh.rank("tp") != 0:
             bias = bias * 0
         return leave(linear(x, self.weight, bias, self._context, fp8=self.fp8), self._context)

@@ -35,7 +35,7 @@ def linear(
     ``gathers``: ``x`` [s, b, in] is this rank's part of the sequence and the product is that of all, [S, b, out].
     ``fp8``: computes it in 8 bits, except for generation, which has products of its own.
     """
-    if fp8 is not None and (torch.is_grad_enabled() or context.products.multiply is None):
+    if fp8 is not None and is_in_8_bits(context):
         return fp8(x, weight, bias, gathers=gathers)
     gradients = context.weight_gradients
     by_hand = gathers or gradients.may_wait or weight in gradients.main_grads or is_faster_in_fp32(x.dtype, x.device)
@@ -47,6 +47,11 @@ def linear(
         if not x.requires_grad:
             x = x.detach().requires_grad_()  # else there is no backward pass, as autograd doesn't see the weight
     return _Linear.apply(x, bias, weight.detach(), add_gradient, context, gathers)  # type: ignore[no-untyped-call, no-any-return]
+
+
+def is_in_8_bits(context: ParallelContext) -> bool:
+    """Whether a layer with products in 8 bits uses them now."""
+    return torch.is_grad_enabled() or context.products.multiply is None
 
 
 class _Linear(torch.autograd.Function):
