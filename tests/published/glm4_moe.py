@@ -18,6 +18,10 @@ GLM = {
 }
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "glm4_moe": ("glm4_moe", {**GLM, "use_qk_norm": True}),
+    "glm4_moe of one expert a token, whose score stays as it is": (
+        "glm4_moe",
+        {**GLM, "num_experts_per_tok": 1, "norm_topk_prob": False},
+    ),
     "glm4_moe biased, three heads, tied": (
         "glm4_moe",
         {

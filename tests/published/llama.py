@@ -65,6 +65,10 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "qwen2",
         {**SIZES, "use_sliding_window": True, "sliding_window": 7, "max_window_layers": 2},
     ),
+    "qwen2 with windows in all layers": (
+        "qwen2",
+        {**SIZES, "use_sliding_window": True, "sliding_window": 7, "max_window_layers": 0},
+    ),
     "qwen3 with windows": (
         "qwen3",
         {

@@ -19,6 +19,7 @@ from megatron.core.conversion.huggingface.format import model_from_config
 from megatron.core.conversion.huggingface.reading import read_huggingface
 from megatron.errors import CheckpointError
 from tests.harness.published import random_model
+from tests.published.llama import LLAMA3
 from tests.published.sizes import SIZES
 from tests.unit.conversion.test_families import assert_same_bytes
 from tests.unit.conversion.test_mistakes import change
@@ -95,6 +96,37 @@ def test_a_text_model_beside_another_one(llama: Path) -> None:
         f"{llama}/config.json describes a model of type 'gemma3', which does not convert; its text model is a "
         "gemma3_text, which converts from a folder of its own ("
     )
+
+
+@pytest.mark.parametrize(
+    ("case", "settings", "words"),
+    [
+        ("llama", {"sliding_window": 16, "use_cache": True}, "a llama, nor by transformers: sliding_window = 16"),
+        ("qwen2", {"attention_bias": True}, "a qwen2, nor by transformers: attention_bias = true"),
+        (
+            "mistral",
+            {"layer_types": ["full_attention"] * 3},
+            "a mistral, nor by transformers: layer_types = a list of 3",
+        ),
+        ("gpt2", {"rope_scaling": {"factor": 2.0}}, "a gpt2, nor by transformers: rope_scaling = an object of 1"),
+        ("mixtral", {"n_shared_experts": 1}, "a mixtral, nor by transformers: n_shared_experts = 1"),
+        (
+            "llama 3",
+            {"rope_parameters": {**LLAMA3, "attn_factor": 0.8}, "alibi": True},
+            "a llama, nor by transformers: alibi = true, rope_parameters.attn_factor = 0.8",
+        ),
+        ("bert", {"embedding_size": 24}, "a bert, nor by transformers: embedding_size = 24"),
+        ("t5", {"num_key_value_heads": 2}, "a t5, nor by transformers: num_key_value_heads = 2"),
+    ],
+)
+def test_settings_that_are_not_read_are_named(
+    case: str, settings: dict[str, Any], words: str, model_folder: Folder, tmp_path: Path
+) -> None:
+    """transformers skips them without a word; whoever meant a window by it would train full attention."""
+    assert read_huggingface(model_folder(case)).notes == ()
+    folder = Path(shutil.copytree(model_folder(case), tmp_path / "folder"))
+    change(folder, **settings)
+    assert read_huggingface(folder).notes == (f"note: {folder}/config.json has settings that are not read in {words}",)
 
 
 def test_code_that_comes_with_a_model_is_never_executed(llama: Path, tmp_path: Path) -> None:

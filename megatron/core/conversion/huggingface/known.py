@@ -26,13 +26,16 @@ UNGATED: dict[str, Activation] = {**GELUS, "relu": "relu", "relu2": "squared_rel
 class Known:
     """Settings with their defaults, and errors that name the file; raises CheckpointError for one of another type.
 
-    ``kinds``: types of all settings that may be asked for.
+    ``kinds``: types of all settings that may be asked for. ``asked``: those that were, also within others.
     """
 
-    def __init__(self, config: Json, defaults: Json, where: str, *, kinds: Mapping[str, Any]) -> None:
+    def __init__(
+        self, config: Json, defaults: Json, where: str, *, kinds: Mapping[str, Any], asked: set[str] | None = None
+    ) -> None:
         check_kinds(config, kinds, where=where, error=CheckpointError)
         self._values = {**defaults, **config}
         self._where, self._kinds = where, kinds
+        self.asked: set[str] = set() if asked is None else asked
 
     def __call__(self, name: str) -> Any:
         """A setting that the architecture needs; CheckpointError where it is missing."""
@@ -43,16 +46,17 @@ class Known:
     def get(self, name: str, default: Any = None) -> Any:
         """A setting, or ``default``."""
         assert name in self._kinds, f"the format reads {name}, and its kinds lack it"
+        self.asked.add(name)
         return self._values.get(name, default)
 
     def within(self, *names: str) -> Known:
         """The settings of these objects together, the later before the earlier."""
         inside = {key: value for name in names for key, value in (self.get(name) or {}).items()}
-        return Known(inside, {}, f"{self._where}: {names[-1]}", kinds=self._kinds)
+        return Known(inside, {}, f"{self._where}: {names[-1]}", kinds=self._kinds, asked=self.asked)
 
     def but(self, **values: Any) -> Known:
         """These settings with some other values."""
-        return Known({**self._values, **values}, {}, self._where, kinds=self._kinds)
+        return Known({**self._values, **values}, {}, self._where, kinds=self._kinds, asked=self.asked)
 
     def refuse(self, name: str, advice: str) -> CheckpointError:
         """The error for a setting that can't be converted."""
@@ -65,7 +69,8 @@ class Known:
     def expect(self, **values: Any) -> None:
         """Raise CheckpointError for a setting that is there and is not the one value that can be converted."""
         for name, value in values.items():
-            if self.get(name, value) not in (value, None):
+            found = self.get(name, value)
+            if found != value and not (found is None and value is not True):  # transformers reads null as false
                 raise self.refuse(name, f"this project supports only {value!r}")
 
     def one_of(self, name: str, values: Mapping[str, T]) -> T:

@@ -35,7 +35,7 @@ _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 _OF_ANY_MODEL = re.compile(
     r"_.*|.*token_ids?|architectures|auto_map|model_type|(torch_)?dtype|transformers_version|use_cache|pretraining_tp|"
     r"output_.*|return_.*|id2label|label2id|initializer_.*|task_specific_params|tokenizer_class|.*dropout.*|"
-    r".*pdrop|summary_.*|classifier_.*"
+    r".*pdrop|summary_.*|classifier_.*|is_encoder_decoder|quantization_config|router_.*_coef|.*_ignore_index"
 )
 
 
@@ -96,6 +96,17 @@ def unknown_type(
     return CheckpointError(f"{said} (tools/checkpoint/convert.py --list prints the types that convert)")
 
 
+def unread(config: Mapping[str, Any], read: Collection[str], within: str = "") -> list[str]:
+    """Settings of ``config`` that say something and are not among those that were ``read``, with their values."""
+    found = []
+    for name, value in sorted(config.items()):
+        if name in read and isinstance(value, dict):
+            found += unread(value, read, f"{within}{name}.")
+        elif name not in read and value and not _OF_ANY_MODEL.fullmatch(name):
+            found.append(f"{within}{name} = {shown(value)}")
+    return found
+
+
 def _differences(
     config: Mapping[str, Any], tensors: Collection[str], known: HuggingFaceFormat, model_type: str
 ) -> _Differences | None:
@@ -123,11 +134,7 @@ def _differences(
         lacks=tuple(sorted(wanted - held)) if tensors else (),
         more=tuple(more),
         missing_settings=tuple(sorted(needed - config.keys())),
-        more_settings=tuple(
-            f"{name} = {shown(config[name])}"
-            for name in sorted(config.keys() - names)
-            if config[name] and not _OF_ANY_MODEL.fullmatch(name)
-        ),
+        more_settings=tuple(unread({name: config[name] for name in config.keys() - names}, ())),
         shared=len(held & wanted),
     )
 

@@ -19,6 +19,7 @@ from megatron.core.checkpointing.manifest import listed
 from megatron.core.checkpointing.torch_files import load_torch_file
 from megatron.core.conversion.companions import companions_in, tokenizer_in
 from megatron.core.conversion.huggingface.format import format_of, model_from_config
+from megatron.core.conversion.huggingface.nearest import unread
 from megatron.core.conversion.huggingface.quantized import QUANTIZED, widened
 from megatron.core.conversion.portable import LazyTensor, PortableModel, refuse_more_layers
 from megatron.core.conversion.tables import matches, to_ours
@@ -96,6 +97,7 @@ def _portable(config: dict[str, Any], tensors: dict[str, LazyTensor], where: str
     theirs = {today: tensors[name] for name, today in described.current_names(tensors).items()}
     model = published.complete(model, theirs)
     known = published.known(config, where=settings)
+    published.model_from_config(known, model_type)
     groups = published.groups_from_config(known, theirs, where=settings)
     refuse_more_layers(model, groups, theirs, where=settings)
     found = matches(published.table(model_type, model, groups), model, groups, where=where)
@@ -116,8 +118,21 @@ def _portable(config: dict[str, Any], tensors: dict[str, LazyTensor], where: str
         tensors=to_ours(found, theirs, model, where=where, ignored=ignored),
         tokenizer=TokenizerConfig(tokenizer_type="NullTokenizer", vocab_size=(model.vocab_size or 1) - 1),
         seq_length=min(model.max_position_embeddings, 4096),
-        notes=_mixed_types({name: theirs[name].dtype for name in wanted}, where=where),
+        notes=(
+            *_unread(config, known.asked, described.older_settings, model_type=model_type, where=settings),
+            *_mixed_types({name: theirs[name].dtype for name in wanted}, where=where),
+        ),
     )
+
+
+def _unread(
+    config: Mapping[str, Any], asked: Collection[str], older: Mapping[str, str], *, model_type: str, where: str
+) -> tuple[str, ...]:
+    """A note about settings that a model of this type hasn't: transformers skips them, other programs may not."""
+    found = unread(config, {*asked, *(name for name, today in older.items() if today in asked)})
+    if not found:
+        return ()
+    return (f"note: {where} has settings that are not read in a {model_type}, nor by transformers: {listed(found)}",)
 
 
 def _mixed_types(dtypes: Mapping[str, torch.dtype], *, where: str) -> tuple[str, ...]:

@@ -5,12 +5,13 @@ that have one.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Annotated, Any
 
 from megatron.config.layer_patterns import window_pattern
 from megatron.config.model import ModelConfig
-from megatron.core.conversion.bounds import Count, Layers
+from megatron.core.conversion.bounds import Count
 from megatron.core.conversion.huggingface.known import Feature, Known
+from megatron.small_files import Between
 
 FIELDS = ("window_size", "window_attn_skip_freq")
 """Fields of our architecture that ``read_layer_types`` makes."""
@@ -19,7 +20,7 @@ KINDS: dict[str, Any] = {
     "sliding_window": Count,
     "layer_types": list[str],
     "use_sliding_window": bool,
-    "max_window_layers": Layers,
+    "max_window_layers": Annotated[int, Between(0, 100_000)],
 }
 """Types of the settings that are asked for."""
 

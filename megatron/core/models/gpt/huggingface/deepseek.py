@@ -239,8 +239,10 @@ DEEPSEEK_V2 = with_experts(
 
 
 def biased_experts(known: Known) -> dict[str, Any]:
-    """Sigmoid scores that add up to 1, and a bias of each expert for the choice."""
-    groups, kept = known("n_group"), known("topk_group")
+    """Sigmoid scores, which add up to 1 where a token chooses several, and a bias of each expert for the choice."""
+    groups, kept, several = known("n_group"), known("topk_group"), known("num_experts_per_tok") > 1
+    if known("norm_topk_prob") != several:
+        raise known.refuse("norm_topk_prob", f"with this num_experts_per_tok this project supports only {several}")
     if groups > 1 and known("num_experts_per_tok") != 2 * kept:
         advice = (
             "a group's score is that of its best two experts, so a token must choose twice as many experts as groups"
@@ -258,7 +260,7 @@ def biased_experts(known: Known) -> dict[str, Any]:
 def written_biased(moe: MoEConfig, model: ModelConfig) -> dict[str, Any]:
     """The settings of ``biased_experts``."""
     groups = {"n_group": moe.moe_router_num_groups or 1, "topk_group": moe.moe_router_group_topk or 1}
-    return {**written_after_dense(moe, model), **groups, "norm_topk_prob": True}
+    return {**written_after_dense(moe, model), **groups, "norm_topk_prob": moe.moe_router_topk > 1}
 
 
 def biased_rows(moe: MoEConfig) -> Sequence[Row]:
@@ -307,12 +309,7 @@ DEEPSEEK_V3 = with_experts(
             "moe_intermediate_size": 2048,
             "routed_scaling_factor": 2.5,
         },
-        expected={
-            "norm_topk_prob": True,
-            "moe_layer_freq": 1,
-            "scoring_func": "sigmoid",
-            "topk_method": "noaux_tc",
-        },
+        expected={"moe_layer_freq": 1, "scoring_func": "sigmoid", "topk_method": "noaux_tc"},
         read=lambda known: {**_read(known), "rotary_interleaved": known("rope_interleave")},
         write=lambda model: {**_write(model), "rope_interleave": True},
         about="DeepSeek-V3 and R1, with their layers of multi-token prediction; weights in fp8 blocks are read",

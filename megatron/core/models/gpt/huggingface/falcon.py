@@ -21,12 +21,12 @@ def _read_layers(known: Known) -> dict[str, Any]:
     """Norms, branches and key/value heads, which the newer decoder says otherwise than the older one."""
     newer, parallel = bool(known.get("new_decoder_architecture")), bool(known("parallel_attn"))
     norms, heads, groups = known.get("num_ln_in_parallel_attn"), known("num_attention_heads"), known.get("num_kv_heads")
+    shared = 1 if known.get("multi_query") else heads
     if newer and not parallel:
         raise known.refuse("parallel_attn", "the newer decoder (new_decoder_architecture) has them in parallel only")
     if norms == 2 and not newer:
         raise known.refuse("num_ln_in_parallel_attn", "only the newer decoder (new_decoder_architecture) has two norms")
     if not newer:
-        shared = 1 if known("multi_query") else heads
         return {"num_query_groups": shared, "parallel_attention": parallel, "parallel_layernorm": False}
     return {"num_query_groups": groups or heads, "parallel_attention": True, "parallel_layernorm": norms in (None, 2)}
 
@@ -50,9 +50,10 @@ def _groups_of_sequential_layers(model: ModelConfig) -> list[str]:
 
 
 def _read_positions(known: Known) -> dict[str, Any]:
+    rotary = read_rotary(known)  # which transformers writes for ALiBi, too, and skips
     if known.get("alibi"):
         return {"position_embedding_type": "alibi", "scale_alibi": True}
-    return {"position_embedding_type": "rope", **read_rotary(known)}
+    return {"position_embedding_type": "rope", **rotary}
 
 
 def _written_positions(model: ModelConfig) -> dict[str, Any]:

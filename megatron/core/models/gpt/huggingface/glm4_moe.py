@@ -49,7 +49,6 @@ GLM4_MOE = with_experts(
             "routed_scaling_factor": 1.0,
         },
         kinds={**KINDS, "routed_scaling_factor": Factor},
-        expected={"norm_topk_prob": True},
         about="GLM-4.5, 4.5-Air and 4.6, with their layers of multi-token prediction",
         example="zai-org/GLM-4.5-Air",
     ),

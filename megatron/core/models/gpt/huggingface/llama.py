@@ -66,8 +66,8 @@ LLAMA = ModelType(
 def _qwen_windows(known: Known) -> list[bool]:
     """Where a window is used, in the layers from ``max_window_layers`` on, unless ``layer_types`` says which."""
     by_number = bool(known.get("use_sliding_window")) and not known.get("layer_types")
-    layers = range(known("num_hidden_layers"))
-    return [by_number and layer >= known("max_window_layers") for layer in layers]
+    first = known("max_window_layers") if by_number else known.get("max_window_layers")
+    return [by_number and layer >= first for layer in range(known("num_hidden_layers"))]
 
 
 def _written_qwen_windows(model: ModelConfig) -> dict[str, Any]:
