@@ -114,6 +114,10 @@ class ParallelConfig(Settings):
         "Groups of ranks whose NCCL kernels a GPU starts before others that wait, e.g. dp_cp for gradients.",
         default=(),
     )
+    use_nccl_ub: bool = switch(
+        "Allocate weights and gradients with NCCL and register them with the data-parallel communicator, so that its "
+        "collectives need fewer of a GPU's processors (GPUs with NVSwitch)."
+    )
     distributed_timeout_minutes: float = flag(
         "Minutes a collective may wait for a rank; then the run ends and names the rank.", default=10.0, above=0
     )

@@ -205,8 +205,6 @@ distillation is not available yet; leave it out
     kd load-teacher compression-training mos
 that part of multi-token prediction is not available; leave it out
     mtp-*
-gradient buffers are not registered with NCCL; leave it out: results are the same
-    use-nccl-ub
 optimizer state goes to main memory with --optimizer-cpu-offload, a part of it with --optimizer-offload-fraction
     swap-optimizer optimizer-offload-policy optimizer-offload
 CUDA graphs are not available yet; leave it out

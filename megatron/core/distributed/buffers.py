@@ -9,13 +9,14 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from megatron.core.distributed.parameter_policy import ParameterPolicy, Policies, parameter_policies
-from megatron.core.parallel.collectives import gather_objects
+from megatron.core.parallel.collectives import gather_objects, registered_zeros
 from megatron.core.parallel.context import ParallelContext
 from megatron.core.parallel.grid import Axis
 from megatron.core.parallel.mesh import Mesh
@@ -151,6 +152,7 @@ def build_buffers(
     grad_dtype: torch.dtype,
     bucket_size: int | None = None,
     pads_buckets: bool = False,
+    registers: bool = False,
     policies: Policies | None = None,
 ) -> list[FlatBuffer]:
     """Move trained parameters into flat buffers, each with a view of a gradient buffer as ``parameter.main_grad``.
@@ -158,7 +160,8 @@ def build_buffers(
     Where dtypes agree, ``parameter.grad`` is that view too and autograd accumulates into it. Frozen parameters stay
     where they are and no longer require a gradient. ``bucket_size``: elements of a bucket; None means Megatron's
     max(40 million, 1 million times the ranks that reduce together). ``pads_buckets``: to multiples of 2^16 elements,
-    with which NCCL's rings keep their speed on many nodes. ``policies``: None trains everything.
+    with which NCCL's rings keep their speed on many nodes. ``registers``: in memory of NCCL, see ``registered_zeros``.
+    ``policies``: None trains everything.
     With pipeline stages all ranks must call this together: they exchange which tied parameters they hold.
     """
     named_parameters = list(named_parameters)
@@ -175,7 +178,8 @@ def build_buffers(
     holders = tied_holders((member.sharding for group in groups.values() for member in group), context.mesh)
     multiple = _BUS_WIDTH_ELEMENTS if pads_buckets else 1
     return [
-        _build_buffer(group[::-1], context, grad_dtype, bucket_size, multiple, holders) for group in groups.values()
+        _build_buffer(group[::-1], context, grad_dtype, bucket_size, multiple, registers, holders)
+        for group in groups.values()
     ]
 
 
@@ -195,6 +199,7 @@ def _build_buffer(
     grad_dtype: torch.dtype,
     bucket_size: int | None,
     multiple: int,
+    registers: bool,
     holders: Mapping[str, tuple[int, ...]],
 ) -> FlatBuffer:
     dtype, reduce = members[0].parameter.dtype, members[0].sharding.reduce
@@ -205,9 +210,10 @@ def _build_buffer(
         multiple=math.lcm(num_shards * ALIGNMENT, multiple),
     )
     size = layout[-1].span.stop
+    zeros = partial(registered_zeros, mesh=context.mesh, axes=reduce) if registers else torch.zeros
     buffer = FlatBuffer(
-        params=torch.zeros(size, dtype=dtype, device=context.device),
-        grads=torch.zeros(size, dtype=torch.promote_types(grad_dtype, dtype), device=context.device),
+        params=zeros(size, dtype=dtype, device=context.device),
+        grads=zeros(size, dtype=torch.promote_types(grad_dtype, dtype), device=context.device),
         reduce=reduce,
         policy=members[0].policy,
         num_shards=num_shards,

@@ -11,9 +11,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron.core.device import current_gpu
+from megatron.core.device import current_gpu, describe, is_gpu
 from megatron.core.parallel.grid import Axis
 from megatron.core.parallel.mesh import Mesh
+from megatron.errors import ConfigError
 
 T = TypeVar("T")
 Reduction = Literal["sum", "max", "min"]
@@ -220,3 +221,24 @@ def barrier(mesh: Mesh) -> None:
     if mesh.world_size > 1:
         with mesh.activity.waiting("barrier", range(mesh.world_size)):
             dist.barrier(device_ids=[current_gpu()] if dist.get_backend() == "nccl" else None)
+
+
+def registered_zeros(
+    length: int, *, dtype: torch.dtype, device: torch.device, mesh: Mesh, axes: tuple[Axis, ...]
+) -> Tensor:
+    """Zeros ``[length]``, on GPUs in memory that NCCL allocates and registers with the communicator over ``axes``: its
+    collectives read and write it without copies, by fewer of a GPU's processors. All ranks of the group call it.
+
+    Raises ConfigError on GPUs whose links have no multicast, for which NCCL allocates nothing.
+    """
+    group = mesh.group(*axes)
+    if group is None or not is_gpu(device):
+        return torch.zeros(length, dtype=dtype, device=device)
+    all_reduce(torch.zeros(1, device=device), mesh, *axes)  # makes the communicator
+    backend = group._get_backend(device)
+    if not backend.supports_tensor_alloc(device):
+        raise ConfigError(
+            "--use-nccl-ub needs GPUs with NVLink multicast (NVSwitch, compute capability 9.0 or higher), which "
+            f"{describe(device)} doesn't have here; leave it out"
+        )
+    return backend.allocate_tensor(length, dtype=dtype, device=device).zero_()

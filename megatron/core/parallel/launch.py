@@ -102,9 +102,11 @@ def prepared_device(parallel: ParallelConfig, launch: LaunchEnvironment, *, dete
     device = choose_device(parallel.distributed_backend, launch)
     if found := capability(device):
         check_variables(needed, os.environ, capability=found)
-    elif parallel.high_priority_stream_groups:
-        names = " ".join(parallel.high_priority_stream_groups)
-        raise ConfigError(f"--high-priority-stream-groups {names} is for GPUs, and this run is on CPUs; leave it out")
+    else:
+        groups = " ".join(parallel.high_priority_stream_groups)
+        given = f"--high-priority-stream-groups {groups}" if groups else "--use-nccl-ub" * parallel.use_nccl_ub
+        if given:
+            raise ConfigError(f"{given} is for GPUs, and this run is on CPUs; leave it out")
     without_tf32()
     return device
 

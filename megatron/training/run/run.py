@@ -110,24 +110,24 @@ def build_run(
     context.low_precision.configure(config.fp8, num_layers=config.num_layers)
     stages, models = build_stages(config, train_spec, context)
     scaling = delayed_scaling(models, context)
-    sharded = config.parallel.use_distributed_optimizer
+    parallel, sharded = config.parallel, config.parallel.use_distributed_optimizer
     policies = parameter_policies(named_parameters(models), config.optimizer)
     buffers = build_buffers(
         named_parameters(models),
         context,
         grad_dtype=gradient_dtype(config, context),
-        bucket_size=config.parallel.ddp_bucket_size,
-        pads_buckets=config.parallel.ddp_pad_buckets_for_high_nccl_busbw,
+        bucket_size=parallel.ddp_bucket_size,
+        pads_buckets=parallel.ddp_pad_buckets_for_high_nccl_busbw,
+        registers=parallel.use_nccl_ub,
         policies=policies,
     )
-    fuses = config.parallel.fuses_accumulation(is_faster=is_fusion_faster(context.dtype, context.device))
     grad_sync = GradSync(
         buffers,
         context,
         sharded=sharded,
-        overlap=config.parallel.overlap_grad_reduce,
-        sums_in_fp32=config.parallel.ddp_reduce_scatter_with_fp32_accumulation,
-        fuses_accumulation=fuses,
+        overlap=parallel.overlap_grad_reduce,
+        sums_in_fp32=parallel.ddp_reduce_scatter_with_fp32_accumulation,
+        fuses_accumulation=parallel.fuses_accumulation(is_faster=is_fusion_faster(context.dtype, context.device)),
     )
     optimizer = Optimizer(
         buffers,

@@ -186,10 +186,17 @@ def test_groups_of_high_priority(monkeypatch: pytest.MonkeyPatch) -> None:
     assert made == [([0, 1], True)]
 
 
-def test_high_priority_without_gpus_is_refused() -> None:
-    """gloo has no streams; a run that was to be fast would be slow without a word."""
-    parallel = ParallelConfig(high_priority_stream_groups=("dp_cp",), distributed_backend="gloo")
-    with pytest.raises(ConfigError, match="--high-priority-stream-groups dp_cp is for GPUs, and this run is on CPUs"):
+@pytest.mark.parametrize(
+    ("settings", "flag"),
+    [
+        ({"high_priority_stream_groups": ("dp_cp",)}, "--high-priority-stream-groups dp_cp"),
+        ({"use_nccl_ub": True}, "--use-nccl-ub"),
+    ],
+)
+def test_what_nccl_alone_has_is_refused_on_cpus(settings: dict[str, Any], flag: str) -> None:
+    """gloo has no streams and no registered memory; a run that was to be fast would be slow without a word."""
+    parallel = ParallelConfig(distributed_backend="gloo", **settings)
+    with pytest.raises(ConfigError, match=f"^{flag} is for GPUs, and this run is on CPUs; leave it out$"):
         launch.prepared_device(parallel, LaunchEnvironment(), deterministic=False)
 
 
