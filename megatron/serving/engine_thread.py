@@ -95,9 +95,9 @@ class EngineThread:
     max_queue: int
     metrics: Metrics
     on_failure: Callable[[BaseException], None] = lambda failure: None
-    failure: BaseException | None = None
     last_heartbeat: float = field(default_factory=time.monotonic)
     closing: bool = False
+    _raised: BaseException | None = None
     _open: dict[str, Progress] = field(default_factory=dict)
     _commands: queue.SimpleQueue[list[Request] | list[str] | None] = field(default_factory=queue.SimpleQueue)
     _seconds_per_request: float = 1.0
@@ -117,6 +117,11 @@ class EngineThread:
     def unfinished(self) -> int:
         """Requests that wait or run."""
         return len(self._open)
+
+    @property
+    def failure(self) -> BaseException | None:
+        """Why no text can be generated any more: a lost rank, or what a step has raised, which that may have caused."""
+        return self.engine.error or self._raised
 
     def cut(self, error: ApiError) -> None:
         """End all open streams with ``error``."""
@@ -233,7 +238,7 @@ class EngineThread:
             progress.stream.put(update)
 
     def _fail(self, error: BaseException) -> None:
-        self.failure = error
+        self._raised = error
         self.cut(_engine_failed())
         self.on_failure(error)
 

@@ -86,7 +86,7 @@ def serve(server: Server, listener: socket.socket) -> None:
     _log_to_stderr()
     ServerProcess(server).run([listener])
     # The loss of a rank may be noticed after a launcher has sent SIGTERM for it.
-    if (failure := server.thread.engine.error or server.thread.failure) is not None:
+    if (failure := server.thread.failure) is not None:
         raise failure
 
 

@@ -268,6 +268,8 @@ def test_an_engine_that_fails_answers_503_everywhere() -> None:
         assert ask(running.url, "/v1/completions", fields).status == 503
         reply = ask(running.url, "/health")
         assert reply.status == 503 and "on fire" in reply.message
+        running.table.failure = RuntimeError("rank 1 is lost")  # noticed later: why the step could not end
+        assert "rank 1 is lost" in ask(running.url, "/health").message
 
 
 def test_a_rank_that_is_lost_while_nobody_asks_is_noticed() -> None:
