@@ -209,7 +209,9 @@ class ModelConfig(PositionConfig, LatentAttentionConfig, MultiTokenConfig):
         below=1,
         from_checkpoint=True,
     )
-    init_method_std: float = flag("Standard deviation of the initial weights.", default=0.02, above=0)
+    init_method_std: float = flag(
+        "Standard deviation of the initial weights.", default=0.02, above=0, from_checkpoint=True
+    )
     vocab_size: int | None = architecture_flag(
         "Words of the vocabulary, before padding: --vocab-size or the tokenizer's.", default=None, internal=True
     )

@@ -194,7 +194,7 @@ def reader(saved: Mapping[str, Any] | None, calls: list[tuple[str, int | None]])
 def test_checkpoint_gives_architecture_only() -> None:
     """--use-checkpoint-args takes what the weights mean, not how they were trained."""
     saved = run_of(
-        model={"activation": "swiglu", "init_method_std": 0.5}, training={"seed": 99, "micro_batch_size": 4}
+        model={"activation": "swiglu", "make_vocab_size_divisible_by": 8}, training={"seed": 99, "micro_batch_size": 4}
     ).to_json()
     saved["parallel"]["tensor_model_parallel_size"] = 4
     calls: list[tuple[str, int | None]] = []
@@ -203,7 +203,8 @@ def test_checkpoint_gives_architecture_only() -> None:
     run = parse(changes, without=sizes, checkpoint_config=reader(saved, calls))
     assert calls == [("runs/a", 5)]
     assert (run.model.num_layers, run.model.activation, run.data.seq_length) == (4, "swiglu", 32)
-    assert (run.training.seed, run.model.init_method_std, run.training.micro_batch_size) == (1234, 0.02, 1)
+    assert (run.training.seed, run.training.micro_batch_size) == (1234, 1)
+    assert run.model.make_vocab_size_divisible_by == 128
     assert run.parallel.tensor_model_parallel_size == 1
 
 

@@ -208,6 +208,15 @@ def test_learned_positions_have_no_others(model_folder: Folder) -> None:
     assert fitted(read_huggingface(model_folder("llama")), config.model, config.extra, where="").model is not None
 
 
+def test_the_source_says_how_its_weights_were_drawn(tmp_path: Path) -> None:
+    """A StarCoder 2 came back with the default of --init-method-std in place of its own initializer_range."""
+    random_model("starcoder2", {**SIZES, "initializer_range": 0.018}).save_pretrained(tmp_path / "source")
+    for flags, std in (("", 0.018), ("--init-method-std 0.01", 0.01)):
+        out = tmp_path / f"out{std}"
+        first_step(ParallelContext.single(), "gpt", f"--load-hf {tmp_path / 'source'} --save-hf {out} {flags}", out)
+        assert json.loads((out / "config.json").read_text())["initializer_range"] == std
+
+
 def test_what_is_said_of_the_folder(model_folder: Folder, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A conversion said that code is never executed and that types are mixed, and a start from the folder did not."""
     from safetensors.torch import load_file, save_file

@@ -281,7 +281,7 @@ def _read(path: Path, name: str) -> Tensor:
 def _torch_bin(path: Path) -> Iterator[tuple[str, LazyTensor]]:
     content = load_torch_file(path)
     if not isinstance(content, dict):
-        raise CheckpointError(f"{path} holds a {type(content).__name__}, not named tensors")
+        raise CheckpointError(f"{path} holds no named tensors")
     for name, tensor in content.items():
         if not isinstance(tensor, Tensor):
             raise CheckpointError(f"{path}: {name} is not a tensor")
