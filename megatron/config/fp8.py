@@ -30,6 +30,10 @@ class Fp8Config(Settings):
         "With --fp8-recipe delayed: scale by the last iteration's largest value, or by the largest of those kept.",
         default="most_recent",
     )
+    fp8_param_gather: bool = switch(
+        "With --use-distributed-optimizer: gather weights that are multiplied in FP8 in 8 bits, and keep them so, in "
+        "half the bytes of bf16."
+    )
     fp8_wgrad: bool = switch("Compute gradients of weights without FP8.", off="--no-fp8-wgrad")
     first_last_layers_bf16: bool = switch("Compute the first and last layers without FP8.")
     num_layers_at_start_in_bf16: int = flag(

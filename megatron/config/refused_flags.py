@@ -147,8 +147,10 @@ choose with --activation
     no-swiglu no-geglu no-relu no-squared-relu no-exact-gelu
 a separate standard deviation for embeddings is not available yet; use --init-method-std
     embedding-init-method-std
-weights are kept and gathered in bf16, and quantized once a step; leave it out
-    fp8-param-gather fp8-param reuse-grad-buf-for-mxfp8-param-ag
+give --fp8-param-gather
+    fp8-param
+weights of --fp8-recipe mxfp8 are gathered in bf16, and quantized once a step; leave it out
+    reuse-grad-buf-for-mxfp8-param-ag
 logits are computed in bf16; leave it out
     fp8-output-proj
 attention is computed in bf16, its projections in fp8; leave it out

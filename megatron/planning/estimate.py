@@ -47,9 +47,10 @@ class MemoryEstimate:
 
     ``kept``: activations at the end of the forward pass. ``working``: the most that the loss, or the backward pass of
     one layer (or of one recomputed run of layers), needs in addition. ``copies``: of weights in FP8, one for each
-    direction in which products sum over them. ``uncounted``: see ``Costs``. ``offloaded``: what is in main memory
-    instead, and ``activations_offloaded`` with it. ``updating``: copies that the optimizer makes of a part of its
-    numbers at a time, or what ranks send each other of gradients.
+    direction in which products sum over them; of those that are gathered in FP8 one is among the weights.
+    ``uncounted``: see ``Costs``. ``offloaded``: what is in main memory instead, and ``activations_offloaded`` with it.
+    ``updating``: copies that the optimizer makes of a part of its numbers at a time, or what ranks send each other of
+    gradients, or weights in FP8 made whole for a checkpoint.
     """
 
     weights: int
@@ -178,19 +179,22 @@ def _rank_memory(
     width = planned_context(run).dtype.itemsize
     owned = sum(-(-each.numel() // _shards(run, each)) for each in held if each.requires_grad)
     owned = 0 if run.purpose.only_reads else owned
-    optimizer = run.optimizer
+    optimizer, in_fp8 = run.optimizer, _in_fp8(run, train_spec, pipeline_rank)
+    in_bytes = [each for each in in_fp8 if run.fp8.fp8_param_gather and _shards(run, each) > 1]
+    gathered, own = sum(each.numel() for each in in_bytes), sum(each.numel() // _shards(run, each) for each in in_bytes)
+    copies = 2 * sum(each.numel() for each in in_fp8) - gathered
     here = owned - int(owned * optimizer.optimizer_offload_fraction * optimizer.optimizer_cpu_offload)
     received, overlaps = _received_gradients(run, trained), run.parallel.overlap_grad_reduce
     return MemoryEstimate(
-        weights=parameters * width,
+        weights=parameters * width - gathered * (width - 1) + own * width,
         gradients=trained * (2 if run.precision.grad_reduce_in_bf16 else 4),
         main_params=here * _master_bits(run, width) // 8,
         moments=here * _moment_bytes(run),
-        updating=max(min(here, CHUNK) * _copied_bytes(run), received),
+        updating=max(min(here, CHUNK) * _copied_bytes(run), received, gathered * width - copies),
         offloaded=(owned - here) * (_moment_bytes(run) + (4 if width < 4 else 0)),
         kept=0 if run.purpose.only_reads else kept,
         working=max(costs.working for costs in mine) + received * overlaps,
-        copies=sum(2 * each.numel() for each in _in_fp8(run, train_spec, pipeline_rank)),
+        copies=copies,
         uncounted=frozenset().union(*(costs.uncounted for costs in mine)),
     )
 

@@ -177,6 +177,7 @@ def _generate(run: Run) -> None:
         stages=stages_here(run.config, run.train_spec, run.context),
         models=run.models,
     )
+    run.optimizer.gather.make_whole()
     engine = engine_of_every_rank(placed, length=8, max_requests=1)
     if engine is not None:
         for model in run.models:

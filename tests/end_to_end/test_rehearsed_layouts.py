@@ -62,6 +62,11 @@ def some(layouts: Mapping[str, Layout], names: Iterable[str]) -> dict[str, Layou
     return {name: layouts[name] for name in names}
 
 
+def gathered(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """With weights that are gathered in FP8."""
+    return {**settings, "fp8": settings["fp8"] | {"fp8_param_gather": True}}
+
+
 CASES: dict[str, Case] = {
     **{name: (FOUR if len(layout.cp_comm_types) > 1 else LLAMA, layout) for name, layout in table.LAYOUTS.items()},
     **named("", DEEP, STAGES | test_context.SLICED_STAGES),
@@ -86,6 +91,10 @@ CASES: dict[str, Case] = {
     **{name: (settings, TP2) for name, settings in table.VARIANTS.items()},
     **{f"t5: {name}": (settings, TP2) for name, settings in (test_t5.VARIANTS | test_t5.OTHERS).items()},
     **{f"experts: {name}": (settings, TP2) for name, settings in test_experts.VARIANTS.items()},
+    **{
+        f"gathered in fp8: {name}": (gathered(test_fp8.VARIANTS[variant]), layout)
+        for name, (variant, layout) in test_fp8.GATHERED.items()
+    },
     **{f"fp8: {name}": (settings, TP2) for name, settings in test_fp8.VARIANTS.items()},
 }
 FIRST_ESTIMATED = ("tp4 sp dp2 zero", "gpt2_124m")

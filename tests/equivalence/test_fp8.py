@@ -20,7 +20,7 @@ from megatron.training.evaluation.parity import Observed
 from tests.equivalence.test_equivalence import FULL, LLAMA, SELECTIVE, SMALL, STILL, check, train_at
 from tests.equivalence.test_experts import experts
 from tests.equivalence.training import Layout, train
-from tests.tiers import pairs
+from tests.tiers import pairs, tiers
 
 NORMS = RecomputePlan("selective", modules=("layernorm", "mlp"))
 FOUR_LAYERS: dict[str, Any] = {"num_layers": 4}
@@ -125,6 +125,36 @@ def test_layout_rounds_what_one_rank_rounds(variant: str, layout: str) -> None:
     """A scale of a part of a tensor instead of all of it would train another model."""
     outcomes = train_at(settings_of(variant, layout), LAYOUTS[layout])
     check(outcomes, [reference(variant, layout)])
+
+
+ZERO: dict[str, Any] = {"sharded": True, "overlap": True, "bucket_size": 3000} | HALVES
+GATHERED: dict[str, tuple[str, Layout]] = {
+    "tensorwise, tp2 sp dp2": ("tensorwise", Layout(tp=2, dp=2, sequence_parallel=True, **ZERO)),
+    "delayed, tp2 dp2": ("delayed", Layout(tp=2, dp=2, **ZERO)),
+    "history, dp2": ("delayed, history", Layout(dp=2, **ZERO)),
+    "ends in bf16, pp2 dp2": (
+        "tensorwise e4m3, biases, wide gradients of weights, ends in bf16",
+        Layout(pp=2, dp=2, schedule="zb-h1", **ZERO),
+    ),
+    "blocks that shards cut, dp2": ("blockwise", Layout(dp=2, **ZERO)),
+    "blocks that shards cut, dp4": ("blockwise", Layout(dp=4, **ZERO | {"micro_batch_size": 2})),
+    "tensorwise, cp2": ("tensorwise", Layout(cp=2, **ZERO)),
+    "experts, tensorwise, dp2": ("experts, tensorwise", Layout(dp=2, **ZERO)),
+    "experts, delayed, dp4 ep2": ("experts, delayed", Layout(dp=4, ep=2, **ZERO | {"micro_batch_size": 2})),
+    "experts, delayed, tp2 etp2 dp2": ("experts, delayed", Layout(tp=2, dp=2, etp=2, **ZERO)),
+}
+
+
+@pytest.mark.parametrize("name", tiers(GATHERED, first=[*GATHERED][:6]))
+def test_weights_gathered_in_8_bits_are_those_that_ranks_would_quantize(name: str) -> None:
+    """--fp8-param-gather: shards cut weights and their blocks, and their scales belong to the whole."""
+    variant, layout = GATHERED[name]
+    settings = VARIANTS[variant]
+    alone = train(
+        ParallelContext.single(dtype=torch.float64), settings, Layout(micro_batch_size=layout.micro_batch_size)
+    )
+    gathered = settings | {"fp8": settings["fp8"] | {"fp8_param_gather": True}}
+    check(train_at(gathered, layout), [alone])
 
 
 def test_scales_of_earlier_iterations_don_t_depend_on_microbatches() -> None:

@@ -31,7 +31,7 @@ from megatron.core.pipeline_parallel.actions import Placement
 from megatron.core.pipeline_parallel.chunk import Microbatch, TensorSpec
 from megatron.core.pipeline_parallel.runner import Runner
 from megatron.core.pipeline_parallel.settings import PipelineSettings
-from megatron.core.tensor_parallel.fp8_linear import delayed_scaling
+from megatron.core.tensor_parallel.fp8_linear import delayed_scaling, weight_quantizers
 from megatron.core.transformer.block import RecomputePlan
 from megatron.training.evaluation.parity import Observed, parts_of, whole_gradients
 from megatron.training.run.data import held_slices
@@ -135,6 +135,7 @@ def train(context: ParallelContext, settings: Mapping[str, Any], layout: Layout)
         context,
         grad_dtype=context.dtype,
         bucket_size=layout.bucket_size,
+        quantizers=weight_quantizers(models) if fp8.fp8_param_gather else None,
         policies=policies,
     )
     sync = layout.grad_sync(buffers, context)
@@ -157,6 +158,7 @@ def train(context: ParallelContext, settings: Mapping[str, Any], layout: Layout)
         totals = total_counts([family.train_spec.counts(each, context) for each in batch], family.losses, context)
         weights = loss_weights(totals) if len(family.losses) > 1 else {}
         batch = [replace(each, loss_weights=weights) for each in batch]
+        optimizer.gather.release()
         sync.zero()
         loss = runner.step(plans.training(len(batch)), batch)
         sync.finish()
@@ -172,6 +174,7 @@ def train(context: ParallelContext, settings: Mapping[str, Any], layout: Layout)
         outcome.losses += [(total[0] / total[1]).item(), *parts.means.values()]
         assert update.grad_norm is not None
         outcome.grad_norms.append(update.grad_norm)
+    optimizer.gather.make_whole()
     outcome.weights = parts_of(model_state(*models), context.mesh)
     return outcome
 

@@ -114,6 +114,7 @@ def runs(tmp_path: Path) -> Runs:
     return Runs(tmp_path)
 
 
+RECIPES = ("tensorwise", "delayed", "blockwise --fp8-format e4m3")
 DELAYED = "--bf16 --fp8-format hybrid --fp8-amax-history-len 3 --fp8-amax-compute-algo max"
 
 CASES: dict[str, tuple[dict[str, Any], str]] = {
@@ -145,6 +146,16 @@ CASES: dict[str, tuple[dict[str, Any], str]] = {
     "a step of the batch size cut in two, two more after it": (
         {"dp": 2},
         "--train-samples 80 --step-batch-size-schedule 0:4,64:12,640:16,960:8 --dataloader-type cyclic",
+    ),
+    "weights gathered in FP8": (
+        {"dtype": torch.bfloat16, "dp": 2},
+        "--bf16 --fp8-format hybrid --fp8-recipe tensorwise --use-distributed-optimizer --fp8-param-gather",
+    ),
+    "weights gathered in FP8 by scales of iterations before, precision-aware": (
+        {"dtype": torch.bfloat16, "tp": 2, "dp": 2},
+        "--bf16 --fp8-format hybrid --tensor-model-parallel-size 2 --sequence-parallel --use-distributed-optimizer "
+        "--fp8-param-gather --overlap-grad-reduce --overlap-param-gather --use-precision-aware-optimizer "
+        "--exp-avg-dtype bf16",
     ),
     "WSD, linear weight decay": (
         {},
@@ -185,6 +196,27 @@ def test_two_halves_are_the_whole(name: str, runs: Runs) -> None:
     assert first.steps | second.steps == whole.steps
     assert first.reads + second.reads == whole.reads
     runs.assert_same_end("whole", "halves")
+
+
+@pytest.mark.parametrize("recipe", tiers(RECIPES, first=["delayed"]))
+def test_weights_gathered_in_fp8_change_no_bit(recipe: str, runs: Runs) -> None:
+    """--fp8-param-gather can be turned on and off at any checkpoint. Norms, samples and checkpoints in between read the
+    weights as they are.
+    """
+    world = {"dtype": torch.bfloat16, "dp": 2}
+    flags = (
+        f"--bf16 --fp8-format hybrid --fp8-recipe {recipe} --use-distributed-optimizer --clip-grad 0 --log-params-norm "
+        "--save-interval 2 --generate-samples-interval 2 --generate-samples-prompts 1 --generate-samples-tokens 4"
+    )
+    on = f"{flags} --fp8-param-gather"
+    whole = runs.run(flags, save="whole", world=world)
+    gathered = runs.run(on, save="gathered", world=world)
+    assert gathered.steps == whole.steps and "sample" in gathered.log
+    runs.assert_same_end("whole", "gathered")
+    for first, then, name in ((flags, on, "on"), (on, flags, "off")):
+        runs.run(f"{first} --exit-interval {CUT}", save=name, world=world)
+        runs.run(then, save=name, load=name, world=world)
+        runs.assert_same_end("whole", name)
 
 
 def test_scales_of_fp8_are_those_of_any_layout(runs: Runs) -> None:

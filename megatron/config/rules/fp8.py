@@ -29,4 +29,17 @@ RULES: tuple[Rule, ...] = (
         lambda run: run.fp8.fp8_format == "hybrid" and run.fp8.fp8_recipe in ("blockwise", "mxfp8"),
     ),
     some_layer_is_in_fp8,
+    rule(
+        "--fp8-param-gather has no effect without --fp8-format; give both or neither",
+        lambda run: run.fp8.fp8_param_gather and not run.fp8.is_on,
+    ),
+    rule(
+        "--fp8-param-gather gathers what --use-distributed-optimizer divides; give both or neither",
+        lambda run: run.fp8.fp8_param_gather and not run.parallel.use_distributed_optimizer,
+    ),
+    rule(
+        "--fp8-param-gather saves nothing with --fp8-recipe mxfp8, whose codes of both directions are as many bytes as "
+        "bf16; leave it out, or use --fp8-recipe blockwise",
+        lambda run: run.fp8.fp8_param_gather and run.fp8.fp8_recipe == "mxfp8",
+    ),
 )

@@ -21,6 +21,7 @@ from megatron.core.parallel.context import ParallelContext
 from megatron.core.parallel.grid import Axis
 from megatron.core.parallel.mesh import Mesh
 from megatron.core.parallel.sharding import Sharding, sharding_of
+from megatron.core.tensor_parallel.fp8_linear import Fp8Quantizer
 
 # Elements. Parameters start on cache lines, and shards are whole SIMD vectors: no element of a fused update is computed
 # by a kernel's tail loop in one layout and by its vector loop in another, which would round differently.
@@ -63,7 +64,8 @@ class ParamEntry:
     ``counted``: the spans of the buffer that this rank counts for the parameter in sums over all model-parallel ranks:
     without vocabulary padding, replicas and tied copies once.
     ``holders``: world ranks of this rank's pipeline that hold a copy, by stage; several for a tied parameter.
-    ``main_grad``: the view of the gradient buffer, shaped like the parameter.
+    ``main_grad``: the view of the gradient buffer, shaped like the parameter. ``quantizer``: that of a weight that is
+    gathered in 8 bits.
     """
 
     name: str
@@ -74,6 +76,7 @@ class ParamEntry:
     counted: tuple[Span, ...]
     holders: tuple[int, ...]
     main_grad: Tensor
+    quantizer: Fp8Quantizer | None = None
 
     @property
     def resting_grad(self) -> Tensor | None:
@@ -94,7 +97,8 @@ class FlatBuffer:
     """All trained parameters of one class end to end: same dtype, same axes to reduce over, same policy.
 
     ``params``, ``grads``: 1-D, equally long. ``num_shards``: ranks on the ``reduce`` axes; ``own_shard``: this rank's
-    number among them.
+    number among them. ``codes``, ``shards``: of weights that are gathered in 8 bits, see ``Fp8Weights``: bytes, as many
+    as ``params``, and this rank's shards of all buckets end to end.
     """
 
     params: Tensor
@@ -104,6 +108,8 @@ class FlatBuffer:
     num_shards: int
     own_shard: int
     buckets: list[Bucket] = field(default_factory=list)
+    codes: Tensor | None = None
+    shards: Tensor | None = None
     _scratch: Tensor | None = None
 
     @property
@@ -115,6 +121,14 @@ class FlatBuffer:
         """Part ``index`` of ``num_shards`` of a bucket; this rank's by default."""
         size = bucket.span.size // self.num_shards
         return Span(0, size).moved(bucket.span.start + (self.own_shard if index is None else index) * size)
+
+    def own(self, span: Span) -> Tensor:
+        """Weights in a span of this rank's shard of a bucket."""
+        if self.shards is None:
+            return span.of(self.params)
+        (shard,) = (each for bucket in self.buckets if (each := self.shard(bucket)).overlap(span))
+        before = shard.start - self.own_shard * shard.size  # where the bucket begins
+        return span.moved(before // self.num_shards - shard.start).of(self.shards)
 
     def accumulate(self, entry: ParamEntry, grad: Tensor) -> None:
         """Add a gradient of the parameter, of any dtype, into the gradient buffer."""
@@ -153,6 +167,7 @@ def build_buffers(
     bucket_size: int | None = None,
     pads_buckets: bool = False,
     registers: bool = False,
+    quantizers: Mapping[nn.Parameter, Fp8Quantizer] | None = None,
     policies: Policies | None = None,
 ) -> list[FlatBuffer]:
     """Move trained parameters into flat buffers, each with a view of a gradient buffer as ``parameter.main_grad``.
@@ -161,20 +176,21 @@ def build_buffers(
     where they are and no longer require a gradient. ``bucket_size``: elements of a bucket; None means Megatron's
     max(40 million, 1 million times the ranks that reduce together). ``pads_buckets``: to multiples of 2^16 elements,
     with which NCCL's rings keep their speed on many nodes. ``registers``: in memory of NCCL, see ``registered_zeros``.
-    ``policies``: None trains everything.
+    ``quantizers``: of weights that are gathered in 8 bits where ranks share them. ``policies``: None trains everything.
     With pipeline stages all ranks must call this together: they exchange which tied parameters they hold.
     """
     named_parameters = list(named_parameters)
     policies = parameter_policies(named_parameters) if policies is None else policies
-    groups: dict[tuple[torch.dtype, tuple[Axis, ...], ParameterPolicy], list[_Member]] = {}
+    groups: dict[tuple[torch.dtype, tuple[Axis, ...], ParameterPolicy, bool], list[_Member]] = {}
     for order, (name, parameter) in enumerate(named_parameters):
         sharding = sharding_of(parameter)
         name = sharding.tied or name
         policy = policies[name]
         parameter.requires_grad_(policy.is_trained)
         if policy.is_trained:
-            member = _Member(name, order, parameter, sharding, policy)
-            groups.setdefault((parameter.dtype, sharding.reduce, policy), []).append(member)
+            quantizer = (quantizers or {}).get(parameter) if context.mesh.size(*sharding.reduce) > 1 else None
+            member = _Member(name, order, parameter, sharding, policy, quantizer)
+            groups.setdefault((parameter.dtype, sharding.reduce, policy, quantizer is not None), []).append(member)
     holders = tied_holders((member.sharding for group in groups.values() for member in group), context.mesh)
     multiple = _BUS_WIDTH_ELEMENTS if pads_buckets else 1
     return [
@@ -191,6 +207,7 @@ class _Member(NamedTuple):
     parameter: nn.Parameter
     sharding: Sharding
     policy: ParameterPolicy
+    quantizer: Fp8Quantizer | None
 
 
 def _build_buffer(
@@ -211,18 +228,22 @@ def _build_buffer(
     )
     size = layout[-1].span.stop
     zeros = partial(registered_zeros, mesh=context.mesh, axes=reduce) if registers else torch.zeros
+    in_8_bits = members[0].quantizer is not None
     buffer = FlatBuffer(
-        params=zeros(size, dtype=dtype, device=context.device),
+        params=(torch.zeros if in_8_bits else zeros)(size, dtype=dtype, device=context.device),
         grads=zeros(size, dtype=torch.promote_types(grad_dtype, dtype), device=context.device),
         reduce=reduce,
         policy=members[0].policy,
         num_shards=num_shards,
         own_shard=context.mesh.rank(*reduce),
+        codes=zeros(size, dtype=torch.uint8, device=context.device) if in_8_bits else None,
     )
     remaining = iter(members)
     for bucket_span, spans in layout:
         entries = tuple(_adopt(next(remaining), span, buffer, context.mesh, holders) for span in spans)
         buffer.buckets.append(Bucket(bucket_span, entries))
+    if in_8_bits:
+        buffer.shards = torch.cat([buffer.shard(bucket).of(buffer.params) for bucket in buffer.buckets])
     return buffer
 
 
@@ -243,7 +264,9 @@ def _adopt(
     parameter.main_grad = main_grad  # type: ignore[attr-defined]
     counted = tuple(part.moved(span.start) for part in _counted_spans(sharding, mesh, holders))
     held_by = holders[sharding.tied] if sharding.tied is not None else (mesh.world_rank,)
-    entry = ParamEntry(member.name, member.order, parameter, sharding, span, counted, held_by, main_grad)
+    entry = ParamEntry(
+        member.name, member.order, parameter, sharding, span, counted, held_by, main_grad, member.quantizer
+    )
     parameter.grad = entry.resting_grad
     return entry
 

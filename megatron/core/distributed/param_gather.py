@@ -1,4 +1,6 @@
-"""After a sharded update, gather the parameters from all ranks' shards: at once, or during the next forward pass."""
+"""After a sharded update, gather the parameters from all ranks' shards: at once, or during the next forward pass; those
+that are multiplied in 8 bits on request in 8 bits.
+"""
 
 from __future__ import annotations
 
@@ -8,20 +10,24 @@ from typing import Any
 from torch import Tensor, nn
 
 from megatron.core.distributed.buffers import Bucket, FlatBuffer
+from megatron.core.distributed.fp8_weights import Fp8Weights
 from megatron.core.parallel.collectives import Handle, all_gather_into_async
 from megatron.core.parallel.context import ParallelContext
+from megatron.core.parallel.grid import Axis
 
 
 class ParamGather:
     """All-gathers the parameters of every bucket, in the order in which a forward pass needs them.
 
     ``start`` after the update, ``finish`` before anyone reads a parameter. ``overlap_forward`` lets the modules of a
-    model wait for their own parameters only; code that reads parameters outside of a forward pass (a checkpoint, a
-    norm) still calls ``finish``.
+    model wait for their own parameters only; code that reads parameters outside of a forward pass (a checkpoint,
+    generation) calls ``make_whole``, which gathers what is there in 8 bits alone as it is, too; ``release`` frees that
+    again, before a step.
     """
 
     def __init__(self, buffers: Sequence[FlatBuffer], context: ParallelContext) -> None:
         self._mesh = context.mesh
+        self._fp8 = Fp8Weights(buffers, context)
         entries = [(buffer, bucket) for buffer in buffers if buffer.num_shards > 1 for bucket in buffer.buckets]
         self._order = sorted(entries, key=lambda entry: min(entry.order for entry in entry[1].entries))
         self._pending: dict[Bucket, Handle[Tensor]] = {}
@@ -36,11 +42,42 @@ class ParamGather:
             first = {bucket for module in uncalled for bucket in self._hooked[module]}
             self._order.sort(key=lambda entry: entry[1] not in first)
             self._needed_first = first
-        for buffer, bucket in self._order:
-            own, whole = buffer.shard(bucket).of(buffer.params), bucket.span.of(buffer.params)
-            self._pending[bucket] = all_gather_into_async(whole, own, self._mesh, *buffer.reduce)
+        self._start()
         if not self._hooked:
             self.finish()
+
+    def _start(self) -> None:
+        if self._fp8.buffers:
+            self._fp8.quantize()
+            self._fp8.release()
+        for buffer, bucket in self._order:
+            flat = buffer.params if buffer.codes is None else buffer.codes
+            self._gather(bucket, buffer.shard(bucket).of(flat), bucket.span.of(flat), buffer.reduce)
+
+    def start_again(self) -> None:
+        """After a step that changed no weight: scales of weights in 8 bits may have changed."""
+        if self._fp8.buffers:
+            self.start()
+
+    def release(self) -> None:
+        """Keep in 8 bits alone what is gathered so, where it was loaded or made whole since the last update."""
+        if self._fp8.buffers and not self._fp8.is_released:
+            self._fp8.keep_shards()
+            self._start()
+            self.finish()
+
+    def make_whole(self) -> None:
+        """Wait until all parameters are those of the last update, and in the type of the model. A collective."""
+        self.finish()
+        if self._fp8.is_released:
+            self._fp8.restore()
+            for buffer in self._fp8.buffers:
+                for bucket in buffer.buckets:
+                    self._gather(bucket, buffer.own(buffer.shard(bucket)), bucket.span.of(buffer.params), buffer.reduce)
+            self.finish()
+
+    def _gather(self, bucket: Bucket, own: Tensor, whole: Tensor, axes: tuple[Axis, ...]) -> None:
+        self._pending[bucket] = all_gather_into_async(whole, own, self._mesh, *axes)
 
     def finish(self) -> None:
         """Wait until all parameters are those of the last update."""

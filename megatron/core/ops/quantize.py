@@ -161,6 +161,46 @@ def power_of_two(exponents: Tensor) -> Tensor:
     return bits.view(torch.float32)
 
 
+def amax_of_part(part: Tensor, start: int, shape: tuple[int, int], block: tuple[int, int] | None) -> Tensor:
+    """The largest magnitude, fp32 [], of a matrix of this ``shape``, or those of its blocks, of which only the elements
+    from number ``start`` on are here, row by row: ``part`` [elements]. The others count as 0.
+    """
+    if block is None:
+        return amax(part)
+    found = part.new_zeros([-(-size // each) for size, each in zip(shape, block)], dtype=torch.float32)
+    if part.numel():
+        rows, first, _ = _rows_around(part, start, shape, block)
+        blocks = _amax_of_blocks(rows, block)
+        found[first : first + len(blocks)] = blocks
+    return found
+
+
+def codes_of_part(
+    part: Tensor, start: int, shape: tuple[int, int], block: tuple[int, int] | None, scale: Tensor, fmt: torch.dtype
+) -> Tensor:
+    """The codes, as bytes [elements], of the elements that ``amax_of_part`` takes; ``scale``: what the matrix, or each
+    of its blocks, is multiplied by.
+    """
+    if block is None:
+        return bytes_of(to_codes(_wide(part) * scale, fmt))
+    rows, first, offset = _rows_around(part, start, shape, block)
+    here = scale[first : first + -(-len(rows) // block[0])]
+    codes = to_codes(_wide(rows) * _spread(here, block, rows), fmt)
+    return bytes_of(codes).flatten()[offset : offset + part.numel()]
+
+
+def _rows_around(part: Tensor, start: int, shape: tuple[int, int], block: tuple[int, int]) -> tuple[Tensor, int, int]:
+    """The rows of all blocks that ``part`` touches, with zeros around it; the number of the first of these rows of
+    blocks; and where ``part`` begins among the elements.
+    """
+    of_blocks = block[0] * shape[1]
+    first, stop = start // of_blocks, -(-(start + part.numel()) // of_blocks)
+    around = part.new_zeros(min(stop * block[0], shape[0]) - first * block[0], shape[1])
+    offset = start - first * of_blocks
+    around.view(-1)[offset : offset + part.numel()] = part.detach()
+    return around, first, offset
+
+
 def _wide(x: Tensor) -> Tensor:
     """In the type in which scales are applied: fp32, or fp64 for fp64."""
     return x if x.dtype == torch.float64 else x.float()

@@ -77,7 +77,7 @@ class ModelStatistics:
 
     def parameter_norm(self) -> float:
         """L2 norm of the weights that the forward pass uses, the frozen ones included."""
-        parts = [[span.of(buffer.params) for span in spans] for buffer, spans in self._counted]
+        parts = [[buffer.own(span) for span in spans] for buffer, spans in self._counted]
         parts += [[part] for part in self._frozen]
         return math.sqrt(self._over_all_ranks([self._sum_of_squares(parts)]).item())
 

@@ -126,7 +126,7 @@ class Optimizer:
         fraction = config.optimizer_offload_fraction if config.optimizer_cpu_offload else 0.0
         for buffer, bucket, span, is_offloaded in divided(spans, fraction):
             by = shuttle if is_offloaded else None
-            masters = build_masters(span.of(buffer.params), by, as_remainders=config.use_precision_aware_optimizer)
+            masters = build_masters(buffer.own(span), by, as_remainders=config.use_precision_aware_optimizer)
             state = self._zeros(buffer, span, CPU if is_offloaded else buffer.params.device)
             self._owned.append(_Owned(buffer, span, bucket.entries, masters, state, by))
         self._owned.sort(key=lambda owned: owned.shuttle is not None)  # a device works through its own meanwhile
@@ -200,6 +200,7 @@ class Optimizer:
         overflow = not math.isfinite(sums.norm)
         self._scaler.update(overflow=overflow)
         if overflow:
+            self.gather.start_again()
             return UpdateResult(grad_norm, skipped=True, num_zeros=sums.num_zeros)
         clip = self._clip_grad / (grad_norm + 1e-6) if self._clip_grad > 0 else 1.0
         self._step += 1

@@ -18,7 +18,8 @@ class LowPrecision:
 
     ``weights``: what layers have made of their weights in the step that runs, so that they are quantized once a step
     and not once a microbatch; None outside of a step. ``trains``: whether that step has backward passes. ``at_end``:
-    called at the end of a step with backward passes, on every rank.
+    called at the end of a step with backward passes, on every rank. ``gathered``: a weight in 8 bits, see
+    ``Fp8Weights.codes``; None for one that is there as it is.
     """
 
     settings: Fp8Config = field(default_factory=Fp8Config)
@@ -26,11 +27,13 @@ class LowPrecision:
     weights: dict[Tensor, Any] | None = None
     trains: bool = False
     at_end: Callable[[], None] = lambda: None
+    gathered: Callable[[Tensor], Any] = lambda weight: None
 
     def configure(self, settings: Fp8Config, *, num_layers: int) -> None:
         """Take the settings of a run whose model has ``num_layers`` layers."""
         self.settings, self.num_layers = settings, num_layers
         self.weights, self.trains, self.at_end = None, False, lambda: None
+        self.gathered = lambda weight: None
 
     def serves(self, layer: int | None) -> bool:
         """Whether products of this layer, None for what belongs to none, are in 8 bits."""

@@ -27,6 +27,7 @@ from megatron.core.ops.quantize import (
     blockwise,
     bytes_of,
     mxfp8,
+    scale_of,
     tensorwise,
     with_scale,
 )
@@ -114,11 +115,26 @@ class Fp8Quantizer:
     def _whole(self, x: Tensor, role: Role, largest: Tensor | None) -> Quantized:
         if self.recipe == "tensorwise":
             return tensorwise(x, role.fmt, largest=largest)
+        self._observe(role, amax(x))
+        return with_scale(x, self._delayed_scale(role), role.fmt)
+
+    def _delayed_scale(self, role: Role) -> Tensor:
         assert self.scaling is not None, "delayed_scaling() has not seen this layer"
         scaling, first = self.scaling
-        if self._context.low_precision.trains:
-            scaling.observe(first + role.number, amax(x))
-        return with_scale(x, scaling.scale(first + role.number), role.fmt)
+        return scaling.scale(first + role.number)
+
+    def _observe(self, role: Role, largest: Tensor) -> None:
+        if self.scaling is not None and self._context.low_precision.trains:
+            scaling, first = self.scaling
+            scaling.observe(first + role.number, largest)
+
+    def scales_of_weight(self, largest: Tensor, dtype: torch.dtype) -> Tensor:
+        """What matrices of a weight in ``dtype``, or their blocks, with these ``largest`` magnitudes, fp32, are
+        multiplied by.
+        """
+        if self.recipe == "delayed":
+            return self._delayed_scale(self.weight).expand(largest.shape)
+        return scale_of(largest, self.weight.fmt, of_input=dtype, powers_of_two=self.recipe == "blockwise")
 
     def quantize_weights(self, weight: Tensor) -> list[Operand]:
         """The matrix of a weight, or those of the experts in a stack of them; once a step."""
@@ -126,8 +142,13 @@ class Fp8Quantizer:
         if kept is not None and weight in kept:
             found: list[Operand] = kept[weight]
             return found
-        matrices = weight.detach()[None] if weight.dim() == 2 else weight.detach().flatten(1, -2)
-        made = self.quantize_all(matrices.unbind(), self.weight)
+        gathered = self._context.low_precision.gathered(weight)
+        if gathered is None:
+            made = self.quantize_all(matrices_of(weight.detach()).unbind(), self.weight)
+        else:
+            matrices, largest = gathered
+            self._observe(self.weight, largest)
+            made = [Operand(each, each.transposed()) for each in matrices]
         if self.by == "device":  # kernels want rows in memory: once a step, not for each product
             made = [Operand(each.across, None if each.along is None else each.along.contiguous()) for each in made]
         if kept is not None:
@@ -140,6 +161,17 @@ class Fp8Quantizer:
         """``a·bᵀ``."""
         assert a is not None and b is not None, "an operand was not quantized in this direction"
         return multiply(a, b, dtype, by=self.by, is_fast=is_fast)
+
+
+def matrices_of(weight: Tensor) -> Tensor:
+    """A weight as [matrices, rows, columns]: one matrix, or one for each expert of a stack."""
+    return weight[None] if weight.dim() == 2 else weight.flatten(1, -2)
+
+
+def weight_quantizers(models: Iterable[nn.Module]) -> dict[nn.Parameter, Fp8Quantizer]:
+    """Of the weights that are multiplied in 8 bits."""
+    modules = [module for model in models for module in model.modules()]
+    return {module.weight: found for module in modules if (found := _quantizer(module))}  # type: ignore[misc]
 
 
 class Fp8Linear:

@@ -81,6 +81,7 @@ class Samples:
         with run.reporter.aside("generate-samples"):
             for model in run.models:
                 model.eval()
+            run.optimizer.gather.make_whole()
             results = self._engine.generate(requests)
             for model in run.models:
                 model.train()

@@ -26,7 +26,7 @@ from megatron.core.parallel.transport import Transport
 from megatron.core.pipeline_parallel.runner import Runner
 from megatron.core.pipeline_parallel.settings import PipelineSettings
 from megatron.core.tensor_parallel.delayed_scaling import DelayedScaling
-from megatron.core.tensor_parallel.fp8_linear import delayed_scaling
+from megatron.core.tensor_parallel.fp8_linear import delayed_scaling, weight_quantizers
 from megatron.core.tokenizers.base import Tokenizer
 from megatron.core.tokenizers.build import build_tokenizer
 from megatron.planning.estimate import active_parameters, flops_per_sample, frozen_parameters, whole_costs
@@ -86,7 +86,7 @@ class Run:
 
     def model_state(self) -> Iterator[ShardedState]:
         """Every parameter under its name in a checkpoint; tied copies share one."""
-        self.optimizer.gather.finish()
+        self.optimizer.gather.make_whole()
         yield from model_state(*self.models)
 
 
@@ -119,6 +119,7 @@ def build_run(
         bucket_size=parallel.ddp_bucket_size,
         pads_buckets=parallel.ddp_pad_buckets_for_high_nccl_busbw,
         registers=parallel.use_nccl_ub,
+        quantizers=weight_quantizers(models) if config.fp8.fp8_param_gather else None,
         policies=policies,
     )
     grad_sync = GradSync(
@@ -138,9 +139,8 @@ def build_run(
         count_zeros=config.reporting.log_num_zeros_in_grad,
         frozen=frozen_parts(named_parameters(models), policies, context),
     )
-    if config.parallel.overlap_param_gather:
-        for model in models:
-            optimizer.gather.overlap_forward(model)
+    for model in models if parallel.overlap_param_gather else ():
+        optimizer.gather.overlap_forward(model)
     return Run(
         config=config,
         train_spec=train_spec,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import struct
 from collections.abc import Callable
@@ -17,8 +18,10 @@ from megatron.core.ops.quantize import (
     LARGEST,
     Quantized,
     amax,
+    amax_of_part,
     blockwise,
     bytes_of,
+    codes_of_part,
     mx_exponents,
     mxfp8,
     power_of_two,
@@ -234,3 +237,19 @@ def quantizer(kind: str) -> Callable[[Tensor], Quantized]:
         return mxfp8(x) if kind == "mxfp8" else blockwise(x, E4M3, rows=128 if kind == "squares" else 1)
 
     return of
+
+
+@pytest.mark.parametrize("shape", [(300, 200), (128, 128), (3, 400), (257, 5), (40, 640)])
+def test_parts_of_a_matrix_have_the_codes_of_the_whole(shape: tuple[int, int]) -> None:
+    """Ranks that hold parts, cut anywhere, agree on the largest values; a block that is cut belongs to both."""
+    torch.manual_seed(0)
+    x = (torch.randn(shape) * torch.exp(4 * torch.randn(shape[0], 1))).bfloat16()
+    flat, size = x.flatten(), x.numel()
+    for cuts in ([0, size // 2, size], [0, 1, size // 3 + 7, size - 1, size], [0, 0, size], [0, size]):
+        parts = [(flat[begin:end], begin) for begin, end in itertools.pairwise(cuts)]
+        for block, whole in ((None, tensorwise(x, E4M3)), ((128, 128), blockwise(x, E4M3, rows=128))):
+            largest = torch.stack([amax_of_part(part, start, shape, block) for part, start in parts]).amax(0)
+            scale = scale_of(largest, E4M3, of_input=x.dtype, powers_of_two=block is not None)
+            assert torch.equal(scale.reciprocal(), whole.scales)
+            codes = [codes_of_part(part, start, shape, block, scale, E4M3) for part, start in parts if len(part)]
+            assert torch.equal(torch.cat(codes), bytes_of(whole.data).flatten())

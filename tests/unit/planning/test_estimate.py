@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from typing import Any
 
@@ -271,6 +272,24 @@ def test_copies_of_weights_in_fp8() -> None:
     run = dataclasses.replace(run_with({**LLAMA, "num_layers": 3}, {"bf16": True}), fp8=fp8)
     layer = sum(each.numel() for name, each in build(run).named_parameters() if ".1." in name and "linear" in name)
     assert memory_estimate(run).copies == 2 * layer > 0
+
+
+def test_weights_gathered_in_fp8() -> None:
+    """One byte of each weight and this rank's shard in bf16, and in a step a copy; one rank alone saves nothing."""
+    fp8 = {"fp8_format": "hybrid", "fp8_recipe": "tensorwise"}
+    run = run_with(LLAMA, {"bf16": True})
+    weights = sum(each.numel() for name, each in build(run).named_parameters() if "layers." in name and each.dim() == 2)
+    for ranks in (1, 4):
+        training = dataclasses.replace(run.training, global_batch_size=ranks * run.training.micro_batch_size)
+        parallel = dataclasses.replace(run.parallel, use_distributed_optimizer=True)
+        of = functools.partial(dataclasses.replace, run, training=training, parallel=parallel, world_size=ranks)
+        off = memory_estimate(of(fp8=Fp8Config(**fp8)))  # type: ignore[arg-type]
+        on = memory_estimate(of(fp8=Fp8Config(**fp8, fp8_param_gather=True)))  # type: ignore[arg-type]
+        if ranks == 1:
+            assert on == off
+        else:
+            assert off.weights - on.weights == weights - 2 * weights // ranks
+            assert off.copies - on.copies == weights == on.copies
 
 
 def test_activations_in_fp8_with_wide_gradients_of_weights() -> None:

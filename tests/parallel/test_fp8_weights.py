@@ -1,0 +1,97 @@
+"""Weights that are gathered and kept in 8 bits: what ranks send, what they hold, and what they can read."""
+
+from __future__ import annotations
+
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor, nn
+
+from megatron.config.fp8 import Fp8Config
+from megatron.core.distributed import param_gather
+from megatron.core.distributed.buffers import build_buffers
+from megatron.core.distributed.param_gather import ParamGather
+from megatron.core.ops.quantize import bytes_of, tensorwise
+from megatron.core.parallel.collectives import all_gather_into_async
+from megatron.core.parallel.context import ParallelContext
+from megatron.core.tensor_parallel.fp8_linear import weight_quantizers
+from megatron.core.tensor_parallel.initialize import Normal, initialize
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear
+from tests.harness import run_ranks
+
+WIDTH, OUTPUTS = 96, 40
+
+
+def gathered(context: ParallelContext) -> dict[str, Any]:
+    """Of a layer whose weights were gathered in 8 bits and whose bias was not, and then made whole."""
+    fp8 = Fp8Config(fp8_format="e4m3", fp8_recipe="tensorwise", fp8_param_gather=True)
+    context.low_precision.configure(fp8, num_layers=2)
+    layers = [
+        ColumnParallelLinear(WIDTH, OUTPUTS, context.in_layer(each), init=Normal(0.5), bias=True) for each in range(2)
+    ]
+    model = nn.ModuleList(layers)
+    initialize(model, context.mesh, seed=1)
+    weights = [layer.weight.detach().clone() for layer in layers]
+    buffers = build_buffers(
+        model.named_parameters(), context, grad_dtype=torch.float32, quantizers=weight_quantizers([model])
+    )
+    gather, sent, send = ParamGather(buffers, context), dict[torch.dtype, int](), all_gather_into_async
+
+    def noted(whole: Tensor, *others: Any) -> Any:
+        sent[whole.dtype] = sent.get(whole.dtype, 0) + whole.numel()
+        return send(whole, *others)
+
+    found: dict[str, Any] = {"sent": sent}
+    with mock.patch.object(param_gather, "all_gather_into_async", noted):
+        gather.release()
+        found["sent first"] = dict(sent)
+        gather.release()  # nothing is left to release
+        assert sent == found["sent first"]
+    parameters = [layer.weight for layer in layers]
+    found["bytes held"] = sum(each.untyped_storage().nbytes() for each in parameters)
+    found["reads"] = [bool(torch.isnan(each).all()) for each in parameters]
+    found["codes"] = []
+    for weight, parameter in zip(weights, parameters):
+        codes = context.low_precision.gathered(parameter)
+        ((matrix,), _), expected = codes, tensorwise(weight, matrix_format(codes))
+        same = torch.equal(bytes_of(matrix.data), bytes_of(expected.data)) and torch.equal(
+            matrix.scales, expected.scales
+        )
+        found["codes"].append(same)
+    gather.make_whole()
+    found["whole"] = [torch.equal(parameter, weight) for parameter, weight in zip(parameters, weights)]
+    found["gathered afterwards"] = [context.low_precision.gathered(each) for each in parameters]
+    return found
+
+
+def matrix_format(codes: Any) -> torch.dtype:
+    found: torch.dtype = codes[0][0].data.dtype
+    return found
+
+
+def test_ranks_send_and_hold_codes_alone() -> None:
+    """Half of the bytes of bf16 for weights; biases stay as they are. Who reads a released weight must not find one."""
+    for found in run_ranks(gathered, dp=2, dtype=torch.bfloat16):
+        biases = found["sent first"].pop(torch.bfloat16)
+        padded = found["sent first"].pop(torch.uint8)
+        assert not found["sent first"] and biases < 512 and 2 * WIDTH * OUTPUTS <= padded < 2 * WIDTH * OUTPUTS + 128
+        assert found["bytes held"] <= 2 * 2 and found["reads"] == [True, True]
+        assert found["codes"] == found["whole"] == [True, True] and found["gathered afterwards"] == [None, None]
+
+
+def test_one_rank_keeps_its_weights() -> None:
+    """It sends nothing, so there is nothing to save."""
+    (found,) = run_ranks(gathered_alone, dtype=torch.bfloat16)
+    assert found == ([None], 0)
+
+
+def gathered_alone(context: ParallelContext) -> tuple[list[Any], int]:
+    context.low_precision.configure(Fp8Config(fp8_format="e4m3"), num_layers=1)
+    layer = ColumnParallelLinear(WIDTH, OUTPUTS, context.in_layer(0), init=Normal(0.5), bias=False)
+    initialize(layer, context.mesh, seed=1)
+    buffers = build_buffers(
+        layer.named_parameters(), context, grad_dtype=torch.float32, quantizers=weight_quantizers([layer])
+    )
+    ParamGather(buffers, context).release()
+    return [context.low_precision.gathered(layer.weight)], int(torch.isnan(layer.weight).sum())
