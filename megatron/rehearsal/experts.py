@@ -38,8 +38,9 @@ def balanced(mesh: Mesh, waits: Waits) -> Iterator[None]:
         return here if is_local else of_all + here * ((len(counts) - experts) // held)
 
     def parts(groups: Groups, rows: Tensor) -> tuple[Tensor, ...]:
-        if groups.known is None:
+        if groups.known is None and "sizes" not in vars(groups):
             waits.note()
+            vars(groups)["sizes"] = []  # which is read once
         return torch.tensor_split(rows, len(groups.counts))
 
     with (

@@ -105,6 +105,7 @@ WAITS = {
     "on_host": "loss and gradient norm of a step",
     "plan_route": "rows that experts' ranks send each other: shapes depend on them",
     "plan_local_route": "rows that are left where choices are dropped: shapes depend on them",
+    "multiply": "rows of each expert in FP8: each has a product of its own",
     "parts": "rows of each expert: shapes depend on them",
     "cross_entropy_where_weighted": "words that count, of BERT: shapes depend on them",
     "ready_to_learn": "of fp16, words that count: gradients are scaled by a number of the host",
