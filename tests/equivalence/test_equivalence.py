@@ -114,10 +114,20 @@ VARIANTS |= {
         "untie_embeddings_and_output_weights": False,
     },
     "norms without weights, clipped qkv": SMALL | STILL | {"norm_parameters": "none", "clip_qkv": 0.5},
-    "qk l2 norm": LLAMA | STILL | {"qk_l2_norm": True},
-    "multipliers, capped logits": LLAMA
+    "qk l2 norm, dynamic NTK, another scale of scores": LLAMA
     | STILL
     | {
+        "qk_l2_norm": True,
+        "position_embedding_type": "dynamic_ntk",
+        "original_max_position_embeddings": 4,
+        "rotary_scaling_factor": 4.0,
+        "softmax_scale": 0.2,
+    },
+    "multipliers, capped logits, llama 3 scaling": LLAMA
+    | STILL
+    | {
+        "use_rope_scaling": True,
+        "original_max_position_embeddings": 8,
         "embedding_multiplier": 5.0,
         "residual_multiplier": 0.3,
         "logits_multiplier": 2.0,
