@@ -76,7 +76,7 @@ class CachedBackend(Protocol):
 
 @functools.cache
 def is_fast_in_bf16() -> bool:
-    """Whether torch's kernel computes bf16 faster than matrix products do: with matrix units (AMX) or bf16 instructions.
+    """Whether torch's kernel computes bf16 faster than matrix products do: where there is AMX or a dot product of bf16.
 
     There it takes half the time for a few queries of a text, and less for several texts in one call. A single query
     takes longer on AMD's processors, but where bits may not depend on the batch, as by default, none is alone.
