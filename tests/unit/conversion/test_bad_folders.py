@@ -101,22 +101,22 @@ def test_a_text_model_beside_another_one(llama: Path) -> None:
 @pytest.mark.parametrize(
     ("case", "settings", "words"),
     [
-        ("llama", {"sliding_window": 16, "use_cache": True}, "a llama, nor by transformers: sliding_window = 16"),
-        ("qwen2", {"attention_bias": True}, "a qwen2, nor by transformers: attention_bias = true"),
+        ("llama", {"sliding_window": 16, "use_cache": True}, "a llama: sliding_window = 16"),
+        ("qwen2", {"attention_bias": True}, "a qwen2: attention_bias = true"),
         (
             "mistral",
             {"layer_types": ["full_attention"] * 3},
-            "a mistral, nor by transformers: layer_types = a list of 3",
+            "a mistral: layer_types = a list of 3",
         ),
-        ("gpt2", {"rope_scaling": {"factor": 2.0}}, "a gpt2, nor by transformers: rope_scaling = an object of 1"),
-        ("mixtral", {"n_shared_experts": 1}, "a mixtral, nor by transformers: n_shared_experts = 1"),
+        ("gpt2", {"rope_scaling": {"factor": 2.0}}, "a gpt2: rope_scaling = an object of 1"),
+        ("mixtral", {"n_shared_experts": 1}, "a mixtral: n_shared_experts = 1"),
         (
             "llama 3",
             {"rope_parameters": {**LLAMA3, "attn_factor": 0.8}, "alibi": True},
-            "a llama, nor by transformers: alibi = true, rope_parameters.attn_factor = 0.8",
+            "a llama: alibi = true, rope_parameters.attn_factor = 0.8",
         ),
-        ("bert", {"embedding_size": 24}, "a bert, nor by transformers: embedding_size = 24"),
-        ("t5", {"num_key_value_heads": 2}, "a t5, nor by transformers: num_key_value_heads = 2"),
+        ("bert", {"embedding_size": 24}, "a bert: embedding_size = 24"),
+        ("t5", {"num_key_value_heads": 2}, "a t5: num_key_value_heads = 2"),
     ],
 )
 def test_settings_that_are_not_read_are_named(

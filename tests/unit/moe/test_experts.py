@@ -381,6 +381,16 @@ def test_forced_balance() -> None:
     assert built.router.weight.grad.abs().sum() > 0
 
 
+@pytest.mark.parametrize("rounding", [-1e-16, 0.0, 1e-16])
+def test_rounding_does_not_decide_which_of_equal_tokens_is_dropped(rounding: float) -> None:
+    """Equal tokens at one place of two documents have equal weights, but for rounding by layout: the first stays."""
+    weights = torch.tensor([0.3, 0.6, 0.3, 0.3], dtype=torch.float64) + rounding * torch.tensor([0, 0, 1, 2])
+    moe = moe_config(num_experts=2, moe_expert_capacity_factor=1.0)
+    ids = torch.zeros(4, 1, dtype=torch.int64)
+    kept = within_capacity(ids, weights[:, None], moe, ParallelContext.single(), batch=1)
+    assert kept.flatten().tolist() == [True, True, False, False]
+
+
 def test_capacity_of_a_sequence() -> None:
     """What is dropped is compared with a sorted list, for each sequence and expert; weights stay as they are."""
     generator = torch.Generator().manual_seed(0)

@@ -132,7 +132,7 @@ def _unread(
     found = unread(config, {*asked, *(name for name, today in older.items() if today in asked)})
     if not found:
         return ()
-    return (f"note: {where} has settings that are not read in a {model_type}, nor by transformers: {listed(found)}",)
+    return (f"note: {where} has settings that are not read in a {model_type}: {listed(found)}",)
 
 
 def _mixed_types(dtypes: Mapping[str, torch.dtype], *, where: str) -> tuple[str, ...]:
