@@ -161,7 +161,6 @@ def train_step(run: Run, microbatches: Sequence[Microbatch]) -> StepRecord:
     weight_decay = run.schedule.weight_decay(progress.scheduled_samples)
     plan = run.plans.training(len(microbatches))
 
-    run.optimizer.gather.release()
     run.grad_sync.zero()
     with timers("forward-backward", level=1):
         loss_sum = run.runner.step(plan, ready_to_learn(run, microbatches))

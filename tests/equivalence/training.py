@@ -158,7 +158,6 @@ def train(context: ParallelContext, settings: Mapping[str, Any], layout: Layout)
         totals = total_counts([family.train_spec.counts(each, context) for each in batch], family.losses, context)
         weights = loss_weights(totals) if len(family.losses) > 1 else {}
         batch = [replace(each, loss_weights=weights) for each in batch]
-        optimizer.gather.release()
         sync.zero()
         loss = runner.step(plans.training(len(batch)), batch)
         sync.finish()

@@ -13,8 +13,8 @@ from torch import Tensor
 from megatron.core.distributed.buffers import FlatBuffer, ParamEntry, Span
 from megatron.core.ops.quantize import BLOCK, Quantized, amax_of_part, codes_of_part
 from megatron.core.parallel.collectives import all_reduce
-from megatron.core.parallel.context import ParallelContext
 from megatron.core.parallel.grid import Axis
+from megatron.core.parallel.mesh import Mesh
 from megatron.core.tensor_parallel.fp8_linear import Fp8Quantizer, matrices_of
 
 
@@ -70,14 +70,12 @@ class Fp8Weights:
     memory: a rank keeps the codes of all weights, and its shards in the model's type. ``is_released``: whether it does.
     """
 
-    def __init__(self, buffers: Sequence[FlatBuffer], context: ParallelContext) -> None:
-        self._mesh = context.mesh
+    def __init__(self, buffers: Sequence[FlatBuffer], mesh: Mesh) -> None:
+        self._mesh = mesh
         self.buffers = [buffer for buffer in buffers if buffer.codes is not None]
         self.is_released = False
         self._parts = [part for buffer in self.buffers for part in _parts_of(buffer)]
         self._home = {part.entry.parameter: part for part in self._parts}
-        if self.buffers:
-            context.low_precision.gathered = self.codes
 
     def codes(self, weight: Tensor) -> tuple[list[Quantized], Tensor] | None:
         """The matrices of a weight in 8 bits, and the largest magnitude in this rank's shard; None while the weight is
@@ -109,7 +107,7 @@ class Fp8Weights:
 
     @torch.no_grad()
     def release(self) -> None:
-        """Give up the memory of the weights; who reads one finds NaN."""
+        """Give up the memory of the weights; a reader finds NaN."""
         for buffer in self.buffers:
             nothing = buffer.params.new_full((), math.nan)
             buffer.params = nothing.expand(buffer.params.shape)

@@ -27,7 +27,9 @@ class ParamGather:
 
     def __init__(self, buffers: Sequence[FlatBuffer], context: ParallelContext) -> None:
         self._mesh = context.mesh
-        self._fp8 = Fp8Weights(buffers, context)
+        self._fp8 = Fp8Weights(buffers, context.mesh)
+        if self._fp8.buffers:
+            context.low_precision.gathered, context.low_precision.at_start = self._fp8.codes, self.release
         entries = [(buffer, bucket) for buffer in buffers if buffer.num_shards > 1 for bucket in buffer.buckets]
         self._order = sorted(entries, key=lambda entry: min(entry.order for entry in entry[1].entries))
         self._pending: dict[Bucket, Handle[Tensor]] = {}

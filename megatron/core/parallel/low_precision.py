@@ -17,8 +17,8 @@ class LowPrecision:
     """``settings`` of a run, off unless ``configure`` is called before its model is built.
 
     ``weights``: what layers have made of their weights in the step that runs, so that they are quantized once a step
-    and not once a microbatch; None outside of a step. ``trains``: whether that step has backward passes. ``at_end``:
-    called at the end of a step with backward passes, on every rank. ``gathered``: a weight in 8 bits, see
+    and not once a microbatch; None outside of a step. ``trains``: whether that step has backward passes. ``at_start``,
+    ``at_end``: called at both ends of a step with backward passes, on every rank. ``gathered``: a weight in 8 bits, see
     ``Fp8Weights.codes``; None for one that is there as it is.
     """
 
@@ -26,13 +26,15 @@ class LowPrecision:
     num_layers: int = 0
     weights: dict[Tensor, Any] | None = None
     trains: bool = False
+    at_start: Callable[[], None] = lambda: None
     at_end: Callable[[], None] = lambda: None
     gathered: Callable[[Tensor], Any] = lambda weight: None
 
     def configure(self, settings: Fp8Config, *, num_layers: int) -> None:
         """Take the settings of a run whose model has ``num_layers`` layers."""
         self.settings, self.num_layers = settings, num_layers
-        self.weights, self.trains, self.at_end = None, False, lambda: None
+        self.weights, self.trains = None, False
+        self.at_start = self.at_end = lambda: None
         self.gathered = lambda weight: None
 
     def serves(self, layer: int | None) -> bool:
@@ -45,6 +47,8 @@ class LowPrecision:
         if not self.settings.is_on:
             yield
             return
+        if trains:
+            self.at_start()
         self.weights, self.trains = {}, trains
         try:
             yield
