@@ -180,7 +180,8 @@ def _rank_memory(
     owned = sum(-(-each.numel() // _shards(run, each)) for each in held if each.requires_grad)
     owned = 0 if run.purpose.only_reads else owned
     optimizer, in_fp8 = run.optimizer, _in_fp8(run, train_spec, pipeline_rank)
-    in_bytes = [each for each in in_fp8 if run.fp8.fp8_param_gather and _shards(run, each) > 1]
+    in_bytes = [each for each in in_fp8 if each.requires_grad and _shards(run, each) > 1]
+    in_bytes = in_bytes if run.fp8.fp8_param_gather and not run.purpose.only_reads else []
     gathered, own = sum(each.numel() for each in in_bytes), sum(each.numel() // _shards(run, each) for each in in_bytes)
     copies = 2 * sum(each.numel() for each in in_fp8) - gathered
     here = owned - int(owned * optimizer.optimizer_offload_fraction * optimizer.optimizer_cpu_offload)
