@@ -6,6 +6,7 @@ import json
 import re
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from safetensors.torch import load_file, save_file
 from megatron.core.conversion.convert import Conversion, convert
 from megatron.core.conversion.huggingface.format import model_from_config
 from megatron.core.conversion.huggingface.reading import read_huggingface
+from megatron.core.conversion.huggingface.two_rotaries import scaled_windows
 from megatron.errors import CheckpointError
 from tests.harness.published import random_model
 from tests.published.llama import LLAMA3
@@ -127,6 +129,30 @@ def test_settings_that_are_not_read_are_named(
     folder = Path(shutil.copytree(model_folder(case), tmp_path / "folder"))
     change(folder, **settings)
     assert read_huggingface(folder).notes == (f"note: {folder}/config.json has settings that are not read in {words}",)
+
+
+def test_heads_of_another_width_than_gpt_neox_computes(model_folder: Folder, tmp_path: Path) -> None:
+    """Rotary positions would be made for ``head_dim`` channels, which transformers' heads do not have."""
+    folder = Path(shutil.copytree(model_folder("gpt_neox"), tmp_path / "folder"))
+    config = json.loads((folder / "config.json").read_text())
+    width = config["hidden_size"] // config["num_attention_heads"]
+    change(folder, head_dim=width)
+    read_huggingface(folder)
+    change(folder, head_dim=2 * width)
+    assert f"hidden_size / num_attention_heads = {width} channels" in refused(folder)
+
+
+def test_yarn_that_does_not_round_beside_windows(model_folder: Folder, tmp_path: Path) -> None:
+    """transformers rounds the range of corrected channels there, whatever ``truncate`` says."""
+    folder = Path(shutil.copytree(model_folder("olmo3 scaled, tied"), tmp_path / "folder"))
+    rope = json.loads((folder / "config.json").read_text())["rope_parameters"]
+    rope["full_attention"]["truncate"] = False
+    change(folder, rope_parameters=rope)
+    assert "transformers does not read it there, and rounds" in refused(folder)
+    model = read_huggingface(model_folder("olmo3 scaled, tied")).model
+    assert scaled_windows(model) == []
+    unrounded = replace(model, yarn_correction_range_round_to_int=False)
+    assert scaled_windows(unrounded) == ["the range of channels that YaRN corrects is not rounded"]
 
 
 def test_code_that_comes_with_a_model_is_never_executed(llama: Path, tmp_path: Path) -> None:

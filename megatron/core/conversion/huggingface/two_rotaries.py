@@ -34,6 +34,8 @@ def read_rotaries(known: Known, *, has_windows: bool) -> dict[str, Any]:
     parts = known.within("rope_parameters")
     full, window = parts.get(_FULL), parts.within(_WINDOW)
     found = read_rotary(known if full is None else known.but(rope_parameters=full), kinds=_SCALINGS)
+    if not found.get("yarn_correction_range_round_to_int", True) and full is not None:
+        raise parts.within(_FULL).refuse("truncate", "transformers does not read it there, and rounds")
     if window.get("rope_type", "default") != "default":
         raise window.refuse("rope_type", "layers with a window are not scaled in this project")
     local = float(window.get("rope_theta") or known.get("rope_local_base_freq") or found["rotary_base"])
@@ -52,6 +54,8 @@ def written_rotaries(model: ModelConfig) -> dict[str, Any]:
 def scaled_windows(model: ModelConfig) -> list[str]:
     """Why a model isn't one of these."""
     kind, scaling = model.position_embedding_type, written_rotary(model)["rope_scaling"]
+    if kind == "yarn" and not model.yarn_correction_range_round_to_int:
+        return ["the range of channels that YaRN corrects is not rounded"]
     if kind in ("dynamic_ntk", "longrope"):
         return [f"rotary scaling is {kind}"]
     if scaling is not None and model.window_size is not None and model.rotary_base_local is None:

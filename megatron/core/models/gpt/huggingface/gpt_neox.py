@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from megatron.config.model import ModelConfig
-from megatron.core.conversion.bounds import Factor
+from megatron.core.conversion.bounds import Factor, Width
 from megatron.core.conversion.huggingface.biases import attention_biases
 from megatron.core.conversion.huggingface.format import USUAL_SETTINGS, ModelType
 from megatron.core.conversion.huggingface.known import UNGATED, Known
@@ -19,6 +19,9 @@ OURS, THEIRS = "decoder.layers.{n}", "gpt_neox.layers.{n}"
 def _read(known: Known) -> dict[str, Any]:
     parallel = known("use_parallel_residual")
     found = {"parallel_attention": parallel, "parallel_layernorm": parallel}
+    width = known("hidden_size") // known("num_attention_heads")
+    if known.get("head_dim", width) not in (width, None):
+        raise known.refuse("head_dim", f"heads have hidden_size / num_attention_heads = {width} channels")
     rope = known.within("rope_scaling", "rope_parameters")  # without them, rotary settings have names of their own
     if not rope.get("rope_theta"):
         found["rotary_base"] = float(known("rotary_emb_base"))
@@ -72,6 +75,7 @@ GPT_NEOX = ModelType(
     },
     kinds={
         "use_parallel_residual": bool,
+        "head_dim": Width,
         **dict.fromkeys(("rotary_emb_base", "rotary_pct"), Factor),
     },
     read=_read,
