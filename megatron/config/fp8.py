@@ -31,8 +31,7 @@ class Fp8Config(Settings):
         default="most_recent",
     )
     fp8_param_gather: bool = switch(
-        "With --use-distributed-optimizer: gather weights that are multiplied in FP8 in 8 bits, and keep them so, in "
-        "half the bytes of bf16."
+        "With --use-distributed-optimizer: gather and keep weights of FP8 layers in 8 bits, half the bytes of bf16."
     )
     fp8_wgrad: bool = switch("Compute gradients of weights without FP8.", off="--no-fp8-wgrad")
     first_last_layers_bf16: bool = switch("Compute the first and last layers without FP8.")

@@ -115,8 +115,8 @@ class ParallelConfig(Settings):
         default=(),
     )
     use_nccl_ub: bool = switch(
-        "Allocate weights and gradients with NCCL and register them with the data-parallel communicator, so that its "
-        "collectives need fewer of a GPU's processors (GPUs with NVSwitch)."
+        "Allocate the buffers of weights and gradients with NCCL and register them with the data-parallel "
+        "communicator, whose collectives then occupy fewer SMs (GPUs with NVSwitch)."
     )
     distributed_timeout_minutes: float = flag(
         "Minutes a collective may wait for a rank; then the run ends and names the rank.", default=10.0, above=0

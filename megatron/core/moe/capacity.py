@@ -15,9 +15,9 @@ from megatron.core.context_parallel.slicing import by_rank, in_order
 from megatron.core.parallel.collectives import all_gather
 from megatron.core.parallel.context import ParallelContext
 
-_EQUAL = 2.0**-20
-"""Steps in which weights are compared. Equal tokens at one place of two documents have equal weights but for rounding,
-which depends on the layout and would decide which of them is dropped.
+_WEIGHT_STEP = 2.0**-20
+"""Weights are compared in multiples of it. Equal tokens at one place of two documents have equal weights but for
+rounding, which depends on the layout and would decide which of them is dropped.
 """
 
 
@@ -38,7 +38,7 @@ def within_capacity(ids: Tensor, weights: Tensor, moe: MoEConfig, context: Paral
     rows = whole.transpose(0, 1).flatten(1, 2)  # [b, S·k, 2]
     of_expert, weight = rows[..., 0].long(), rows[..., 1]
     if moe.moe_token_drop_policy == "probs":
-        order = (weight / _EQUAL).round().argsort(dim=1, descending=True, stable=True)
+        order = (weight / _WEIGHT_STEP).round().argsort(dim=1, descending=True, stable=True)
     else:
         order = torch.arange(rows.shape[1], device=ids.device).expand(batch, -1)
     order = order.gather(1, of_expert.gather(1, order).argsort(dim=1, stable=True))  # by expert, the best first

@@ -227,7 +227,7 @@ def registered_zeros(
     length: int, *, dtype: torch.dtype, device: torch.device, mesh: Mesh, axes: tuple[Axis, ...]
 ) -> Tensor:
     """Zeros ``[length]``, on GPUs in memory that NCCL allocates and registers with the communicator over ``axes``: its
-    collectives read and write it without copies, by fewer of a GPU's processors. All ranks of the group call it.
+    collectives read and write it without copies and occupy fewer SMs. All ranks of the group call it.
 
     Raises ConfigError on GPUs whose links have no multicast, for which NCCL allocates nothing.
     """

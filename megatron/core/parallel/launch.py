@@ -104,9 +104,10 @@ def prepared_device(parallel: ParallelConfig, launch: LaunchEnvironment, *, dete
         check_variables(needed, os.environ, capability=found)
     else:
         groups = " ".join(parallel.high_priority_stream_groups)
-        given = f"--high-priority-stream-groups {groups}" if groups else "--use-nccl-ub" * parallel.use_nccl_ub
-        if given:
-            raise ConfigError(f"{given} is for GPUs, and this run is on CPUs; leave it out")
+        flags = [f"--high-priority-stream-groups {groups}"] if groups else []
+        flags += ["--use-nccl-ub"] if parallel.use_nccl_ub else []
+        if flags:
+            raise ConfigError(f"{flags[0]} is for GPUs, and this run is on CPUs; leave it out")
     without_tf32()
     return device
 
