@@ -99,6 +99,17 @@ def private_memory() -> int:
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon"))
 
 
+def touch_memory(folder: Path) -> None:
+    """Write as many bytes as the model has and remove them, so that the kernel has memory for a file at hand: a virtual
+    machine that gave memory back to its host pays for the first use of each page ten times what a copy takes.
+    """
+    path, block = folder / "touched", bytes(1 << 20)
+    with path.open("wb") as file:
+        for _ in range(sum(each.stat().st_size for each in (folder / "model").iterdir()) >> 20):
+            file.write(block)
+    path.unlink()
+
+
 def measure(work: Callable[[], object]) -> dict[str, float]:
     """Seconds by the clock and of the processor, and the most memory held beyond the start."""
     before, most, done = private_memory(), 0, threading.Event()
@@ -153,7 +164,9 @@ def main() -> None:
     parser.add_argument("--contender", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.contender:
-        print(json.dumps(measure(contenders(options.folder, options.folder / "target")[options.contender]())))
+        work = contenders(options.folder, options.folder / "target")[options.contender]()
+        touch_memory(options.folder)
+        print(json.dumps(measure(work)))
         return
     with tempfile.TemporaryDirectory(dir=options.folder) as name:
         folder = Path(name)

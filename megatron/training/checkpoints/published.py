@@ -13,7 +13,7 @@ from typing import Any
 
 from megatron.config.checkpoint import CheckpointConfig
 from megatron.config.family import FamilyConfig
-from megatron.config.flags import group_name
+from megatron.config.flags import group_name, plural_s
 from megatron.config.run import RunConfig
 from megatron.core.checkpointing.agreement import gather_from_all, run_on_all, run_on_first
 from megatron.core.checkpointing.find import is_unused
@@ -91,7 +91,8 @@ def describe_published(config: RunConfig) -> str:
     before, after = published.model.vocab_size or 0, weights_for(config, published).model.vocab_size or 0
     resized = f", without the last {before - after:,} of {before:,} rows of the vocabulary" if after < before else ""
     if after > before:
-        resized = f", with {after - before:,} new rows of the vocabulary, each the mean of the {before:,} there"
+        rows = f"{after - before:,} new row{plural_s(after - before)}"
+        resized = f", with {rows} of the vocabulary, each the mean of the {before:,} there"
     dtype = str(published.dtype).removeprefix("torch.")
     at = folder_of(folder)
     of = "" if at == Path(folder) else f" (revision {at.name}, in {at})"
