@@ -122,20 +122,25 @@ def measure(work: Callable[[], object]) -> dict[str, float]:
     watcher = threading.Thread(target=watch)
     watcher.start()
     start, cpu = time.perf_counter(), time.process_time()
-    work()
-    seconds, cpu = time.perf_counter() - start, time.process_time() - cpu
-    done.set()
-    watcher.join()
+    try:
+        work()
+        seconds, cpu = time.perf_counter() - start, time.process_time() - cpu
+    finally:
+        done.set()
+        watcher.join()
     return {"seconds": seconds, "cpu": cpu, "memory": most / 1e6}
 
 
-def run(name: str, folder: Path) -> dict[str, float]:
-    """One contender in a process of its own."""
+def run(name: str, folder: Path) -> dict[str, float] | None:
+    """One contender in a process of its own; None for a model that it refuses, after the reason is printed."""
     target = folder / "target"
     shutil.rmtree(target, ignore_errors=True)
     words = [sys.executable, __file__, "--contender", name, "--folder", str(folder)]
     environ = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
     done = subprocess.run(words, env=environ, capture_output=True, text=True, check=False)
+    if "CheckpointError" in done.stderr:
+        print(f"{name}: {done.stderr.splitlines()[-1].partition(': ')[2]}")
+        return None
     if done.returncode:
         sys.exit(done.stderr)
     found: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
@@ -172,11 +177,11 @@ def main() -> None:
         folder = Path(name)
         size = write_model(folder / "model", options.megabytes, options.model_type)
         converted("hf", folder / "model", "megatron", folder / "ours")()
-        names = list(contenders(folder, folder))
-        results: dict[str, list[dict[str, float]]] = {name: [] for name in names}
-        for _ in range(options.rounds):
-            for name in names:
-                results[name].append(run(name, folder))
+        first = {name: run(name, folder) for name in contenders(folder, folder)}
+        results = {name: [turn] for name, turn in first.items() if turn is not None}
+        for _ in range(options.rounds - 1):
+            for name, turns in results.items():
+                turns += [turn for turn in [run(name, folder)] if turn is not None]
         report(size, results)
 
 
