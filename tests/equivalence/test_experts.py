@@ -179,6 +179,7 @@ MORE = {
     "softmax, all losses": LAYOUTS,
     "bias that balances, one expert for a token": ("pp2 tp2 sp ep2 etp1 zb-v recompute",),
     GLOBAL: ("ep4", "pp2 ep2 interleaved"),
+    "biases, softmax before the choice": ("tp2 etp2",),
     "capacity, all tokens to all ranks": ("tp2 sp dp2 ep2 etp2 zero recompute",),
     "latent attention, groups, bias, shared experts, later tokens": (
         "dp2 ep2 recompute moe",
