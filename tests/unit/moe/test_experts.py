@@ -338,6 +338,30 @@ def test_experts_in_pieces_compute_the_same(kind: dict[str, Any]) -> None:
     assert {*counted[0], *counted[1]} == {1}
 
 
+def test_pieces_learn_from_inputs_that_do_not() -> None:
+    """Behind a frozen embedding and router neither rows nor weights have gradients; the experts learn all the same."""
+    found = []
+    for at_once in (1000, 5):
+        built = layer(model_config(), moe_config())
+        built.router.requires_grad_(False)
+        with mock.patch.object(experts, "rows_at_once", return_value=at_once):
+            built(hidden_states().detach(), inputs()).sum().backward()
+        found.append([parameter.grad for parameter in built.experts.parameters()])
+    for one, other in zip(*found):
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize(("rows", "share", "pieces"), [(1024, 1, 1), (1025, 1, 2), (3000, 1500, 1), (3001, 1500, 2)])
+def test_rows_beyond_twice_the_share_are_computed_in_pieces(rows: int, share: int, pieces: int) -> None:
+    """Of the rows that balanced choices would bring; a few rows are computed at once whatever the share."""
+    built = layer(model_config(), moe_config()).experts
+    given = torch.zeros(rows, HIDDEN, dtype=torch.float64), torch.zeros(rows, dtype=torch.float64)
+    groups = Groups(torch.tensor([rows, *[0] * (EXPERTS - 1)]))
+    with mock.patch.object(built, "compute", wraps=built.compute) as computed:
+        built(*given, groups, share=share)
+    assert computed.call_count == pieces
+
+
 def test_pieces_keep_their_rows_alone() -> None:
     """What experts compute inside isn't kept, for as many rows as may come."""
     model, moe = model_config(), moe_config()
