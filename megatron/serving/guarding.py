@@ -117,8 +117,6 @@ async def _whole_body(request: HttpRequest, most_bytes: int) -> bytes:
         size += len(chunk)
         if size <= most_bytes:
             body += chunk
-        elif size > _MOST_THROWN_AWAY * most_bytes:
-            break
         else:
             body.clear()
     if size > most_bytes:
@@ -128,5 +126,4 @@ async def _whole_body(request: HttpRequest, most_bytes: int) -> bytes:
     return bytes(body)
 
 
-_MOST_THROWN_AWAY = 16
 _CLOSE = {"connection": "close"}  # what is left of the body is not read

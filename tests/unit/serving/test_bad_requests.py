@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import gzip
+import http.client
 import json
 import socket
 from collections.abc import Iterator
@@ -192,6 +194,18 @@ def test_bodies_that_are_no_json_object_are_refused() -> None:
                 reply = refused(running, path, body, headers)
                 assert (reply.status, message in reply.message) == (status, True), (body[:50], reply.body)
         assert good(running) == before
+
+
+def test_a_body_far_over_the_limit_gets_its_answer() -> None:
+    """All of it is taken, or a client that only sends for now would find its connection reset, and no answer."""
+    with served(max_body_size_mb=1) as running:
+        host = running.url.removeprefix("http://")
+        with contextlib.closing(http.client.HTTPConnection(host, timeout=60)) as connection:
+            pieces = (b" " * (1 << 20) for _ in range(64))
+            connection.request("POST", API, pieces, {"content-type": "application/json"}, encode_chunked=True)
+            answer = connection.getresponse()
+            assert (answer.status, b"larger than 1 MiB" in answer.read()) == (413, True)
+            assert answer.getheader("connection") == "close"
 
 
 RAW: list[tuple[bytes, int]] = [
