@@ -77,6 +77,30 @@ def test_numbers_that_do_not_divide() -> None:
             upcycled(dense(), num_experts=num_experts, granularity=granularity, topk=topk, seed=1)
 
 
+def test_models_that_cannot_be_upcycled() -> None:
+    """Biases of experts would be multiplied by a token's weights; a model that has experts is one already."""
+    with_biases = dataclasses.replace(CONFIG, add_bias_linear=True)
+    experts = upcycled(dense(), num_experts=4, granularity=1, topk=2, seed=1)
+    for model, what in ((dense(with_biases), "biases in its feed-forward networks"), (experts, "experts")):
+        with pytest.raises(ConfigError, match=f"the model has {what}; a dense model without biases there"):
+            upcycled(model, num_experts=4, granularity=1, topk=2, seed=1)
+
+
+def test_routers_are_drawn_apart() -> None:
+    """Parts of a copy share a row; copies, layers and seeds don't, and rows are as large as initial weights."""
+    config = dataclasses.replace(CONFIG, hidden_size=256)
+    drawn = {}
+    for seed in (1, 2):
+        made = upcycled(dense(config), num_experts=8, granularity=2, topk=2, seed=seed)
+        drawn |= {(seed, name): each.make() for name, each in made.tensors.items() if name.endswith("router.weight")}
+    assert len(drawn) == 2 * CONFIG.num_layers
+    for weight in drawn.values():
+        assert torch.equal(weight[::2], weight[1::2])
+        assert weight.std().item() == pytest.approx(CONFIG.init_method_std, rel=0.1)
+    rows = torch.cat([weight[::2] for weight in drawn.values()])
+    assert len(rows.unique(dim=0)) == len(rows)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_command_proves_what_it_writes(
     dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
