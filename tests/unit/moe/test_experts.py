@@ -386,6 +386,23 @@ def kept_by(built: MoELayer, x: Tensor, at_once: int) -> int:
     return sum(storage.nbytes() for storage in saved.values())
 
 
+@pytest.mark.parametrize(("asked", "dtype"), [("fp32", torch.float32), ("fp64", torch.float64)])
+def test_the_router_computes_in_the_type_that_is_asked_for(asked: Any, dtype: torch.dtype) -> None:
+    """Logits of a bf16 model: their product isn't rounded to 8 bits, where experts that score alike change places."""
+    x = hidden_states(length=64).detach().bfloat16()
+    routers = [
+        layer(model_config(), moe_config(moe_router_dtype=each), dtype=torch.bfloat16).router for each in (None, asked)
+    ]
+    plain, precise = (router(x, inputs()).weights for router in routers)
+    logits = x.flatten(0, 1).to(dtype) @ routers[1].weight.to(dtype).T
+    ids = logits.topk(2, dim=-1).indices
+    expected = logits.gather(1, ids).softmax(-1)
+    assert precise.dtype == dtype
+    torch.testing.assert_close(precise, expected, rtol=0, atol=1e-6 if dtype == torch.float32 else 1e-12)
+    assert (plain - expected).abs().max() > 1e-3
+    assert routers[1].weight_bytes == dtype.itemsize
+
+
 def test_generation_reports_nothing() -> None:
     """A loss over the microbatches of all replicas would wait for replicas that generate nothing at this time."""
     moe = moe_config(moe_router_load_balancing_type=("global_aux_loss",), moe_aux_loss_coeff=(0.1,))
