@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from typing import Any
 
@@ -12,9 +13,10 @@ from megatron.config.model import ModelConfig
 from megatron.core.parallel.context import ParallelContext
 from megatron.core.parallel.rng import StreamKey
 from megatron.core.parallel.side_losses import SideLosses
+from megatron.core.tensor_parallel.initialize import initialize
 from megatron.core.transformer.inputs import LayerInputs
 from megatron.core.transformer.latent_attention import LatentAttention
-from megatron.core.transformer.positions import RotaryPositions
+from megatron.core.transformer.positions import RotaryPositions, score_factor_of
 
 pytest.importorskip("transformers", reason="the other latent attention is that of the dev extra's transformers")
 
@@ -108,6 +110,21 @@ def test_equals_transformers(name: str) -> None:
     assert (result - out).abs().max() < 1e-9
     for other, expected in zip(["x", *weights], found_theirs):
         assert (found[other] - expected).abs().max() < 1e-9, other
+
+
+def test_a_given_scale_replaces_that_of_yarn() -> None:
+    """--softmax-scale is the whole factor of scores, without the one for longer contexts."""
+    context, found = ParallelContext.single(dtype=torch.float64), []
+    usual = score_factor_of(ours({}, {})) / math.sqrt(OURS["qk_head_dim"] + OURS["qk_pos_emb_head_dim"])
+    x = torch.randn(LENGTH, 2, HIDDEN, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    for scale in (None, usual, usual / 2):
+        config = dataclasses.replace(ours({}, {}), softmax_scale=scale, init_method_std=0.4)
+        layer = LatentAttention(config, context, number=0, causal=True)
+        initialize(layer, context.mesh, seed=3)
+        rotary = RotaryPositions(config, context)(x, None)
+        found.append(layer(x, LayerInputs(StreamKey(0), SideLosses(), rotary=rotary)))
+    assert (found[0] - found[1]).abs().max() < 1e-12
+    assert (found[0] - found[2]).abs().max() > 1e-3
 
 
 def test_widths_of_heads_follow() -> None:
