@@ -89,7 +89,7 @@ def test_models_that_cannot_be_upcycled() -> None:
 def test_routers_are_drawn_apart() -> None:
     """Parts of a copy share a row; copies, layers and seeds don't, and rows are as large as initial weights."""
     config = dataclasses.replace(CONFIG, hidden_size=256)
-    drawn = {}
+    drawn = dict[tuple[int, str], torch.Tensor]()
     for seed in (1, 2):
         made = upcycled(dense(config), num_experts=8, granularity=2, topk=2, seed=seed)
         drawn |= {(seed, name): each.make() for name, each in made.tensors.items() if name.endswith("router.weight")}
@@ -98,7 +98,7 @@ def test_routers_are_drawn_apart() -> None:
         assert torch.equal(weight[::2], weight[1::2])
         assert weight.std().item() == pytest.approx(CONFIG.init_method_std, rel=0.1)
     rows = torch.cat([weight[::2] for weight in drawn.values()])
-    assert len(rows.unique(dim=0)) == len(rows)
+    assert len(torch.unique(rows, dim=0)) == len(rows)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
