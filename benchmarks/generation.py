@@ -343,13 +343,16 @@ def main() -> None:
         "transformers, static": transformers(model, shape, cache="static"),
         "by hand": hand_loop(model, shape),
     }
+    int8_refusal = INT8.refusal(next(model.parameters()))
+    if options.dtype == "bf16" and int8_refusal is not None:
+        print(f"int8 weights are left out: {int8_refusal}")
     for batch in options.batches:
         unequal = batch >= 32
         prompts = prompts_of(batch, shape, unequal=unequal, length=length)
         print(f"{options.dtype}, {batch} {'unequal ' * unequal}prompts, {count} tokens each, {options.threads} threads")
         print(f"  {'':<24}{'tokens/s':>9}{'best':>9}{'same':>8}{'ratio':>8}{'best':>7}")
         mine = {"megatron": ours(model, shape, requests=batch)}
-        if options.dtype == "bf16":
+        if options.dtype == "bf16" and int8_refusal is None:
             mine["megatron, int8"] = ours(model, shape, requests=batch, form=INT8)
         report(take_turns(mine | contenders, prompts, count, rounds=rounds), batch * count)
     parts(model, shape, rounds=rounds, count=count, length=8 * length)
