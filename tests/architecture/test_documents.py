@@ -57,6 +57,22 @@ def test_missing_files_in_commands_are_seen(tmp_path: Path) -> None:
     assert found == [["gone.sh", "gone.flags"], ["tests/gone.py"], ["gone.sh"]]
 
 
+def test_table_of_lines_is_true() -> None:
+    """A reader judges by it where the project's weight is."""
+    section = (ROOT / "ARCHITECTURE.md").read_text(encoding="utf-8").split("## Where the lines are")[1].split("\n## ")[0]
+    total = lines_of("")
+    for folders, said in re.findall(r"^\| .+? \| (`.+?) \| ([\d,]+) \|$", section, re.MULTILINE):
+        lines = sum(map(lines_of, re.findall(r"`([\w/]+)`", folders)))
+        assert lines == pytest.approx(int(said.replace(",", "")), rel=0.15), f"{folders}: {lines} lines, not {said}"
+        total -= lines
+    assert total < 1500, f"the table leaves out folders of {total} lines"
+
+
+def lines_of(folder: str) -> int:
+    """Lines of the Python files in a folder of the package."""
+    return sum(path.read_bytes().count(b"\n") for path in (ROOT / "megatron" / folder).rglob("*.py"))
+
+
 def test_flags_in_commands_exist() -> None:
     """A renamed flag must not live on in the documents."""
     given: dict[str, set[str]] = {}
