@@ -59,7 +59,9 @@ def test_missing_files_in_commands_are_seen(tmp_path: Path) -> None:
 
 def test_table_of_lines_is_true() -> None:
     """A reader judges by it where the project's weight is."""
-    section = (ROOT / "ARCHITECTURE.md").read_text(encoding="utf-8").split("## Where the lines are")[1].split("\n## ")[0]
+    section = (
+        (ROOT / "ARCHITECTURE.md").read_text(encoding="utf-8").split("## Where the lines are")[1].split("\n## ")[0]
+    )
     total = lines_of("")
     for folders, said in re.findall(r"^\| .+? \| (`.+?) \| ([\d,]+) \|$", section, re.MULTILINE):
         lines = sum(map(lines_of, re.findall(r"`([\w/]+)`", folders)))
