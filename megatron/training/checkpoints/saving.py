@@ -5,10 +5,11 @@ from __future__ import annotations
 import dataclasses
 import logging
 import os
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from datetime import datetime
-from itertools import chain
+from itertools import chain, takewhile
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -137,13 +138,14 @@ def saving(run: Run, still_held: StillHeld = lambda: None) -> Iterator[Saver]:
 @contextmanager
 def holding_save_folder(config: RunConfig, context: ParallelContext) -> Iterator[StillHeld]:
     """Make the ``--save`` folder, try to write in it, and keep other runs out of it for the block. Runs that only
-    evaluate don't keep others out.
+    evaluate don't keep others out. A folder that was made and is empty at the end is deleted.
 
     A collective. Raises CheckpointError on all ranks when the folder can't be written, before any training is lost, or
     when another run saves there. Yields a check of whether the folder is still held, which works on rank 0.
     """
-    save, checks = config.checkpoint.save, list[StillHeld]()
+    save, checks, made = config.checkpoint.save, list[StillHeld](), list[Path]()
     if save is not None:
+        made = run_on_first(lambda: _missing(path_of(save)), context.mesh)
         try:
             run_on_all(lambda: try_to_write(path_of(save)), context.mesh)
         except CheckpointError as error:
@@ -157,9 +159,25 @@ def holding_save_folder(config: RunConfig, context: ParallelContext) -> Iterator
             check()
 
     with ExitStack() as stack:
+        if context.mesh.world_rank == 0:
+            stack.callback(_delete_empty, made)
         if save is not None and not config.training.skip_train:
             run_on_first(lambda: checks.append(stack.enter_context(held(path_of(save)))), context.mesh)
         yield still_held
+
+
+def _missing(folder: AnyPath) -> list[Path]:
+    """``folder`` and its parents that don't exist, innermost first; object storage has no folders."""
+    if isinstance(folder, RemotePath):
+        return []
+    return [*takewhile(lambda each: not each.exists(), (folder, *folder.parents))]
+
+
+def _delete_empty(folders: Sequence[Path]) -> None:
+    """Delete ``folders``, innermost first, up to the first that isn't empty."""
+    with suppress(OSError):
+        for folder in folders:
+            folder.rmdir()
 
 
 def run_state(run: Run) -> dict[str, Any]:

@@ -155,6 +155,14 @@ def test_yarn_that_does_not_round_beside_windows(model_folder: Folder, tmp_path:
     assert scaled_windows(unrounded) == ["the range of channels that YaRN corrects is not rounded"]
 
 
+def test_a_part_of_each_head_that_is_null(model_folder: Folder, tmp_path: Path) -> None:
+    """It ended in a TypeError; null means that the other settings say it, as for every other setting."""
+    folder = Path(shutil.copytree(model_folder("gpt_neox"), tmp_path / "folder"))
+    rope = json.loads((folder / "config.json").read_text())["rope_parameters"]
+    change(folder, rope_parameters={**rope, "partial_rotary_factor": None}, rotary_pct=0.5)
+    assert read_huggingface(folder).model.rotary_percent == 0.5
+
+
 def test_code_that_comes_with_a_model_is_never_executed(llama: Path, tmp_path: Path) -> None:
     """Neither by the converter nor by the proof; of a known type, the code is not needed."""
     (llama / "modeling_evil.py").write_text(f"open({str(tmp_path / 'executed')!r}, 'w')")

@@ -154,8 +154,15 @@ def test_numbers_keep_their_type(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"dense_act_fn": "relu", "is_gated_act": True}, "this project has relu, gated-silu, and gelu and gelu_new,"),
-        ({"dense_act_fn": "tanh"}, "this project has relu, gated-silu"),
+        (
+            {"feed_forward_proj": "relu", "dense_act_fn": "relu", "is_gated_act": True},
+            "says is_gated_act = True: with a gate this project has silu and gelu_new and gelu_pytorch_tanh",
+        ),
+        ({"dense_act_fn": "tanh"}, "says dense_act_fn = 'tanh': without a gate this project has relu and gelu_new"),
+        (
+            {"feed_forward_proj": "gated-tanh", "dense_act_fn": "tanh", "is_gated_act": True},
+            "says feed_forward_proj = 'gated-tanh': with a gate this project has silu",
+        ),
         ({"d_kv": None}, "lacks d_kv, which the architecture needs"),
         ({"num_decoder_layers": 4}, "missing: decoder.block.3.layer.0.SelfAttention.k.weight"),
         ({"num_layers": 1}, "not part of this architecture: encoder.block.1.layer.0.SelfAttention.k.weight"),

@@ -56,7 +56,7 @@ def read_rotary(
     rope = known.within("rope_scaling", "rope_parameters")
     kind = rope.get("rope_type", rope.get("type", "default"))
     kind = renamed.get(kind, kind)
-    percent = rope.get("partial_rotary_factor", known.get("partial_rotary_factor", 1.0))
+    percent = rope.get("partial_rotary_factor") or known.get("partial_rotary_factor") or 1.0
     if percent != 1.0 and not partial:
         raise known.refuse("partial_rotary_factor", "these families rotate whole heads")
     if kind not in kinds:

@@ -76,10 +76,13 @@ def _read(known: Known) -> dict[str, Any]:
     words = str(known("feed_forward_proj")).split("-")
     gated = bool(known.get("is_gated_act", words[0] == "gated"))
     usual = "gelu_new" if words == ["gated", "gelu"] else words[-1]
-    activation = _ACTIVATIONS.get((known.get("dense_act_fn", usual), gated))
+    name = known.get("dense_act_fn", usual)
+    activation = _ACTIVATIONS.get((name, gated))
     if activation is None:
-        advice = "this project has relu, gated-silu, and gelu and gelu_new, gated or not"
-        raise known.refuse("feed_forward_proj", advice)
+        said = "is_gated_act" if gated != (words[0] == "gated") else "feed_forward_proj"
+        available = " and ".join(each for each, has_gate in _ACTIVATIONS if has_gate == gated)
+        advice = f"{'with' if gated else 'without'} a gate this project has {available}"
+        raise known.refuse(said if name == usual else "dense_act_fn", advice)
     return {"activation": activation, "untie_embeddings_and_output_weights": not _is_scaled(known)}
 
 

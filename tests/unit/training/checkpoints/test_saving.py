@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -138,6 +139,19 @@ def test_a_folder_that_cannot_be_held_ends_with_the_code_of_its_reason(tmp_path:
     ):
         pass
     assert caught.value.exit_code == code
+
+
+@pytest.mark.parametrize(("name", "is_kept"), [("new/run", False), ("new/saved", True), ("there", True)])
+def test_a_run_that_saved_nothing_leaves_no_folder(name: str, is_kept: bool, tmp_path: Path) -> None:
+    """A start from weights of NaN was refused, and left an empty --save folder and its parents behind."""
+    (tmp_path / "there").mkdir()
+    config = parse(f"--save {tmp_path / name} --save-interval 1")
+    with suppress(CheckpointError), module.holding_save_folder(config, ParallelContext.single()):
+        if name == "new/saved":
+            (tmp_path / name / "iter_0000001").mkdir()
+        raise CheckpointError("not finite")
+    assert (tmp_path / name).exists() == is_kept
+    assert (tmp_path / "new").exists() == (name == "new/saved")
 
 
 def test_last_save_is_waited_for(stage: Stage) -> None:
