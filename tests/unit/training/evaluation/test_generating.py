@@ -13,6 +13,7 @@ import torch
 from megatron.config.inference import InferenceConfig
 from megatron.config.trained_model import TrainedModelConfig, TrainedModelLayoutConfig
 from megatron.core.inference.engine import Engine
+from megatron.core.inference import products
 from megatron.core.inference.products import INT8
 from megatron.core.inference.request import Request, Result
 from megatron.core.inference.sampling import Sampling
@@ -147,12 +148,16 @@ def test_says_how_exact_generation_is(trained: TrainedModel) -> None:
     assert "float32 on cpu with 2 tensor x 2 pipeline-parallel ranks, not" in exactness(ranks, InferenceConfig())
 
 
-def test_quantization_is_for_bf16_and_fp32_models(trained: TrainedModel) -> None:
-    """It was no setting."""
+def test_quantization_is_for_bf16_and_fp32_models(trained: TrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was no setting. Processors without its products refuse it."""
     config = InferenceConfig(quantization="int8")
     wide = replace(trained, context=replace(trained.context, dtype=torch.float64))
     with pytest.raises(ConfigError, match="--quantization int8 can't be used: .* this one is in float64 on cpu; leave"):
         weights_form(wide, config)
+    monkeypatch.setattr(products, "_works", lambda form, dtype: "this torch or processor computes it wrongly")
+    with pytest.raises(ConfigError, match="can't be used: this torch or processor computes it wrongly; leave"):
+        weights_form(trained, config)
+    monkeypatch.setattr(products, "_works", lambda form, dtype: None)
     assert weights_form(trained, config) is INT8
     half = replace(trained, context=replace(trained.context, dtype=torch.bfloat16))
     assert weights_form(half, config) is INT8
