@@ -16,7 +16,7 @@ from megatron.config.trained_model import TrainedModelConfig, TrainedModelLayout
 from megatron.core.models.trained_model_flags import parse_with_trained_model
 from megatron.core.parallel.environment import errors_once_per_node, launch_environment
 from megatron.errors import ConfigError, run_command
-from megatron.serving.settings import FLAGS_OF_REQUESTS, ServerConfig
+from megatron.serving.settings import API_KEY_VARIABLE, FLAGS_OF_REQUESTS, ServerConfig, api_keys, check_access
 
 
 def main(argv: Sequence[str]) -> int:
@@ -32,6 +32,8 @@ def main(argv: Sequence[str]) -> int:
             about=__doc__ or "",
             legacy=FLAGS_OF_REQUESTS,
         )
+        check_access(server)
+        keys = api_keys(server, os.environ.get(API_KEY_VARIABLE, ""))
         try:
             from megatron.serving import process
         except ImportError as error:
@@ -57,7 +59,7 @@ def main(argv: Sequence[str]) -> int:
     ):
         if engine is not None and listener is not None:  # else another rank, whose work is done
             print(exactness(trained, inference), file=sys.stderr, flush=True)
-            process.serve_trained(trained, engine, server, listener)
+            process.serve_trained(trained, engine, server, listener, keys=keys)
     return 0
 
 

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import signal
 import socket
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
@@ -27,7 +26,7 @@ from megatron.serving.app import Server
 from megatron.serving.errors import ApiError
 from megatron.serving.model import ServedModel
 from megatron.serving.responses import encoded
-from megatron.serving.settings import API_KEY_VARIABLE, ServerConfig
+from megatron.serving.settings import ServerConfig
 from megatron.serving.templates import Templates
 from megatron.training.checkpoints.trained_model import TrainedModel
 from megatron.training.evaluation.generating import decoder_start, end_ids
@@ -52,9 +51,10 @@ def bound_socket(config: ServerConfig) -> socket.socket:
     return listener
 
 
-def serve_trained(trained: TrainedModel, engine: Engine, config: ServerConfig, listener: socket.socket) -> None:
+def serve_trained(
+    trained: TrainedModel, engine: Engine, config: ServerConfig, listener: socket.socket, *, keys: Sequence[str]
+) -> None:
     """Serve a trained model; see ``serve``."""
-    keys = [*config.api_key, *filter(None, os.environ.get(API_KEY_VARIABLE, "").split(","))]
     model = served_model(trained, config, max_length=engine.limits.max_length, quantization=engine.quantization)
     serve(Server.around(engine, model, config, keys=keys), listener)
 

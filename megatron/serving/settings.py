@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import re
+
 from megatron.config.flags import Settings, flag, switch
 from megatron.config.legacy_flags import LegacyFlag
+from megatron.errors import ConfigError
 
 API_KEY_VARIABLE = "MEGATRON_API_KEY"
 FLAGS_OF_REQUESTS = dict.fromkeys(
@@ -58,3 +61,31 @@ class ServerConfig(Settings):
         "Metrics have vLLM's names (vllm:…), which dashboards know, instead of megatron_…."
     )
     no_access_log: bool = switch("Print no line for each request.")
+
+
+def check_access(config: ServerConfig) -> None:
+    """Raise ConfigError for an address or a web page that would let in others than it says."""
+    if not config.host:
+        raise ConfigError("--host is empty; give an address: 127.0.0.1 serves this machine alone, 0.0.0.0 any")
+    for origin in config.allowed_origins:
+        if not re.fullmatch(r"\*|null|[a-z][a-z0-9+.-]*://[^A-Z\s/?#]+", origin):
+            raise ConfigError(
+                f"--allowed-origins {origin!r} is no page that a browser names: give https://host or "
+                "https://host:port, in small letters and without a path, or * for all"
+            )
+
+
+def api_keys(config: ServerConfig, variable: str) -> list[str]:
+    """The keys of ``--api-key`` and of the environment's ``variable``; none: anybody is served.
+
+    Raises ConfigError for a key that no request can bring, and for an empty one, which any request would.
+    """
+    listed = [each.strip() for each in variable.split(",") if each.strip()]
+    if variable and not listed:
+        raise ConfigError(f"${API_KEY_VARIABLE} is {variable!r} and holds no key: give one, or unset it")
+    found = [*config.api_key, *listed]
+    for key in found:
+        if not re.fullmatch("[!-~]+", key):
+            what = "empty" if not key else "no word of printable ASCII characters, as headers carry it"
+            raise ConfigError(f"an API key (--api-key, ${API_KEY_VARIABLE}) is {what}: give another")
+    return found
