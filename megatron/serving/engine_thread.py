@@ -154,6 +154,7 @@ class EngineThread:
             left = [request.id for request in requests if self._open.pop(request.id, None) is not None]
             if left:
                 self._commands.put(left)
+                self.metrics.aborted(len(left))
 
     def _check_room(self, count: int) -> None:
         if self.failure is not None:

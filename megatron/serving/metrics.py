@@ -61,6 +61,10 @@ class Metrics:
             self._prompts.labels(self.model_name).observe(progress.prompt_tokens)
             self._texts.labels(self.model_name).observe(progress.generated + update.num_generated)
 
+    def aborted(self, count: int) -> None:
+        """Requests have ended before their texts: the client has left, or their time was over."""
+        self._ended.labels(self.model_name, "abort").inc(count)
+
     def refused(self) -> None:
         """A request was refused as the queue was full."""
         self._refused.labels(self.model_name).inc()

@@ -296,7 +296,7 @@ def test_a_text_whose_logits_are_no_numbers_fails_alone() -> None:
 
 
 def test_counts_of_metrics_are_those_of_answers() -> None:
-    """Under our names, and under vLLM's with the flag."""
+    """Under our names, and under vLLM's with the flag. Requests whose clients had left were not counted."""
     for vllm, prefix in ((False, "megatron_"), (True, "vllm:")):
         with served(vllm_metric_names=vllm) as running:
             usage = ask(running.url, "/v1/completions", {"prompt": "hello", "n": 2, "max_tokens": 7}).json["usage"]
@@ -308,6 +308,12 @@ def test_counts_of_metrics_are_those_of_answers() -> None:
             assert f"{prefix}time_to_first_token_seconds_count{label} 2.0" in page
             assert f"{prefix}kv_cache_usage_perc{label} 0.0" in page
             assert "_created" not in page
+            leaving = connect(running, {**BODY, "n": 3, "max_tokens": 490, "stream": True})
+            leaving.recv(50)
+            leaving.close()
+            running.wait_until_idle()
+            page = ask(running.url, "/metrics").body.decode()
+            assert f'{prefix}request_success_total{{finished_reason="abort",model_name="table"}} 3.0' in page
 
 
 @pytest.mark.slow  # 10,000 requests take a minute or two; the engine alone has as many in the first tier
