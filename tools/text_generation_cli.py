@@ -97,7 +97,7 @@ def prompts_of(config: GenerateConfig) -> list[str]:
     if path is None:
         return list(config.prompt)
     try:
-        prompts = [line for line in Path(path).read_text(encoding="utf-8").splitlines() if line]
+        prompts = [line for line in Path(path).read_text(encoding="utf-8").split("\n") if line]
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(f"--prompt-file {path} cannot be read: {error}") from None
     if not prompts:

@@ -15,14 +15,13 @@ from megatron.core.inference.request import BeamSearch, Request, Result, StopRul
 from megatron.core.inference.sampling import Sampling
 from megatron.core.inference.text import token_texts
 from megatron.serving.errors import ApiError
-from megatron.serving.fields import Field
+from megatron.serving.fields import MOST_PROMPTS, Field
 from megatron.serving.generating import ApiCall
 from megatron.serving.model import ServedModel
 from megatron.serving.schema import WrongTypeError, checked
 from megatron.serving.token_texts import finite
 from megatron.small_files import shown
 
-_MOST_PROMPTS = 128
 _UNIT = {"type": "number", "minimum": 0, "maximum": 1}
 _TOP_P, _WHOLE = "must be a positive float less than or equal to {}", "must be an integer equal to or greater than 0"
 
@@ -50,7 +49,7 @@ def _switch(name: str, about: str) -> ApiField:
 
 PROMPTS = Field(
     "prompts",
-    {"type": "array", "items": {"type": "string"}, "minItems": 1, "maxItems": _MOST_PROMPTS},
+    {"type": "array", "items": {"type": "string"}, "minItems": 1, "maxItems": MOST_PROMPTS},
     "Texts to continue.",
     required=True,
 )
@@ -199,7 +198,7 @@ def _prompts(prompts: Any) -> list[str]:
     is_right = isinstance(prompts, list) and all(isinstance(prompt, str) for prompt in prompts)
     _require(is_right, "prompts", "prompts is not a list of strings")
     _require(len(prompts) > 0, "prompts", "prompts is empty")
-    _require(len(prompts) <= _MOST_PROMPTS, "prompts", f"Maximum number of prompts is {_MOST_PROMPTS}")
+    _require(len(prompts) <= MOST_PROMPTS, "prompts", f"Maximum number of prompts is {MOST_PROMPTS}")
     texts: list[str] = checked(prompts, PROMPTS.schema, "prompts")
     return texts
 

@@ -13,9 +13,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from megatron.errors import ConfigError, DataError, MegatronError
+from megatron.serving.fields import MOST_PROMPTS
+from megatron.serving.settings import API_KEY_VARIABLE
 from tools.generation.settings import ClientConfig, GenerateConfig
 
-API_KEY_VARIABLE = "MEGATRON_API_KEY"
 _ADDRESS = re.compile(r"(?:(https?)://)?((?:[\w.\-]+|\[[\da-fA-F:.]+\])(?::(\d{1,5}))?)(?:/api)?/?", re.IGNORECASE)
 
 
@@ -36,10 +37,12 @@ class Client:
         self._url, self._config, self._seconds = url, config, settings.request_timeout
 
     def answer(self, prompts: Sequence[str]) -> None:
-        """Print each prompt with its continuation."""
-        texts = self._texts(prompts, self._config.tokens_to_generate)
-        for number, text in enumerate(texts, start=1):
-            print(f"-- {number}\n{text}" if len(prompts) > 1 else text, flush=True)
+        """Print each prompt with its continuation; a request asks for as many as /api takes."""
+        for first in range(0, len(prompts), MOST_PROMPTS):
+            part = prompts[first : first + MOST_PROMPTS]
+            texts = self._texts(part, self._config.tokens_to_generate, first=first)
+            for number, text in enumerate(texts, start=first + 1):
+                print(f"-- {number}\n{text}" if len(prompts) > 1 else text, flush=True)
 
     def converse(self) -> None:
         """Ask for prompts and numbers of tokens until the input ends."""
@@ -58,18 +61,21 @@ class Client:
             except MegatronError as error:  # a prompt that is refused ends nothing
                 print(f"error: {error}", file=sys.stderr)
 
-    def _texts(self, prompts: Sequence[str], tokens: int) -> list[str]:
-        """Prompts with their continuations. Raises ConfigError without a server, DataError for what it refuses."""
+    def _texts(self, prompts: Sequence[str], tokens: int, *, first: int = 0) -> list[str]:
+        """Prompts, of which the first has the number ``first``, with their continuations.
+
+        Raises ConfigError without a server, DataError for what it refuses.
+        """
         defaults = GenerateConfig().sampling()
         changed = {name: value for name, value in self._config.sampling().items() if value != defaults[name]}
         if changed.get("temperature") == 0:  # which /api spells so
             changed = {"top_k": 1}
         asked: dict[str, Any] = {"prompts": list(prompts), "tokens_to_generate": tokens, **changed}
         if self._config.seed is not None:
-            asked["random_seed"] = self._config.seed
+            asked["random_seed"] = self._config.seed + first
         headers = {"Content-Type": "application/json; charset=UTF-8"}
         if key := os.environ.get(API_KEY_VARIABLE):
-            headers["Authorization"] = f"Bearer {key.split(',')[0]}"
+            headers["Authorization"] = f"Bearer {key.split(',')[0].strip()}"
         request = urllib.request.Request(self._url, json.dumps(asked).encode(), headers, method="PUT")
         try:
             with urllib.request.urlopen(request, timeout=self._seconds) as response:

@@ -22,6 +22,7 @@ from tests.harness.serving import Running, ask, byte_tokenizer, served, slow_tab
 from tools import text_generation_cli
 from tools.generation.batch import in_order
 from tools.generation.client import _message, api_of
+from tools.generation.settings import GenerateConfig
 
 TEMPLATE = "{% for each in messages %}{{ each.role }}: {{ each.content }}\n{% endfor %}assistant:"
 
@@ -53,6 +54,27 @@ def test_is_megatrons_client(
     (text,) = ask(server.url, "/api", asked, method="PUT").json["text"]
     assert said.out.endswith(f"Megatron Response: \n{text}\nEnter prompt: ")
     assert said.err == "error: give a whole number of tokens, such as 64\n"
+
+
+def test_prompts_of_a_file_are_its_lines(tmp_path: Path) -> None:
+    """A form feed or U+2028 inside a prompt made two of it."""
+    path = tmp_path / "prompts"
+    path.write_bytes("a\r\n\nb\x0cc\u2028d\n".encode())
+    config = GenerateConfig(prompt=("x",), prompt_file=str(path))
+    assert text_generation_cli.prompts_of(config) == ["x", "a", "b\x0cc\u2028d"]
+
+
+def test_client_asks_for_more_prompts_than_one_request_takes(
+    server: Running, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A file of more than 128 prompts was refused; each has the seed that it has alone."""
+    path = tmp_path / "prompts"
+    path.write_text("".join(f"{number}\n" for number in range(130)))
+    flags = ["--tokens-to-generate", "2", "--seed", "7"]
+    text_generation_cli.main([server.url.removeprefix("http://"), "--prompt-file", str(path), *flags])
+    said = capsys.readouterr().out
+    (alone,) = ask(server.url, "/api", {"prompts": ["129"], "tokens_to_generate": 2, "random_seed": 136}).json["text"]
+    assert said.startswith("-- 1\n0") and said.endswith(f"-- 130\n{alone}\n")
 
 
 def test_client_says_what_the_server_refuses(server: Running) -> None:

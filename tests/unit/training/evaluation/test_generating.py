@@ -12,8 +12,8 @@ import torch
 
 from megatron.config.inference import InferenceConfig
 from megatron.config.trained_model import TrainedModelConfig, TrainedModelLayoutConfig
-from megatron.core.inference.engine import Engine
 from megatron.core.inference import products
+from megatron.core.inference.engine import Engine
 from megatron.core.inference.products import INT8
 from megatron.core.inference.request import Request, Result
 from megatron.core.inference.sampling import Sampling
