@@ -1,6 +1,7 @@
 """Matrix products by the fastest library at hand. On CPU in fp32 that is torch's own choice, MKL, on Intel's
 processors, and oneDNN on others, where MKL doesn't take its AVX-512 kernels and is half as fast. Products of bf16
-numbers are computed in fp32 where that is faster: on Intel's processors without matrix units.
+numbers are computed in fp32 where that is faster: on Intel's processors without matrix units, and on all others of
+the x86 kind that have no instructions for bf16.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from torch.nn import functional
 _ONEDNN_FROM = 1 << 20  # multiplications; below, the fixed cost of a call outweighs the speed
 _BLOCK_ELEMENTS = 1 << 22  # of a sum, computed before they are added: what stays in the caches
 _WIDE_FROM = 64  # rows; with fewer the copy of the other operand costs more than its product saves
+_WIDE_FROM_WITHOUT_BF16 = 4  # the same where a processor has no instructions for bf16
 
 
 def multiplied(function: Callable[..., Tensor], *operands: Tensor | None) -> Tensor:
@@ -26,7 +28,7 @@ def multiplied(function: Callable[..., Tensor], *operands: Tensor | None) -> Ten
     """
     first = operands[0]
     assert first is not None
-    if not is_faster_in_fp32(first.dtype, first.device) or first.numel() < _WIDE_FROM * first.shape[-1]:
+    if not is_faster_in_fp32(first.dtype, first.device) or first.numel() < _wide_from() * first.shape[-1]:
         return function(*operands)
     return function(*(None if each is None else each.float() for each in operands)).to(first.dtype)
 
@@ -141,8 +143,21 @@ def _onednn_serves(a: Tensor, b: Tensor) -> bool:
 
 @functools.cache
 def _is_slow_in_bf16() -> bool:
-    """Whether MKL's fp32 is faster than torch's bf16, copies included (1.3 to 1.7 times, measured with AVX-512)."""
-    return is_intel() and not torch.cpu._is_amx_tile_supported()
+    """Whether fp32 is faster than torch's bf16, copies included: on Intel's processors (1.3 to 1.7 times, measured with
+    AVX-512), and on those that have no instructions for bf16 (4 to 60 times, measured with AVX2).
+    """
+    return _lacks_bf16() or (is_intel() and not torch.cpu._is_amx_tile_supported())
+
+
+@functools.cache
+def _lacks_bf16() -> bool:
+    """Whether this is an x86 processor that has no instructions for bf16, as those of most laptops."""
+    has_bf16 = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+    return platform.machine().lower() in ("x86_64", "amd64") and not has_bf16
+
+
+def _wide_from() -> int:
+    return _WIDE_FROM_WITHOUT_BF16 if _lacks_bf16() else _WIDE_FROM
 
 
 @functools.cache

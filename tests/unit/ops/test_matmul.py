@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import platform
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -121,12 +122,39 @@ def test_bf16_products_are_computed_in_fp32_where_that_is_faster() -> None:
     assert types.seen == {torch.float64}
 
 
-def test_few_rows_are_not_worth_a_copy_of_the_weight() -> None:
-    """Copies cost more than what a product of a few rows saves."""
-    a, b = (x.detach() for x in tensors((8, 512), (96, 512), dtype=torch.bfloat16))
-    with _Types() as types:
-        times_transposed(a, b)
-    assert types.seen == {torch.bfloat16}
+@pytest.mark.parametrize("lacks_bf16", [False, True])
+def test_few_rows_are_not_worth_a_copy_of_the_weight(monkeypatch: pytest.MonkeyPatch, lacks_bf16: bool) -> None:
+    """Copies cost more than what a product of a few rows saves. Fewer rows are few where bf16 has no instructions."""
+    monkeypatch.setattr(matmul, "_lacks_bf16", lambda: lacks_bf16)
+    few, more = (3, 4) if lacks_bf16 else (63, 64)
+    for rows, wanted in ((few, torch.bfloat16), (more, torch.float32 if matmul._is_slow_in_bf16() else torch.bfloat16)):
+        a, b = (x.detach() for x in tensors((rows, 512), (96, 512), dtype=torch.bfloat16))
+        with _Types() as types:
+            times_transposed(a, b)
+        assert types.seen == {wanted}
+
+
+@pytest.mark.parametrize(
+    ("machine", "has_bf16", "intel", "slow"),
+    [
+        ("x86_64", False, False, True),
+        ("AMD64", False, True, True),
+        ("x86_64", True, False, False),
+        ("x86_64", True, True, True),
+        ("aarch64", False, False, False),
+    ],
+)
+def test_which_processors_are_slow_in_bf16(
+    monkeypatch: pytest.MonkeyPatch, machine: str, has_bf16: bool, intel: bool, slow: bool
+) -> None:
+    """A laptop without bf16 instructions took 200 seconds for a step in bf16, and 5 in fp32."""
+    monkeypatch.undo()  # the fixture's choice
+    monkeypatch.setattr(platform, "machine", lambda: machine)
+    monkeypatch.setattr(matmul, "is_intel", lambda: intel)
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: has_bf16)
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
+    monkeypatch.setattr(matmul, "_lacks_bf16", matmul._lacks_bf16.__wrapped__)
+    assert matmul._is_slow_in_bf16.__wrapped__() == slow
 
 
 def test_an_fp32_sum_gets_products_of_bf16_numbers_that_were_never_rounded() -> None:
