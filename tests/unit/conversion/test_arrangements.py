@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
 
 from megatron.config.model import ModelConfig
-from megatron.core.conversion.huggingface.format import config_from_model, model_from_config
+from megatron.core.conversion.huggingface.format import config_from_model, format_for, model_from_config
+from megatron.core.conversion.tables import matches
 from megatron.errors import CheckpointError
 from tests.published import MODELS
 
@@ -36,6 +38,43 @@ def test_falcons_positions_without_alibi() -> None:
     assert model_from_config({**CASES["falcon alibi, one group"], "alibi": None}, where="x").is_rotary
 
 
+def test_norms_of_opt_350m_end_its_layers() -> None:
+    """The norm at the end of a layer is the one at the start of our next, and the first layer begins with none."""
+    model = model_from_config(CASES["opt 350m, five heads"], where="x")
+    assert (model.apply_residual_connection_post_layernorm, model.first_attention_norm) == (True, False)
+    assert model.word_embedding_size == 28
+    theirs = {match.ours: match.theirs for match in matches(format_for(()).table("opt", model), model, where="x")}
+    assert "decoder.layers.0.input_layernorm.weight" not in theirs
+    assert theirs["decoder.layers.1.input_layernorm.bias"] == ("model.decoder.layers.0.final_layer_norm.bias",)
+    last = f"model.decoder.layers.{model.num_layers - 1}.final_layer_norm.weight"
+    assert theirs["decoder.final_layernorm.weight"] == (last,)
+
+
+def test_lengths_that_yarn_is_scaled_by() -> None:
+    """Without a factor it is how much longer the context has become; the length beside the settings of the rotary
+    positions goes before the one within them.
+    """
+    yarn = {**CASES["llama"], "rope_parameters": {"rope_type": "yarn", "original_max_position_embeddings": 16}}
+    for settings, original in ((yarn, 16), ({**yarn, "original_max_position_embeddings": 8}, 8)):
+        model = model_from_config(settings, where="x")
+        assert (model.original_max_position_embeddings, model.rotary_scaling_factor) == (original, 64 / original)
+
+
+def test_the_base_of_windows_that_is_said_twice() -> None:
+    """transformers takes the one of their layers, and then the older setting beside it."""
+    full, older = {"rope_type": "default", "rope_theta": 100.0}, {**CASES["gemma3"], "rope_local_base_freq": 5.0}
+    for window, base in (({"rope_theta": 7.0}, 7.0), ({}, 5.0)):
+        parts = {"full_attention": full, "sliding_attention": {"rope_type": "default", **window}}
+        assert model_from_config({**older, "rope_parameters": parts}, where="x").rotary_base_local == base
+
+
+def test_logits_scaling_comes_back_as_it_was() -> None:
+    """49 came back as 49.00000000000001, since ours is its reciprocal."""
+    source = {**CASES["granite"], "logits_scaling": 49.0}
+    model = model_from_config(source, where="x")
+    assert config_from_model(model, dtype="float32", source=source, tokens={})["logits_scaling"] == 49.0
+
+
 @pytest.mark.parametrize(
     ("case", "settings", "words"),
     [
@@ -45,6 +84,11 @@ def test_falcons_positions_without_alibi() -> None:
             "opt",
             {"_remove_final_layer_norm": True},
             "_remove_final_layer_norm = True: this project supports only False",
+        ),
+        (
+            "gemma3",
+            {"rope_parameters": {"sliding_attention": {"rope_type": "linear", "factor": 2.0}}},
+            "sliding_attention says rope_type = 'linear': layers with a window are not scaled in this project",
         ),
         ("falcon newer", {"num_kv_heads": 3}, "num_kv_heads = 3: num_attention_heads = 4 is not divisible by it"),
     ],
@@ -58,6 +102,10 @@ def test_settings_that_are_refused(case: str, settings: dict[str, Any], words: s
 def test_layers_that_no_type_has() -> None:
     """Each type has biases and norms of its own: the nearest is named with what differs."""
     model = model_from_config(CASES["llama with attention biases"], where="x")
+    starcoder = model_from_config(CASES["starcoder2"], where="x")
+    uneven = dataclasses.replace(starcoder, add_bias_linear=False, add_mlp_bias=False)
+    found = format_for(()).types["starcoder2"].differences(uneven)
+    assert found == ["some linear layers have biases and others have none"]
     for changes, words in (
         ({"word_embedding_size": 24}, "word embeddings have another width than hidden states"),
         ({"add_attention_output_bias": False, "add_mlp_bias": True}, "the output layer of attention has none"),

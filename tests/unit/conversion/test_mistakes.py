@@ -57,7 +57,14 @@ BAD_CONFIGS: list[tuple[dict[str, Any], str]] = [
     ({"quantization_config": {"bits": 4}}, "has a quantization_config, so the weights are quantized"),
     ({"hidden_size": "absent"}, "lacks hidden_size, which the architecture needs"),
     ({"hidden_act": "gelu"}, "says hidden_act = 'gelu': this project supports only 'silu'"),
-    ({"rope_parameters": {"rope_type": "proportional"}}, "rotary scaling 'proportional' is not available; default, "),
+    (
+        {"rope_parameters": {"rope_type": "proportional"}},
+        "rope_parameters says rope_type = 'proportional': this rotary scaling is not available; default, linear, ",
+    ),
+    (
+        {"rope_parameters": "absent", "rope_scaling": {"type": "proportional"}},
+        "config.json: rope_scaling says type = 'proportional': this rotary scaling is not available; default, ",
+    ),
     ({"rope_parameters": {**LLAMA3, "low_freq_factor": 4.0}}, "low_freq_factor = 4.0: it must be less than high_freq"),
     ({"rope_parameters": {"rope_type": "dynamic", "factor": 0.5}}, "factor = 0.5: it must be at least 1"),
     ({"rope_parameters": {"rope_type": "yarn"}, "head_dim": 11}, "rotates 11 channels; their number must be even"),
@@ -65,7 +72,10 @@ BAD_CONFIGS: list[tuple[dict[str, Any], str]] = [
         {"rope_parameters": {"rope_type": "longrope", "short_factor": [1.0], "long_factor": []}},
         "--longrope-short-factors has 1 numbers and --longrope-long-factors 0; give 6 each",
     ),
-    ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "these families rotate whole heads"),
+    (
+        {"rope_parameters": {"partial_rotary_factor": 0.5}},
+        "rope_parameters says partial_rotary_factor = 0.5: these families rotate whole heads",
+    ),
     ({"model_type": "mistral", "sliding_window": 0}, "sliding_window is 0; expected a whole number from 1"),
     ({"model_type": "qwen2", "layer_types": ["full_attention"]}, "it must name each of the 3 layers, as"),
     ({"model_type": "qwen3", "layer_types": ["chunked_attention"] * 3}, "as sliding_attention or full_attention"),

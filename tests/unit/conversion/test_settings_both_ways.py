@@ -65,7 +65,7 @@ CHANGES: dict[str, Any] = {
     "activation_func_clamp_value": 7.0,
     "glu_linear_offset": 1.0,
     "softmax_scale": 0.5,
-    "window_size": ((15, 0),),
+    "window_size": ((15, 0), (15, 2)),
     "window_attn_skip_freq": "2",
     "attn_logit_softcapping": 30.0,
     "softmax_type": ("off-by-one", "learnable"),

@@ -9,13 +9,13 @@ import torch
 
 from megatron.config.model import ModelConfig
 from megatron.core.conversion.huggingface.format import formats
-from megatron.core.conversion.transforms import GROUPED, TRANSPOSED_THIRDS
+from megatron.core.conversion.transforms import GROUPED, TRANSPOSED_THIRDS, halves, neighbours
 
 ROWS = (4 + 2 * 2) * 8  # of a fused query, key and value with the sizes below
 
 
-def model(*, interleaved: bool) -> ModelConfig:
-    """Four heads of eight channels in two groups."""
+def model(*, interleaved: bool, rotated: float = 1.0) -> ModelConfig:
+    """Four heads of eight channels in two groups; ``rotated``: the part of each head that is."""
     return ModelConfig(
         num_layers=2,
         hidden_size=32,
@@ -24,6 +24,7 @@ def model(*, interleaved: bool) -> ModelConfig:
         num_query_groups=2,
         position_embedding_type="rope",
         rotary_interleaved=interleaved,
+        rotary_percent=rotated,
     )
 
 
@@ -56,3 +57,11 @@ def test_rows_that_stay_are_not_copied() -> None:
     assert turned[:8, 0].tolist() == tensor[[0, 2, 4, 6, 1, 3, 5, 7], 0].tolist()
     there = TRANSPOSED_THIRDS.split(tensor, model(interleaved=False))
     assert torch.equal(TRANSPOSED_THIRDS.join(there, model(interleaved=False)), tensor)
+
+
+def test_channels_that_are_not_rotated_stay() -> None:
+    """With --rotary-percent 0.5 and neighbouring pairs, four of eight channels of each head move, and back again."""
+    rows = torch.arange(16)
+    turned = halves(rows, model(interleaved=True, rotated=0.5))
+    assert turned.tolist() == [0, 2, 1, 3, 4, 5, 6, 7, 8, 10, 9, 11, 12, 13, 14, 15]
+    assert torch.equal(neighbours(turned, model(interleaved=False, rotated=0.5)), rows)

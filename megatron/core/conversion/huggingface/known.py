@@ -50,9 +50,11 @@ class Known:
         return self._values.get(name, default)
 
     def within(self, *names: str) -> Known:
-        """The settings of these objects together, the later before the earlier."""
-        inside = {key: value for name in names for key, value in (self.get(name) or {}).items()}
-        return Known(inside, {}, f"{self._where}: {names[-1]}", kinds=self._kinds, asked=self.asked)
+        """The settings of these objects together, the later before the earlier; errors name the last that is there."""
+        given = [name for name in names if self.get(name)]
+        inside = {key: value for name in given for key, value in self._values[name].items()}
+        where = f"{self._where}: {(given or names)[-1]}"
+        return Known(inside, {}, where, kinds=self._kinds, asked=self.asked)
 
     def but(self, **values: Any) -> Known:
         """These settings with some other values."""

@@ -58,12 +58,11 @@ def read_rotary(
     kind = renamed.get(kind, kind)
     percent = rope.get("partial_rotary_factor") or known.get("partial_rotary_factor") or 1.0
     if percent != 1.0 and not partial:
-        raise known.refuse("partial_rotary_factor", "these families rotate whole heads")
+        said = rope if rope.get("partial_rotary_factor") else known
+        raise said.refuse("partial_rotary_factor", "these families rotate whole heads")
     if kind not in kinds:
-        raise known.refuse(
-            "rope_parameters",
-            f"rotary scaling {kind!r} is not available; {', '.join(kinds[:-1])} and {kinds[-1]} are",
-        )
+        named = "type" if rope.get("rope_type", "") == "" else "rope_type"
+        raise rope.refuse(named, f"this rotary scaling is not available; {', '.join(kinds[:-1])} and {kinds[-1]} are")
     base = float(rope.get("rope_theta") or known("rope_theta"))
     return {"rotary_base": base, "rotary_percent": float(percent), **_scaling(known, rope, kind)}
 

@@ -41,6 +41,7 @@ GRANITE = replace(
     LLAMA,
     architecture="GraniteForCausalLM",
     by_code=(*_MULTIPLIERS, "softmax_scale", "logits_multiplier"),
+    spellings=("logits_scaling",),  # 1 / (1 / 49) is not 49
     defaults={**LLAMA.defaults, **dict.fromkeys(_SETTINGS, 1.0)},
     kinds=dict.fromkeys(_SETTINGS, Factor),
     read=_read,
