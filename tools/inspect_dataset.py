@@ -155,7 +155,7 @@ def verify(dataset: IndexedDataset, tokenizer: Tokenizer | None) -> str:
         metadata.check_counts(dataset.prefix, num_tokens=dataset.num_tokens, num_sequences=len(dataset))
         if (metadata.num_documents, metadata.max_token_id) != (dataset.num_documents, largest):
             raise DataError(
-                f"{DatasetMetadata.path(dataset.prefix)} speaks of {metadata.num_documents} documents and ids up to "
+                f"{DatasetMetadata.path(dataset.prefix)} describes {metadata.num_documents} documents and ids up to "
                 f"{metadata.max_token_id}, the data hold {dataset.num_documents} and {largest}: it belongs to other "
                 "files"
             )

@@ -48,8 +48,8 @@ class CheckpointConfig(Settings):
         default=None,
     )
     load_hf_proof: Literal["auto", "required", "off"] = flag(
-        "Before training from --load-hf, compare logits with those of transformers. auto: with a remark instead where "
-        "transformers or memory is missing; required: that is an error.",
+        "Before training from --load-hf, compare logits with those of transformers. auto: if transformers or memory is "
+        "missing, print a remark instead; required: stop with an error then.",
         default="auto",
     )
     save_hf: str | None = flag(
@@ -57,8 +57,8 @@ class CheckpointConfig(Settings):
         default=None,
     )
     save_hf_interval: int | None = flag(
-        "Iterations between models in --save-hf, a multiple of --save-interval. Each model then has its own folder "
-        "there, iter_0000500, also the last one.",
+        "Iterations between models in --save-hf, a multiple of --save-interval. Each model, the last one too, gets its "
+        "own folder there, such as iter_0000500.",
         default=None,
         at_least=1,
     )

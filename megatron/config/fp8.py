@@ -15,10 +15,10 @@ class Fp8Config(Settings):
         default=None,
     )
     fp8_recipe: Literal["tensorwise", "delayed", "blockwise", "mxfp8"] = flag(
-        "How FP8 tensors are scaled. tensorwise: by their largest value; delayed: by the largest of iterations before; "
-        "blockwise: in blocks of 128, of 128 x 128 for weights; mxfp8: in blocks of 32.",
+        "How FP8 tensors are scaled. tensorwise: by their largest value; delayed: by the largest value of earlier "
+        "iterations; blockwise: in blocks of 128, or 128 x 128 for weights; mxfp8: in blocks of 32.",
         default="delayed",
-        refused_values={"custom": "recipes are those listed; there are no factories of quantizers"},
+        refused_values={"custom": "quantizer factories are not supported; choose one of the listed recipes"},
     )
     fp8_margin: int = flag(
         "With --fp8-recipe delayed: scales are divided by 2 to the power of this.", default=0, at_least=0, at_most=100

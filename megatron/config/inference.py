@@ -33,8 +33,8 @@ class InferenceConfig(Settings):
         at_most=65_536,
     )
     inference_dynamic_batching_max_tokens: int = flag(
-        "Maximum tokens of a step: one of each running text, and parts of new prompts. A larger step reads prompts "
-        "faster, and running texts wait longer for it.",
+        "Maximum tokens of a step: one of each running text, and parts of new prompts. More tokens read prompts "
+        "faster, but running texts wait longer for each step.",
         default=512,
         at_least=1,
     )
@@ -47,24 +47,24 @@ class InferenceConfig(Settings):
         off="--no-inference-dynamic-batching-prefix-caching",
     )
     num_speculative_tokens: int = flag(
-        "Tokens that are guessed for each text and verified in one step; texts stay the same. The guesses repeat "
-        "what followed the last tokens earlier in the text, or are --draft-load's.",
+        "Speculative decoding: tokens that are guessed for each text and verified in one step; texts stay the same. "
+        "Guesses come from --draft-load, or repeat what followed the last tokens earlier in the text.",
         default=0,
         at_least=0,
         at_most=64,
     )
     draft_load: str | None = flag(
-        "Folder of checkpoints of a smaller model with the same vocabulary, which guesses the next tokens for "
+        "Folder of checkpoints of a smaller model (draft model) with the same vocabulary, which guesses the tokens of "
         "--num-speculative-tokens.",
         default=None,
     )
     batch_invariant: bool = switch(
-        "Compute a text's logits with the same bits whatever else is in the batch. In bf16 and fp16 on a CPU that is "
-        "the default; in fp32 it takes up to 1.5 times as long for few texts.",
+        "Compute a text's logits with the same bits whatever else is in the batch. This is the default in bf16 and "
+        "fp16 on a CPU; in fp32 it takes up to 1.5 times as long for small batches.",
         aliases=("--batch-invariant-mode",),
     )
     quantization: Literal["int8"] | None = flag(
-        "Multiply by weights rounded to 8 bits with a scale for each output, in a bf16 or fp32 model on a CPU: half "
-        "the memory traffic of bf16, which is what few texts wait for. Logits change a little.",
+        "Round weights to 8 bits with a scale for each output, for a bf16 or fp32 model on a CPU: half the memory "
+        "traffic of bf16, which limits the speed of small batches. Logits change a little.",
         default=None,
     )

@@ -25,7 +25,8 @@ def marked_layers(pattern: str, num_layers: int, *, flag: str) -> tuple[bool, ..
         return tuple((number + 1) % value == 0 for number in range(num_layers))
     if num_layers % len(value):
         raise ConfigError(
-            f"{flag} {pattern!r} lists {len(value)} layers, and --num-layers {num_layers} is no multiple of that"
+            f"{flag} {pattern!r} lists {len(value)} layers, and --num-layers {num_layers} is not a multiple of "
+            f"{len(value)}: list each layer, or a part that repeats"
         )
     return tuple(map(bool, value * (num_layers // len(value))))
 

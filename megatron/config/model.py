@@ -32,14 +32,14 @@ class MultiTokenConfig(Settings):
     """Settings of multi-token prediction (MTP; DeepSeek-V3, arXiv:2412.19437), part of those of the model."""
 
     mtp_num_layers: int = architecture_flag(
-        "Layers of multi-token prediction (MTP) on the last stage, each of which predicts one token more ahead in "
-        "training; 0: none.",
+        "Layers of multi-token prediction (MTP) on the last stage. In training each predicts one token further ahead; "
+        "0: none.",
         default=0,
         at_least=0,
         at_most=64,
     )
     mtp_loss_scaling_factor: float = flag(
-        "Factor of the mean of the losses of --mtp-num-layers, each a mean over its own tokens.", default=0.1, above=0
+        "Coefficient of the MTP loss, which is the mean of the losses of all --mtp-num-layers.", default=0.1, above=0
     )
 
 
@@ -88,7 +88,7 @@ class ModelConfig(PositionConfig, LatentAttentionConfig, MultiTokenConfig):
         "Store norm weights minus one, so that a weight of zero scales by one."
     )
     norm_parameters: Literal["weight_and_bias", "weight", "none"] = architecture_flag(
-        "What norms have beside the normalization. RMSNorm has no bias.", default="weight_and_bias"
+        "Learned parameters of the norms. RMSNorm has no bias.", default="weight_and_bias"
     )
     norm_placement: Literal["before", "after", "both"] = architecture_flag(
         "Where a layer has its norms: before each sublayer; after it, on what is added to the residual (OLMo 2); or "
@@ -139,15 +139,17 @@ class ModelConfig(PositionConfig, LatentAttentionConfig, MultiTokenConfig):
         combined={frozenset({"geglu_tanh", "gelu"}): "geglu"},
     )
     activation_func_clamp_value: float | None = architecture_flag(
-        "Cut off the gates of a gated MLP above this, and its values beyond it on both sides (arXiv:2508.10925: 7).",
+        "Clamp the gate of a gated MLP to at most this, and its linear part to plus or minus this (7 in "
+        "arXiv:2508.10925).",
         default=None,
         above=0,
     )
     glu_linear_offset: float = architecture_flag(
-        "Add this to the values of a gated MLP, which gates multiply (arXiv:2508.10925: 1).", default=0.0
+        "Add this to the linear part of a gated MLP before it is multiplied by the gate (1 in arXiv:2508.10925).",
+        default=0.0,
     )
     softmax_scale: float | None = architecture_flag(
-        "Scale of attention scores; 1 / sqrt(width of a head) unless given.", default=None, above=0
+        "Factor of attention scores; 1 / sqrt(width of a head) unless given.", default=None, above=0
     )
     window_size: tuple[int, int] | None = architecture_flag(
         "Sliding window: how many keys before and after its own position a query sees, such as 4095,0.",
@@ -155,15 +157,16 @@ class ModelConfig(PositionConfig, LatentAttentionConfig, MultiTokenConfig):
         at_least=0,
     )
     window_attn_skip_freq: str | None = architecture_flag(
-        "Layers with full attention beside those with a window: every N-th for a number N; or a list such as "
-        "'[1]*5+[0]' with 1 for a window.",
+        "Which layers have full attention instead of --window-size: every N-th layer for a number N, or those with a 0 "
+        "in a list such as '[1]*5+[0]'.",
         default=None,
     )
     attn_logit_softcapping: float | None = architecture_flag(
         "Soft cap c of scaled attention scores s: c tanh(s / c), as in Gemma 2.", default=None, above=0
     )
     softmax_type: Literal["vanilla", "off-by-one", "learnable"] = architecture_flag(
-        "Attention sinks: off-by-one adds 1 to the softmax's sum, learnable a learned number for each head.",
+        "Attention sinks: off-by-one adds 1 to the denominator of the softmax, learnable adds a learned number for "
+        "each head.",
         default="vanilla",
     )
     qk_layernorm: bool = architecture_switch("Apply the norm to queries and keys.")
@@ -182,13 +185,15 @@ class ModelConfig(PositionConfig, LatentAttentionConfig, MultiTokenConfig):
         "Use separate weights for the output layer, not those of the word embeddings."
     )
     word_embedding_size: int | None = architecture_flag(
-        "Width of the word embeddings where it is not --hidden-size: one matrix projects them to it, another projects "
-        "hidden states back before the output layer (OPT 350M).",
+        "Width of the word embeddings, if not --hidden-size: one matrix projects them to the hidden size, another "
+        "projects hidden states back before the output layer (OPT 350M).",
         default=None,
         at_least=1,
     )
     embedding_multiplier: float = architecture_flag(
-        "Multiply word embeddings by this, rounded to the type of the weights as in Gemma.", default=1.0, above=0
+        "Multiply word embeddings by this. The factor is rounded to the type of the weights, as in Gemma.",
+        default=1.0,
+        above=0,
     )
     residual_multiplier: float = architecture_flag(
         "Multiply what each sublayer adds to the residual by this (Granite).", default=1.0, above=0

@@ -32,7 +32,9 @@ Z_LOSS = "z_loss"
 class MoEConfig(FamilyConfig):
     """Mixture of experts: feed-forward networks of which each token uses a few."""
 
-    num_experts: int | None = architecture_flag("Experts of a layer that has them; 0: none.", default=None, at_least=0)
+    num_experts: int | None = architecture_flag(
+        "Experts of each mixture-of-experts layer; 0: none.", default=None, at_least=0
+    )
     moe_layer_freq: str = architecture_flag(
         "Layers with experts: N for every N-th, the first among them; or a list such as '[0]*3+[1]*58' with a 1 for "
         "each such layer and a 0 for a dense one.",
@@ -42,48 +44,50 @@ class MoEConfig(FamilyConfig):
         "Inner width of an expert.", derived="--ffn-hidden-size", follows=("ffn_hidden_size",), at_least=1
     )
     moe_shared_expert_intermediate_size: int | None = architecture_flag(
-        "Inner width of the shared experts together: they see every token, beside those that it chooses.",
+        "Total inner width of the shared experts, which process every token.",
         default=None,
         at_least=1,
     )
     moe_shared_expert_gate: bool = architecture_switch(
         "Multiply the output of the shared experts by a learned number between 0 and 1 for each token (Qwen2-MoE)."
     )
-    moe_router_topk: int = architecture_flag("Experts that a token chooses.", default=2, at_least=1)
+    moe_router_topk: int = architecture_flag("Experts that each token is routed to (top-k).", default=2, at_least=1)
     moe_router_score_function: Literal["softmax", "sigmoid", "sqrtsoftplus"] = architecture_flag(
-        "Scores of experts from the router's logits. softmax: over the chosen ones. sigmoid (DeepSeek-V3) and "
-        "sqrtsoftplus: each expert by itself, then divided by the sum of the chosen ones.",
+        "How the router's logits become weights of experts. softmax: over the chosen experts. sigmoid (DeepSeek-V3) "
+        "and sqrtsoftplus: for each expert, then divided by the sum over the chosen ones.",
         default="softmax",
     )
     moe_router_pre_softmax: bool = architecture_switch(
-        "Softmax over all experts before the choice, whose scores are then not made to add up to 1."
+        "Apply the softmax to all experts before the top-k choice; weights of the chosen experts are not renormalized."
     )
     moe_router_topk_scaling_factor: float | None = architecture_flag(
         "Multiply the weights of the chosen experts by this.", default=None, above=0
     )
     moe_router_num_groups: int | None = architecture_flag(
-        "Groups of neighbouring experts, of which a token first chooses some; see --moe-router-group-topk.",
+        "Group-limited routing: number of groups of experts, of which a token first chooses --moe-router-group-topk.",
         default=None,
         at_least=1,
     )
     moe_router_group_topk: int | None = architecture_flag(
-        "Groups that a token chooses; its experts are among theirs.", default=None, at_least=1
+        "Group-limited routing: groups that each token chooses; its experts come from these groups.",
+        default=None,
+        at_least=1,
     )
     moe_router_group_score: Literal["sum", "max"] = architecture_flag(
-        "Score of a group. sum: of as many of its best experts as a token chooses of a group (DeepSeek-V3, "
-        "Megatron-LM); max: of its best expert (DeepSeek-V2).",
+        "Score of a group. sum: sum of its best scores, --moe-router-topk / --moe-router-group-topk of them "
+        "(DeepSeek-V3, Megatron-LM); max: its best score (DeepSeek-V2).",
         default="sum",
     )
     moe_router_dtype: Literal["fp32", "fp64"] | None = architecture_flag(
-        "Type in which the router multiplies, if it is wider than the model's; scores are at least fp32 anyway.",
+        "Precision of the router's matrix product, if wider than the model's; scores are at least fp32 in any case.",
         default=None,
     )
     moe_router_enable_expert_bias: bool = architecture_switch(
-        "Balance without a loss: add to each expert's score, for the choice alone, a bias that each step moves up for "
-        "experts with less than the mean load and down for others (arXiv:2408.15664)."
+        "Loss-free balancing (arXiv:2408.15664): add a bias to each expert's score, for the top-k choice only. Each "
+        "step raises the bias of experts with less than the mean load, and lowers the others."
     )
     moe_router_bias_update_rate: float = flag(
-        "By how much a step moves the biases of --moe-router-enable-expert-bias.", default=1e-3, at_least=0
+        "Step size of the biases of --moe-router-enable-expert-bias.", default=1e-3, at_least=0
     )
     moe_router_load_balancing_type: tuple[LoadBalancing, ...] = flag(
         "Losses that balance the load of experts, each with a weight in --moe-aux-loss-coeff. aux_loss: over each "
@@ -108,21 +112,21 @@ class MoEConfig(FamilyConfig):
         at_least=0,
     )
     moe_expert_capacity_factor: float | None = flag(
-        "Drop choices in training: of each sequence an expert takes at most this times the choices that it would get "
-        "if all were balanced. Dropping is the same at every layout; Megatron-LM's capacity is that of a rank's "
+        "Capacity of an expert in training: of each sequence it processes at most this times its balanced share of "
+        "tokens, and drops the rest. Dropping is the same at every layout; Megatron-LM's capacity counts a rank's "
         "tokens. A negative factor drops nothing, as without the flag.",
         default=None,
     )
     moe_token_drop_policy: Literal["probs", "position"] = flag(
-        "Choices that stay within the capacity: those of the largest weights, or of the first positions.",
+        "Which tokens an expert keeps within its capacity: those with the largest weights, or the first positions.",
         default="probs",
     )
     moe_router_force_load_balancing: bool = switch(
-        "For benchmarks: tokens take experts in turn, whatever the router says."
+        "For benchmarks: assign experts to tokens in turn, and ignore the router."
     )
     moe_token_dispatcher_type: Literal["alltoall", "allgather"] = flag(
-        "How tokens reach their experts on other ranks. alltoall: each to those it chose; allgather: all to all, which "
-        "sends less if tokens choose at least as many experts as there are expert-parallel ranks.",
+        "How tokens reach experts on other ranks. alltoall: each token is sent to its experts only; allgather: every "
+        "rank gets all tokens, which sends less if --moe-router-topk is at least the number of expert-parallel ranks.",
         default="alltoall",
         renamed_values={
             "flex": ("alltoall", "its kernels are not used; tokens travel by all-to-all"),
@@ -130,10 +134,10 @@ class MoEConfig(FamilyConfig):
         },
     )
     moe_per_layer_logging: bool = switch(
-        "Write curves of each layer's router losses and balance of experts, not only of all layers."
+        "Also write curves of each layer's router losses and balance of experts, besides those of all layers."
     )
     moe_matmul_backend: Literal["auto", "grouped_mm", "loop"] = flag(
-        "Kernel of the experts' products; auto takes the first that supports them. loop: one product an expert.",
+        "Kernel of the experts' matrix products; auto takes the first that supports them. loop: one product an expert.",
         default="auto",
     )
 

@@ -22,7 +22,7 @@ class OptimizerConfig(Settings):
     lr: float | None = flag("Peak learning rate.", default=None, at_least=0)
     min_lr: float = flag("Learning rate at the end of the decay.", default=0.0, at_least=0)
     decoupled_lr: float | None = flag(
-        "Highest learning rate of the word embeddings and the output layer, where it is not --lr.",
+        "Peak learning rate of the word embeddings and the output layer; --lr unless given.",
         default=None,
         at_least=0,
     )
@@ -83,8 +83,8 @@ class OptimizerConfig(Settings):
     adam_beta2: float = flag("Adam's decay of the second moment.", default=0.999, at_least=0, below=1)
     adam_eps: float = flag("Adam's epsilon.", default=1e-8, at_least=0)
     use_precision_aware_optimizer: bool = switch(
-        "With adam: keep moments in the formats of the --…-dtype flags, and the fp32 master weights of bf16 "
-        "weights as what they are more than the weights: exact, in 2.125 bytes a weight instead of 4."
+        "With adam: store moments in the formats of the --…-dtype flags, and the fp32 master weights as exact "
+        "remainders of the bf16 weights: 2.125 bytes per weight instead of 4."
     )
     main_params_dtype: Literal["fp32"] = flag(
         "Format of master weights with --use-precision-aware-optimizer.",
@@ -97,24 +97,25 @@ class OptimizerConfig(Settings):
         },
     )
     exp_avg_dtype: Literal["fp32", "bf16"] = flag(
-        "Format in which Adam's first moment is kept, with --use-precision-aware-optimizer; steps compute in fp32.",
+        "Storage format of Adam's first moment, with --use-precision-aware-optimizer; steps compute in fp32.",
         default="fp32",
         renamed_values={"fp16": ("bf16", "bf16 takes as many bytes and holds small gradients without a scale")},
         refused_values={"fp8": "moments in 8 bits are not available yet; give bf16"},
     )
     exp_avg_sq_dtype: Literal["fp32", "bf16"] = flag(
-        "Format of Adam's second moment. bf16 is rounded stochastically: rounded to nearest, it would stop following "
-        "gradients at --adam-beta2 0.999.",
+        "Storage format of Adam's second moment. bf16 is rounded stochastically: rounded to nearest, it would not "
+        "follow the gradients at --adam-beta2 0.999.",
         default="fp32",
         renamed_values={"fp16": ("bf16", "fp16 would round squares of small gradients to zero, and divide by that")},
         refused_values={"fp8": "moments in 8 bits are not available yet; give bf16"},
     )
     optimizer_cpu_offload: bool = switch(
-        "Keep master weights and moments in main memory, and take steps there: gradients are brought and weights sent "
-        "back. A GPU then holds weights and gradients alone."
+        "Keep master weights and moments in CPU memory and run the optimizer there: gradients are copied to the CPU, "
+        "updated weights back. The GPU holds only weights and gradients."
     )
     optimizer_offload_fraction: float = flag(
-        "Of --optimizer-cpu-offload: the fraction of the parameters, whole ones, whose state is in main memory.",
+        "With --optimizer-cpu-offload: fraction of the parameters whose optimizer state is in CPU memory. A parameter "
+        "is never divided.",
         default=1.0,
         at_least=0,
         at_most=1,
@@ -123,10 +124,12 @@ class OptimizerConfig(Settings):
         "With --optimizer-cpu-offload: copy gradients and weights while the CPU computes."
     )
     pin_cpu_grads: bool = switch(
-        "Bring gradients of --optimizer-cpu-offload through pageable memory.", off="--no-pin-cpu-grads"
+        "With --optimizer-cpu-offload: copy gradients through pageable instead of pinned memory.",
+        off="--no-pin-cpu-grads",
     )
     pin_cpu_params: bool = switch(
-        "Send weights of --optimizer-cpu-offload through pageable memory.", off="--no-pin-cpu-params"
+        "With --optimizer-cpu-offload: copy weights through pageable instead of pinned memory.",
+        off="--no-pin-cpu-params",
     )
     sgd_momentum: float = flag("Momentum of sgd.", default=0.9, at_least=0, below=1)
     override_opt_param_scheduler: bool = switch(

@@ -22,7 +22,9 @@ class ParallelConfig(Settings):
     """How ranks divide the work. The data-parallel size is the number of ranks divided by the other sizes."""
 
     tensor_model_parallel_size: int = flag("Ranks that split each layer's matrices.", default=1, at_least=1)
-    pipeline_model_parallel_size: int = flag("Pipeline stages.", default=1, at_least=1)
+    pipeline_model_parallel_size: int = flag(
+        "Ranks of the pipeline, each with one stage or more.", default=1, at_least=1
+    )
     num_layers_per_virtual_pipeline_stage: int | None = flag(
         "Interleave the pipeline, with this many layers in each model chunk.", default=None, at_least=1
     )
@@ -62,9 +64,9 @@ class ParallelConfig(Settings):
     overlap_p2p_communication: bool = switch(
         "Do not overlap pipeline communication with computation.", off="--no-overlap-p2p-communication"
     )
-    context_parallel_size: int = flag("Ranks that split the sequence in attention.", default=1, at_least=1)
+    context_parallel_size: int = flag("Ranks that split every sequence.", default=1, at_least=1)
     cp_comm_type: tuple[CpCommType, ...] = flag(
-        "How context-parallel ranks attend to each other's keys, one value for all layers or one per layer. p2p: "
+        "How context-parallel ranks exchange keys and values, one choice for all layers or one per layer. p2p: "
         "keys travel around a ring; all_gather: keys are gathered; a2a: ranks exchange slices of the sequence for "
         "attention heads; a2a+p2p: a2a inside groups of ranks, and a ring between the groups.",
         default=("p2p",),
@@ -95,8 +97,8 @@ class ParallelConfig(Settings):
         at_least=1,
     )
     gradient_accumulation_fusion: bool | None = flag(
-        "Add weight gradients to the gradient buffer inside the product that computes them; unless given: where it is "
-        "faster, on GPUs and, in bf16, on Intel's CPUs without AMX. FP8 products, embedding and output layer add "
+        "Add weight gradients to the gradient buffer inside the matrix product that computes them; unless given: where "
+        "it is faster, on GPUs and, in bf16, on Intel's CPUs without AMX. FP8 products, embedding and output layer add "
         "theirs afterwards.",
         default=None,
     )
@@ -111,7 +113,7 @@ class ParallelConfig(Settings):
         "torch.distributed backend; unless given: nccl on GPUs, gloo on CPUs.", default=None
     )
     high_priority_stream_groups: tuple[GroupName, ...] = flag(
-        "Groups of ranks whose NCCL kernels a GPU starts before others that wait, e.g. dp_cp for gradients.",
+        "Groups of ranks whose NCCL kernels get a high-priority CUDA stream, e.g. dp_cp for gradients.",
         default=(),
     )
     use_nccl_ub: bool = switch(

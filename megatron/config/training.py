@@ -55,10 +55,10 @@ class TrainingConfig(Settings):
         default=None,
     )
     recompute_modules: tuple[RecomputeModule, ...] = flag(
-        "With --recompute-granularity selective. core_attn: attention scores; layernorm: results of the norms before "
-        "attention and networks; mlp: dense networks; moe: experts, with their router and another exchange of tokens; "
-        "moe_act: the activation of experts; shared_experts; mla_up_proj: queries, keys and values of multi-latent "
-        "attention, from their latents.",
+        "With --recompute-granularity selective. core_attn: attention scores; layernorm: outputs of the norms before "
+        "attention and MLPs; mlp: dense MLPs; moe: experts and their router, which sends tokens again; moe_act: the "
+        "activation of experts; shared_experts; mla_up_proj: queries, keys and values of multi-latent attention, from "
+        "their latents.",
         default=("core_attn",),
     )
     recompute_activations: bool = switch("Short for --recompute-granularity selective.")
@@ -73,11 +73,11 @@ class TrainingConfig(Settings):
         "this needs a C++ compiler."
     )
     cpu_offloading: bool = switch(
-        "Offload activations of layers to CPU memory between forward and backward pass. Copies run beside the layers."
+        "Offload activations of layers to CPU memory between forward and backward pass. Copies overlap with layers."
     )
     cpu_offloading_num_layers: int | None = flag(
-        "Offload this many layers of each pipeline stage, the first; turns --cpu-offloading on, whose default is all. "
-        "One less than a stage has is best: the backward pass needs at once what the last layer keeps.",
+        "Offload only the first N layers of each pipeline stage; turns --cpu-offloading on, which offloads all. Best "
+        "is one fewer than a stage has: the backward pass starts with the last layer.",
         default=None,
         at_least=0,
     )

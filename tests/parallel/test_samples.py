@@ -108,7 +108,7 @@ def test_begins_a_document_without_prompts() -> None:
 def test_refused_before_training() -> None:
     """Each is a sentence, not a failure at the first interval."""
     with pytest.raises(
-        ConfigError, match="without --generate-samples-interval there are no samples for --generate-samples-tokens"
+        ConfigError, match="--generate-samples-tokens without --generate-samples-interval: no samples are written"
     ):
         tiny_config("--mock-data --generate-samples-tokens 3")
     run = tiny_run(ParallelContext.single(), f"--mock-data {SAMPLES}")

@@ -26,7 +26,7 @@ class UpcycleConfig(Settings):
     load: str = flag("Folder of the dense checkpoint.")
     save: str = flag("New folder for the checkpoint with experts.")
     num_experts: int = flag("Experts of each layer.", at_least=2, at_most=4096)
-    moe_router_topk: int = flag("Experts that a token chooses.", default=2, at_least=1)
+    moe_router_topk: int = flag("Experts that each token is routed to (top-k).", default=2, at_least=1)
     moe_upcycling_granularity: int = flag(
         "Parts into which the dense network is cut; an expert is one of them.", default=1, at_least=1
     )

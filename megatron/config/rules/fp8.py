@@ -24,8 +24,8 @@ RULES: tuple[Rule, ...] = (
         lambda run: run.fp8.is_on and run.precision.params_dtype == "fp32",
     ),
     rule(
-        "--fp8-recipe {run.fp8.fp8_recipe} has scales for blocks, with which no kernel multiplies E5M2: "
-        "give --fp8-format e4m3",
+        "--fp8-format hybrid is not available with --fp8-recipe {run.fp8.fp8_recipe}: kernels with block scales don't "
+        "multiply E5M2; give --fp8-format e4m3",
         lambda run: run.fp8.fp8_format == "hybrid" and run.fp8.fp8_recipe in ("blockwise", "mxfp8"),
     ),
     some_layer_is_in_fp8,
@@ -34,7 +34,7 @@ RULES: tuple[Rule, ...] = (
         lambda run: run.fp8.fp8_param_gather and not run.fp8.is_on,
     ),
     rule(
-        "--fp8-param-gather gathers what --use-distributed-optimizer divides; give both or neither",
+        "--fp8-param-gather needs --use-distributed-optimizer; give both or neither",
         lambda run: run.fp8.fp8_param_gather and not run.parallel.use_distributed_optimizer,
     ),
     rule(

@@ -117,7 +117,7 @@ def samples_have_an_interval(run: RunConfig) -> str | None:
     if not given or run.reporting.generate_samples_interval is not None:
         return None
     listed = " and ".join(given)
-    return f"without --generate-samples-interval there are no samples for {listed}: give it, or leave {listed} out"
+    return f"{listed} without --generate-samples-interval: no samples are written; give it, or leave {listed} out"
 
 
 def exports_are_at_checkpoints(run: RunConfig) -> str | None:

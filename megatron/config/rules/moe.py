@@ -71,7 +71,7 @@ def expert_grid_fits(run: RunConfig) -> str | None:
     )
     if ranks % wanted:
         return (
-            f"{asked} = {wanted} ranks do not divide the {ranks} ranks of tensor, context and data parallelism; "
+            f"the {ranks} ranks of tensor, context and data parallelism are not divisible by {asked} = {wanted}; "
             f"use sizes whose product is {some(divisors(ranks), near=wanted)}"
         )
     return None
@@ -146,7 +146,7 @@ def load_is_balanced(run: RunConfig) -> str | None:
     if moe.moe_router_force_load_balancing or (moe.num_experts or 0) == moe.moe_router_topk:
         return None
     kinds = " ".join(moe.moe_router_load_balancing_type)
-    why = "" if kinds == "none" else f": --moe-router-load-balancing-type {kinds} weighs nothing"
+    why = "" if kinds == "none" else f": --moe-router-load-balancing-type {kinds} has a coefficient of 0"
     return (
         f"nothing balances the load of experts{why}; --moe-aux-loss-coeff 0.01 or --moe-router-enable-expert-bias would"
     )
@@ -214,7 +214,7 @@ REMARKS: tuple[Rule, ...] = (
         lambda run: run.group(MoEConfig).moe_expert_capacity_factor is not None,
     ),
     rule(
-        "--moe-router-force-load-balancing is for benchmarks: routers have no say in which experts a token takes",
+        "--moe-router-force-load-balancing is for benchmarks: choices of the routers are ignored",
         lambda run: run.group(MoEConfig).moe_router_force_load_balancing,
     ),
     rule(

@@ -62,13 +62,15 @@ def read_run_document(folder: CheckpointFolder | AnyPath) -> dict[str, Any]:
         raise CheckpointError(f"{path} cannot be read ({error.strerror})") from error
     for name in ("format", "state"):
         if document.get(name) is None:
-            raise CheckpointError(f"{path} lacks {name}")
+            raise CheckpointError(f"{path} lacks {name}, so it is damaged: give another checkpoint with --ckpt-step")
     check_kinds(document, _OF_THE_FILE, where=str(path), error=CheckpointError)
     check_kinds(document["state"], _OF_THE_STATE, where=f"{path}: state", error=CheckpointError)
     if config := document["state"].get("config"):
         document["state"]["config"] = in_current_names(config, where=f"{path}: state: config", error=CheckpointError)
     if document["format"] > RUN_FORMAT:
-        raise CheckpointError(f"{path} is of format {document['format']}; this version reads up to {RUN_FORMAT}")
+        raise CheckpointError(
+            f"{path} is of format {document['format']}; this version reads up to {RUN_FORMAT}: use a newer version"
+        )
     return document
 
 

@@ -356,11 +356,13 @@ class Engine:
         most, pool = self._runner.limits.max_requests, self._scheduler.pool
         if not 1 <= beams.width <= most:
             raise DataError(
-                f"a search has {beams.width} beams; it has at least 1 and at most {most}, as many as texts are "
-                "generated at once (--inference-max-requests)"
+                f"beam search with {beams.width} beams: give 1 to {most}, the number of texts that are generated at "
+                "once (--inference-max-requests)"
             )
-        if request.max_tokens < 1 or request.stop.strings:
-            raise DataError("a search generates a token at least, and is ended by tokens: leave out stop strings")
+        if request.max_tokens < 1:
+            raise DataError(f"beam search with max_tokens {request.max_tokens}: it must be 1 or more")
+        if request.stop.strings:
+            raise DataError("beam search has no stop strings: leave them out, or give token ids that end a text")
         if (needed := self._scheduler.num_blocks_of(request)) > pool.num_blocks:
             raise DataError(
                 f"{beams.width} beams of up to {len(request.prompt) + request.max_tokens} tokens need {needed} blocks "

@@ -165,8 +165,8 @@ def _for_inference(saved: RunConfig, choice: TrainedModelConfig, world_size: int
             pipeline_stages * each for each in divisors(saved.model.num_attention_heads) if not _undivided(saved, each)
         )
         raise ConfigError(
-            f"{world_size} ranks were started, and each takes a part of every layer; of the model in {choice.load} "
-            f"{' and '.join(wrong)} are not divisible by {parts}: start {some(fits, near=world_size)}"
+            f"{world_size} ranks were started, and {' and '.join(wrong)} of the model in {choice.load} are not "
+            f"divisible by {parts}, the ranks that divide each layer: start {some(fits, near=world_size)}"
         )
     return dataclasses.replace(
         saved,

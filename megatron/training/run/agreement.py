@@ -54,7 +54,7 @@ def check_stages(config: RunConfig, stages: Sequence[Stage], context: ParallelCo
     if layers != list(range(config.num_layers)) or ends != [1, 1]:
         raise ParallelError(
             f"the pipeline's ranks hold layers {layers}, {ends[0]} embeddings and {ends[1]} outputs of a model with "
-            f"{config.num_layers} layers; this is a fault of the program, please report it with your settings"
+            f"{config.num_layers} layers; this is a bug, please report it with your settings"
         )
 
 
@@ -78,7 +78,7 @@ def check_parameter_count(
     if total != expected:
         raise ParallelError(
             f"the ranks hold {total:,} parameters and the settings describe {expected:,}: a layer is lost or held "
-            "twice; this is a fault of the program, please report it with the settings above"
+            "twice; this is a bug, please report it with the settings above"
         )
     return total
 

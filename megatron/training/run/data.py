@@ -206,15 +206,15 @@ def build_splits(
     for rank, (digest, known) in enumerate(views):
         if digest != views[0][0]:
             raise ParallelError(
-                f"rank {rank} sees other data than rank 0 (digests {digest[:12]} and {views[0][0][:12]}): "
-                "the files behind --data-path must be the same on every node",
+                f"rank {rank} reads other data than rank 0 (digests {digest[:12]} and {views[0][0][:12]}): "
+                "the files of --data-path must be the same on every node; copy them again",
                 exit_code=RESTART_CANNOT_HELP,
             )
         for prefix, content in known.items():
             first, expected = contents.setdefault(prefix, (rank, content))
             if content != expected:
                 raise ParallelError(
-                    f"rank {rank} sees other bytes behind {prefix} than rank {first}: the files must be the same on "
+                    f"rank {rank} reads other bytes from {prefix} than rank {first}: the files must be the same on "
                     "every node; copy them again",
                     exit_code=RESTART_CANNOT_HELP,
                 )

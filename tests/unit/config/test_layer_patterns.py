@@ -33,7 +33,7 @@ def test_what_is_no_pattern(pattern: str) -> None:
 
 def test_lists_fit_the_stack() -> None:
     """A list of another length would end in the middle."""
-    with pytest.raises(ConfigError, match=r"--x '\[1,0,1\]' lists 3 layers, and --num-layers 4 is no multiple of that"):
+    with pytest.raises(ConfigError, match=r"--x '\[1,0,1\]' lists 3 layers, and --num-layers 4 is not a multiple of 3"):
         marked_layers("[1,0,1]", 4, flag="--x")
 
 

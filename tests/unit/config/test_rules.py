@@ -389,7 +389,7 @@ BALANCED = "--num-experts 8 --moe-aux-loss-coeff 0.01"
 WITH_BIASES = "--num-experts 8 --moe-router-score-function sigmoid --moe-router-enable-expert-bias"
 EXPERT_REMARKS = {
     "--num-experts 8 --moe-router-load-balancing-type seq_aux_loss": (
-        "nothing balances the load of experts: --moe-router-load-balancing-type seq_aux_loss weighs nothing; "
+        "nothing balances the load of experts: --moe-router-load-balancing-type seq_aux_loss has a coefficient of 0; "
         "--moe-aux-loss-coeff 0.01 or --moe-router-enable-expert-bias would"
     ),
     f"{BALANCED} --moe-expert-capacity-factor 1.5": (
@@ -397,7 +397,7 @@ EXPERT_REMARKS = {
         "Megatron-LM's is that of a rank's tokens"
     ),
     "--num-experts 8 --moe-router-force-load-balancing": (
-        "--moe-router-force-load-balancing is for benchmarks: routers have no say in which experts a token takes"
+        "--moe-router-force-load-balancing is for benchmarks: choices of the routers are ignored"
     ),
     f"{WITH_BIASES} --moe-router-pre-softmax": (
         "--moe-router-pre-softmax: no effect with another --moe-router-score-function than softmax"

@@ -134,10 +134,10 @@ def test_an_encoder_reads_its_text_for_every_beam() -> None:
 def test_refuses_what_has_no_room() -> None:
     engine = Engine(table(num_blocks=20, block_size=4))
     cases = [
-        (replace(REQUEST, beams=BeamSearch(width=5)), "5 beams; it has at least 1 and at most 4"),
+        (replace(REQUEST, beams=BeamSearch(width=5)), "beam search with 5 beams: give 1 to 4"),
         (replace(REQUEST, beams=BeamSearch(width=0)), "0 beams"),
         (replace(REQUEST, max_tokens=60), "4 beams of up to 63 tokens need 64 blocks of the cache, which has 19"),
-        (replace(REQUEST, max_tokens=0), "generates a token at least"),
+        (replace(REQUEST, max_tokens=0), "max_tokens 0: it must be 1 or more"),
     ]
     for request, message in cases:
         with pytest.raises(DataError, match=message):

@@ -60,7 +60,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"beam_width": 2, "temperature": 0.5}, "temperature has no effect with beam_width"),
     ({"beam_width": 2, "stop_on_eol": True}, "stop_on_eol has no effect with beam_width"),
     ({"beam_width": 2, "tokens_to_generate": 0, "logprobs": True}, "beam_width needs tokens_to_generate above 0"),
-    ({"beam_width": 9}, "a search has 9 beams; it has at least 1 and at most 8"),
+    ({"beam_width": 9}, "beam search with 9 beams: give 1 to 8"),
     ({"stop_token": 5}, "stop_token cannot be set without beam_width"),
     ({"length_penalty": 1.0}, "length_penalty cannot be set without beam_width"),
     (

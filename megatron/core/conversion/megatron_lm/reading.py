@@ -214,7 +214,8 @@ def _viewed(matrix: LazyTensor, *, name: str, stage: StageFiles, folder: Path) -
     inner = numbers // max(experts * hidden, 1)
     if inner * experts * hidden != numbers:
         raise CheckpointError(
-            f"{folder}: {name} has {numbers} numbers, which {experts} experts of its router don't fill"
+            f"{folder}: {name} has {numbers} numbers, which don't divide into equal matrices for the {experts} experts "
+            "of its router: copy the checkpoint again"
         )
     lying = (experts, hidden, inner) if name.endswith("weight1") else (experts, inner, hidden)
     turned = (lying[0], lying[2], lying[1])

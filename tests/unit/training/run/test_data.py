@@ -114,7 +114,7 @@ def test_the_last_batch_of_the_data_is_read_whole() -> None:
 def test_ranks_that_see_other_data_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
     """A stale file on one node would silently mix two data sets."""
     monkeypatch.setattr(data, "gather_objects", lambda value, mesh: [value, ("ab" * 32, {})])
-    with pytest.raises(ParallelError, match="rank 1 sees other data than rank 0"):
+    with pytest.raises(ParallelError, match="rank 1 reads other data than rank 0"):
         of_rank("--mock-data", dp=2)
 
 
@@ -123,7 +123,7 @@ def test_ranks_that_see_other_bytes_are_told(monkeypatch: pytest.MonkeyPatch) ->
     here, there = ContentDigests("a", "b"), ContentDigests("c", "b")
     for views, wrong in (
         ([{"x": here}, {}, {"x": here, "y": there}], None),
-        ([{}, {"x": here}, {"x": there}], "rank 2 sees other bytes behind x than rank 1"),
+        ([{}, {"x": here}, {"x": there}], "rank 2 reads other bytes from x than rank 1"),
     ):
         monkeypatch.setattr(
             data, "gather_objects", lambda value, mesh, views=views: [(value[0], contents) for contents in views]
