@@ -28,11 +28,12 @@ from megatron.config.flags import Settings, flag
 from megatron.config.parse import parse_groups
 from megatron.config.run import RunConfig
 from megatron.config.tokenizer import TokenizerConfig
-from megatron.core.datasets.files import replaced_file, write_errors
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 from megatron.core.datasets.metadata import DatasetMetadata, TokenizerStamp
+from megatron.core.files.durable import replaced_file, write_errors
 from megatron.core.models.registry import family_of
-from megatron.core.tokenizers import Tokenizer, build_tokenizer
+from megatron.core.tokenizers.base import Tokenizer
+from megatron.core.tokenizers.build import build_tokenizer
 from megatron.errors import ConfigError, DataError, run_command
 from megatron.training.pretrain import parse_any_family
 

@@ -23,7 +23,7 @@ from pathlib import Path
 
 from megatron.config.flags import Settings, flag
 from megatron.config.parse import parse_groups
-from megatron.core.datasets.files import replaced_file, write_errors
+from megatron.core.files.durable import replaced_file, write_errors
 from megatron.errors import DataError, run_command
 
 LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idle_test", "lib2to3", "pydoc_data"}

@@ -22,7 +22,6 @@ import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TextIO
 
@@ -30,11 +29,11 @@ from megatron.config.flags import Settings, derive, flag
 from megatron.config.parse import parse_groups
 from megatron.config.preprocessing_flags import PREPROCESSING_FLAGS
 from megatron.config.tokenizer import TokenizerConfig
-from megatron.core.datasets.files import replaced_file, write_errors
 from megatron.core.datasets.indexed_dataset import IndexedDatasetWriter
 from megatron.core.datasets.indexed_format import token_dtype
 from megatron.core.datasets.journal import Journal, Milestone, Tally
 from megatron.core.datasets.metadata import DatasetMetadata, TokenizerStamp
+from megatron.core.files.durable import replaced_file, write_errors
 from megatron.core.tokenizers.base import Tokenizer
 from megatron.core.tokenizers.encode import EncodedBatch, Encoding, encode_in_order, shared_tokenizer
 from megatron.core.tokenizers.engine import GIGATOKEN, OWN, PROBE_BYTES, EngineChoice, choose_engine
@@ -208,7 +207,7 @@ def preprocess(config: PreprocessConfig, tokenizer_config: TokenizerConfig) -> T
         stack.callback(encoded.close)
         run.convert(encoded, journal)
     journal.remove()
-    _summarize(run, Summary(stamp, dtype.name, engine, rules))
+    _summarize(run, stamp, dtype=dtype.name, engine=engine, rules=rules)
     return run.tally
 
 
@@ -354,25 +353,17 @@ def _with_parts(milestone: Milestone | None) -> Milestone | None:
     return milestone if all(Path(part).is_file() for part in parts) else None
 
 
-@dataclass(frozen=True)
-class Summary:
-    """Tokenizer, type of ids, engine and sentence rules of a run."""
-
-    stamp: TokenizerStamp
-    dtype: str
-    engine: EngineChoice
-    rules: SentenceRules | None
-
-
-def _summarize(run: Conversion, summary: Summary) -> None:
-    """Print what was written, and store it as JSON."""
-    config, tally, stamp = run.config, run.tally, summary.stamp
+def _summarize(
+    run: Conversion, stamp: TokenizerStamp, *, dtype: str, engine: EngineChoice, rules: SentenceRules | None
+) -> None:
+    """Print what was written, and store it as JSON. ``dtype`` of the ids."""
+    config, tally = run.config, run.tally
     print(f"documents    {tally.documents:,}" + (f" ({tally.empty:,} empty texts)" if tally.empty else ""))
     if tally.bad:
         print(f"bad lines    {tally.bad:,} left out")
-    if summary.rules:
-        print(f"sentences    by {summary.rules.origin}")
-    print(f"rate         {run.progress.rates(tally)}, encoded by {summary.engine.name} ({summary.engine.reason})")
+    if rules:
+        print(f"sentences    by {rules.origin}")
+    print(f"rate         {run.progress.rates(tally)}, encoded by {engine.name} ({engine.reason})")
     print(f"tokenizer    {stamp.type}, {stamp.vocab_size:,} ids, end of document {stamp.eod}")
     print(f"fingerprint  {stamp.fingerprint}")
     outputs: dict[str, Any] = {}
@@ -380,7 +371,7 @@ def _summarize(run: Conversion, summary: Summary) -> None:
         percentiles = dict(zip(PERCENTILES, tally.lengths[key].percentiles(*PERCENTILES)))
         written = ", ".join(f"{share}% {length:,}" for share, length in percentiles.items())
         print(
-            f"wrote        {config.prefix(key)}.{{bin,idx,meta.json}}: {tally.tokens[key]:,} tokens, {summary.dtype}; "
+            f"wrote        {config.prefix(key)}.{{bin,idx,meta.json}}: {tally.tokens[key]:,} tokens, {dtype}; "
             f"tokens per document: {written}"
         )
         outputs[config.prefix(key)] = _counts(writer.metadata()) | {"tokens_per_document": percentiles}
@@ -391,9 +382,9 @@ def _summarize(run: Conversion, summary: Summary) -> None:
         "bad_lines": tally.bad,
         "text_bytes": tally.text_bytes,
         "seconds": round(run.progress.seconds, 3),
-        "dtype": summary.dtype,
-        "engine": summary.engine.name,
-        "sentences": summary.rules.origin if summary.rules else None,
+        "dtype": dtype,
+        "engine": engine.name,
+        "sentences": rules.origin if rules else None,
         "tokenizer": dataclasses.asdict(stamp),
         "outputs": outputs,
     }

@@ -22,7 +22,7 @@ from tokenizers import models, pre_tokenizers, trainers
 
 from megatron.config.flags import Settings, flag
 from megatron.config.parse import parse_groups
-from megatron.core.datasets.files import replaced_file, write_errors
+from megatron.core.files.durable import replaced_file, write_errors
 from megatron.core.tokenizers.base import encoded_texts
 from megatron.core.tokenizers.gpt2_bpe import END_OF_TEXT, byte_level
 from megatron.core.tokenizers.text_files import (

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from megatron.core.checkpointing.agreement import run_on_all
-from megatron.core.datasets.files import write_errors
+from megatron.core.files.durable import write_errors
 from megatron.core.parallel.mesh import Mesh
 from megatron.errors import (
     CheckpointError,

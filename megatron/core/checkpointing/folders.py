@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import cast
 
 from megatron.core.checkpointing.manifest import MANIFEST, Manifest
+from megatron.core.files.durable import sync_path, write_durably
 from megatron.core.files.remote_path import AnyPath, RemotePath
 from megatron.errors import CheckpointError
 
@@ -166,28 +167,3 @@ def _cleaning(path: AnyPath) -> Iterator[None]:
 @cache  # once for each folder and reason, however many saves try again
 def _warn(text: str) -> None:
     logger.warning(text)
-
-
-def write_durably(path: AnyPath, content: str | bytes) -> None:
-    """Write a small file so that it has the old contents or the new ones after a crash, never a mixture."""
-    data = content.encode() if isinstance(content, str) else content
-    if isinstance(path, RemotePath):
-        with path.open("wb") as put:
-            put.write(data)
-        return
-    temporary = path.with_name(f".{path.name}.tmp")
-    with temporary.open("wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
-    sync_path(path.parent)
-
-
-def sync_path(path: Path) -> None:
-    """Make a file's contents, or the names in a folder, survive a power failure."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

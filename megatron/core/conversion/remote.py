@@ -12,9 +12,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from megatron.core.checkpointing.folders import TRACKER, sync_path
+from megatron.core.checkpointing.folders import TRACKER
 from megatron.core.checkpointing.manifest import MANIFEST
 from megatron.core.conversion.aside import folder_aside
+from megatron.core.files.durable import sync_path
 from megatron.core.files.remote_path import AnyPath, RemotePath
 from megatron.errors import CheckpointError
 

@@ -18,8 +18,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron.core.datasets.files import replaced_file
 from megatron.core.datasets.index_build import SampleIndex
+from megatron.core.files.durable import replaced_file
 from megatron.core.files.locks import lock
 
 _FORMAT = 2  # part of every name: increase it when an index of the same inputs changes

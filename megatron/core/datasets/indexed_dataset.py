@@ -16,7 +16,6 @@ from typing import IO, Any
 import numpy as np
 from numpy.typing import ArrayLike, DTypeLike, NDArray
 
-from megatron.core.datasets.files import sync_file, write_errors
 from megatron.core.datasets.indexed_format import (
     LENGTH_DTYPE,
     MODE_DTYPE,
@@ -30,6 +29,7 @@ from megatron.core.datasets.indexed_format import (
 )
 from megatron.core.datasets.metadata import ContentDigests, DatasetMetadata, TokenizerStamp
 from megatron.core.datasets.remote import RemoteTokens
+from megatron.core.files.durable import sync_path, write_errors
 from megatron.core.files.locks import lock
 from megatron.core.files.remote_path import is_url
 from megatron.errors import RESTART_MAY_HELP, ConfigError, DataError, read_errors
@@ -326,7 +326,7 @@ class IndexedDatasetWriter:
             self._aside[DatasetMetadata.path(self.prefix)].write_text(self.metadata().to_json(), encoding="utf-8")
             self._open.close()
             for aside in self._aside.values():
-                sync_file(aside)
+                sync_path(aside)
             index.unlink(missing_ok=True)
             for path, aside in self._aside.items():
                 aside.replace(path)

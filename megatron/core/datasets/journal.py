@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron.core.datasets.files import replaced_file, write_errors
 from megatron.core.datasets.metadata import DatasetMetadata
+from megatron.core.files.durable import replaced_file, write_errors
 from megatron.core.tokenizers.text_files import STDIN, Position
 from megatron.errors import DataError
 from megatron.small_files import VOCABULARY_BYTES, read_json

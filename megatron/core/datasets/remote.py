@@ -17,8 +17,8 @@ from pathlib import Path
 
 import numpy as np
 
-from megatron.core.datasets.files import replaced_file, write_errors
 from megatron.core.datasets.indexed_format import bin_path
+from megatron.core.files.durable import replaced_file, write_errors
 from megatron.core.files.remote_path import RemotePath
 from megatron.errors import RESTART_MAY_HELP, DataError, exit_code_of
 

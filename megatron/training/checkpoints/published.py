@@ -18,13 +18,13 @@ from megatron.config.run import RunConfig
 from megatron.core.checkpointing.agreement import gather_from_all, run_on_all, run_on_first
 from megatron.core.checkpointing.find import is_unused
 from megatron.core.checkpointing.first_rank import work_on_first
-from megatron.core.checkpointing.folders import write_durably
 from megatron.core.conversion import proof
 from megatron.core.conversion.companions import FOLDER, SETTINGS, companions_in, tokenizer_files, tokenizer_of
 from megatron.core.conversion.huggingface.hub import model_folder
 from megatron.core.conversion.huggingface.reading import CONFIG, read_huggingface
 from megatron.core.conversion.portable import PortableModel, fill, fitted
 from megatron.core.conversion.questions import question_for
+from megatron.core.files.durable import write_durably
 from megatron.core.files.remote_path import AnyPath, RemotePath, is_url, path_of
 from megatron.core.models.registry import family_of
 from megatron.core.parallel.context import ParallelContext

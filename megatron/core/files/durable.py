@@ -1,4 +1,4 @@
-"""Files that appear whole or not at all, and disk errors as one sentence."""
+"""Files that appear whole or not at all and survive a power failure, and disk errors as one sentence."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from megatron.core.files.remote_path import AnyPath, RemotePath
 from megatron.errors import DataError, exit_code_of
 
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -23,17 +24,37 @@ def replaced_file(path: Path) -> Iterator[Path]:
     aside = path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}")
     try:
         yield aside
-        sync_file(aside)
+        sync_path(aside)
         aside.replace(path)
     except BaseException:
         aside.unlink(missing_ok=True)
         raise
 
 
-def sync_file(path: Path) -> None:
-    """Wait until the file's bytes are on disk."""
-    with path.open("rb+") as file:
-        os.fsync(file.fileno())
+def write_durably(path: AnyPath, content: str | bytes) -> None:
+    """Write a small file so that it has the old contents or the new ones after a crash, never a mixture.
+
+    For one writer: what a killed one leaves is overwritten by the next.
+    """
+    data = content.encode() if isinstance(content, str) else content
+    if isinstance(path, RemotePath):
+        with path.open("wb") as put:
+            put.write(data)
+        return
+    temporary = path.with_name(f".{path.name}.tmp")
+    temporary.write_bytes(data)
+    sync_path(temporary)
+    temporary.replace(path)
+    sync_path(path.parent)
+
+
+def sync_path(path: Path) -> None:
+    """Make a file's contents, or the names in a folder, survive a power failure."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 @contextmanager

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.core.datasets.files import replaced_file, write_errors
+from megatron.core.files.durable import replaced_file, write_errors
 from megatron.errors import DataError
 
 
