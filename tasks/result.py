@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import megatron
 from megatron.config.run import RunConfig
+from megatron.core.files.durable import write_errors
 from megatron.core.files.writable import why_not_writable
 from megatron.errors import ConfigError
 from tasks.settings import TaskConfig
@@ -67,10 +68,15 @@ def check_predictions_dir(path: str | None, *, make: bool = True) -> None:
 
 
 def write_result(result: TaskResult, config: RunConfig, context: ParallelContext, *, seconds: float) -> None:
-    """Write ``--result-file``, if it is given. ``seconds``: wall time since the start of the command."""
-    path = config.group(TaskConfig).result_file
-    if path is not None:
-        Path(path).write_text(json.dumps(_document(result, config, context, seconds), indent=1) + "\n")
+    """Write ``--result-file``, if it is given. ``seconds``: wall time since the start of the command.
+
+    Raises DataError when it cannot be written.
+    """
+    name = config.group(TaskConfig).result_file
+    if name is not None:
+        path, text = Path(name), json.dumps(_document(result, config, context, seconds), indent=1) + "\n"
+        with write_errors(path, remedy="name another --result-file"):
+            path.write_text(text, encoding="utf-8")
 
 
 def _document(result: TaskResult, config: RunConfig, context: ParallelContext, seconds: float) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from megatron.core.files.durable import write_errors
 from megatron.core.parallel.collectives import all_reduce
 from megatron.core.parallel.context import ParallelContext
 from tasks.fine_tuning.files import ANSWERS, LabelledTexts
@@ -27,7 +28,10 @@ class Predictions:
         self._found[numbers[numbers >= 0]] = logits.argmax(dim=1)[numbers >= 0] + 1
 
     def write(self, context: ParallelContext) -> tuple[str, ...]:
-        """Write ``NAME.tsv`` of each set on the last rank; a line about each. A collective."""
+        """Write ``NAME.tsv`` of each set on the last rank; a line about each. A collective.
+
+        Raises DataError on that rank when a file cannot be written.
+        """
         mesh = context.mesh
         found = (all_reduce(self._found, mesh, "pp", "dp", "cp") - 1).tolist()
         assert all(0 <= each < len(self._answers) for each in found), "every text is answered once"
@@ -36,7 +40,8 @@ class Predictions:
             path, end = self._folder / f"{name}.tsv", begin + len(texts.texts)
             if mesh.world_rank == mesh.world_size - 1:
                 rows = (f"{text.index}\t{self._answers[each]}\n" for text, each in zip(texts.texts, found[begin:end]))
-                path.write_text("".join(["index\tprediction\n", *rows]), encoding="utf-8")
+                with write_errors(path, remedy="name another --predictions-dir"):
+                    path.write_text("".join(["index\tprediction\n", *rows]), encoding="utf-8")
             lines.append(f" > predictions for {name}: {end - begin} in {path}")
             begin = end
         return tuple(lines)

@@ -7,12 +7,16 @@ from pathlib import Path
 from unittest import mock
 
 import pytest
+import torch
 
 from megatron.config.run import RunConfig
+from megatron.core.parallel.context import ParallelContext
 from megatron.errors import DataError
 from megatron.training.reporting.metrics import Evaluation
 from tasks.fine_tuning.files import LabelledText, LabelledTexts
+from tasks.fine_tuning.predictions import Predictions
 from tasks.fine_tuning.run import Scores, in_iterations, read
+from tasks.result import TaskResult, write_result
 from tasks.settings import TaskConfig
 from tests.unit.config.command_lines import words
 
@@ -100,3 +104,30 @@ def test_scores_are_told_as_megatron_tells_them() -> None:
         assert scores.metrics["accuracy"] == 0.7
         assert scores.metrics["loss"] == 0.7
         assert scores.metrics["dev-high accuracy"] == 0.75
+
+
+def test_predictions_of_texts_and_not_of_padding(tmp_path: Path) -> None:
+    """The text whose number padding has, the last one, would get an answer that nobody gave."""
+    task = config_of(f"--task QQP --epochs 0 --valid-data a --predictions-dir {tmp_path}").group(TaskConfig)
+    found = Predictions(task, {"dev": texts(2)}, torch.device("cpu"))
+    found.note(torch.tensor([1, 0]), torch.tensor([[0.0, 1.0], [1.0, 0.0]]))
+    found.note(torch.tensor([-1]), torch.tensor([[1.0, 0.0]]))
+    assert found.write(ParallelContext.single()) == (f" > predictions for dev: 2 in {tmp_path}/dev.tsv",)
+    assert (tmp_path / "dev.tsv").read_text() == "index\tprediction\n\t0\n\t1\n"
+
+
+def test_a_full_disk_at_the_end_is_one_sentence(tmp_path: Path) -> None:
+    """After hours of evaluation, a traceback of OSError."""
+    full, said = Path("/dev/full"), "No space left on device; free some space, or name another"
+    if not full.exists():
+        pytest.skip("needs a device that is always full")
+    (tmp_path / "dev.tsv").symlink_to(full)
+    flags = f"--task QQP --epochs 0 --valid-data a --predictions-dir {tmp_path} --result-file {full}"
+    config, context = config_of(flags), ParallelContext.single()
+    with pytest.raises(DataError, match=f"cannot write {full}: {said} --result-file") as caught:
+        write_result(TaskResult(lines=(), metrics={}, data=(), checkpoint=None), config, context, seconds=1.0)
+    assert caught.value.exit_code == 1
+    found = Predictions(config.group(TaskConfig), {"dev": texts(1)}, context.device)
+    found.note(torch.tensor([0]), torch.tensor([[0.0, 1.0]]))
+    with pytest.raises(DataError, match=f"cannot write {tmp_path}/dev.tsv: {said} --predictions-dir"):
+        found.write(context)
