@@ -21,6 +21,7 @@ from itertools import zip_longest
 from typing import TYPE_CHECKING, Literal
 
 from megatron.config.flags import Settings, flag, switch
+from megatron.config.legacy_flags import legacy_table
 from megatron.config.parse import parse_groups
 from megatron.core.checkpointing.manifest import MANIFEST
 from megatron.core.files.remote_path import AnyPath, path_of
@@ -38,23 +39,35 @@ LOADERS |= dict.fromkeys(("megatron", "legacy", "core", "mcore"), "megatron-lm")
 SAVERS = {"hf": "hf", "llama2_hf": "hf", "huggingface": "hf"}
 SAVERS |= dict.fromkeys(("megatron", "legacy", "core", "mcore"), "megatron")
 # Its flags that have no effect here, and why.
-WITHOUT_EFFECT = {
-    "--target-tensor-parallel-size": "checkpoints load at any layout",
-    "--target-pipeline-parallel-size": "checkpoints load at any layout",
-    "--target-expert-parallel-size": "checkpoints load at any layout",
-    "--loader-transformer-impl": "both kinds of names are read",
-    "--saver-transformer-impl": "one checkpoint format serves all",
-    "--megatron-path": "the formats are read without Megatron-LM",
-    "--position-embedding-type": "the architecture comes from the source",
-    "--tokenizer-model": "the source's tokenizer is copied",
-    "--vocab-file": "the source's tokenizer is copied; --true-vocab-size is the size without padding",
-    "--make-vocab-size-divisible-by": "padding is never saved",
-    "--model-size": "the architecture comes from the source",
-    "--max-queue-size": "tensors pass one at a time",
-    "--no-checking": "it saves no time: checks are cheap",
-    "--bf16": "tensors keep their type",
-    "--fp16": "tensors keep their type",
-}
+LEGACY_FLAGS = legacy_table(
+    {},
+    {},
+    ignored="""
+checkpoints load at any layout
+    target-tensor-parallel-size target-pipeline-parallel-size target-expert-parallel-size
+both kinds of names are read
+    loader-transformer-impl
+one checkpoint format serves all
+    saver-transformer-impl
+the formats are read without Megatron-LM
+    megatron-path
+the architecture comes from the source
+    position-embedding-type model-size
+the source's tokenizer is copied
+    tokenizer-model
+the source's tokenizer is copied; --true-vocab-size is the size without padding
+    vocab-file
+padding is never saved
+    make-vocab-size-divisible-by
+tensors pass one at a time
+    max-queue-size
+it saves no time: checks are cheap
+    no-checking
+tensors keep their type
+    bf16 fp16
+""",
+    refused="",
+)
 
 
 class ConvertConfig(Settings):
@@ -110,7 +123,7 @@ class ConvertConfig(Settings):
 
 def main(argv: Sequence[str]) -> int:
     """Convert, and say what was done."""
-    (config,) = parse_groups(with_effect(argv), ConvertConfig, prog="convert.py", about=__doc__ or "")
+    (config,) = parse_groups(argv, ConvertConfig, prog="convert.py", about=__doc__ or "", legacy=LEGACY_FLAGS)
     if config.list_types:
         if config != ConvertConfig(list_types=True):
             raise ConfigError("--list prints the types that convert, and converts nothing: leave out the other flags")
@@ -218,21 +231,6 @@ def bytes_of(text: str) -> int:
     if match is None or match[2].upper() not in _UNITS or not float(match[1]):
         raise ConfigError(f"--max-shard-size {text!r} is not a size; write 5GB or 200MB")
     return int(float(match[1]) * _UNITS[match[2].upper()])
-
-
-def with_effect(argv: Sequence[str]) -> list[str]:
-    """The command line without flags of Megatron-LM's converter that have no effect; each is named with the reason."""
-    kept: list[str] = []
-    dropping = False
-    for word in argv:
-        if word.startswith("--"):
-            name = word.partition("=")[0]
-            dropping = name in WITHOUT_EFFECT
-            if dropping:
-                print(f"note: {name} has no effect: {WITHOUT_EFFECT[name]}")
-        if not dropping:
-            kept.append(word)
-    return kept
 
 
 if __name__ == "__main__":
