@@ -30,7 +30,8 @@ from megatron.core.datasets.build import targets_prefix
 from megatron.core.datasets.indexed_dataset import IndexedDatasetWriter
 from megatron.core.datasets.indexed_format import token_dtype
 from megatron.core.datasets.metadata import TokenizerStamp
-from megatron.core.tokenizers import Tokenizer, build_tokenizer
+from megatron.core.tokenizers.base import Tokenizer
+from megatron.core.tokenizers.build import build_tokenizer
 from megatron.core.tokenizers.conversations import ChatFormat, ChatTemplate, encode, encode_spans, load_template
 from megatron.core.tokenizers.rust import RustTokenizer
 from megatron.core.tokenizers.text_files import BadLine, find_inputs, read_batches, read_record

@@ -19,7 +19,7 @@ from megatron.core.pipeline_parallel.actions import Kind
 from megatron.core.pipeline_parallel.settings import PipelineSettings
 from megatron.core.pipeline_parallel.simulate import Durations, Simulation, draw, simulate
 from megatron.errors import ConfigError, run_command
-from megatron.training.reporting.picture import FAINT, INK, legend
+from megatron.training.reporting.picture import FAINT, INK, legend, new_axes, save
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -121,23 +121,12 @@ def facts(simulation: Simulation) -> list[str]:
 
 def draw_picture(simulation: Simulation, output: Path) -> None:
     """A row for each rank, a box for each pass; chunks after the first are lighter."""
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ModuleNotFoundError:
-        raise ConfigError("drawing needs the matplotlib package: pip install matplotlib") from None
     ranks = len(simulation.rows)
     width = min(40.0, max(8.0, 0.28 * sum(len(row) for row in simulation.rows) / ranks + 3.0))
-    figure = Figure(figsize=(width, 0.45 * ranks + 1.6), dpi=150, layout="constrained")
-    FigureCanvasAgg(figure)
-    axes = figure.add_subplot()
+    axes = new_axes(size=(width, 0.45 * ranks + 1.6))
     _draw_rows(axes, simulation)
     _style(axes, simulation)
-    try:
-        output.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(output)
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"--output {output} cannot be written: {error}") from None
+    save(axes, output)
 
 
 def _draw_rows(axes: Axes, simulation: Simulation) -> None:

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from megatron.core.datasets.index_build import random_state
 from megatron.core.datasets.index_cache import digest_of
+from megatron.core.datasets.sample_order import RecentEpochs
 from megatron.core.datasets.samples import Sample
 from megatron.core.tokenizers.base import MaskingTokenizer
 from megatron.errors import DataError
@@ -111,7 +112,7 @@ class EpochsDataset:
 
     def __init__(self, samples: LabelledDataset, *, epochs: int, batch: int, seed: int) -> None:
         self._samples, self._epochs, self._batch, self._seed = samples, epochs, batch, seed
-        self._shuffled: tuple[int, NDArray[np.int64]] | None = None
+        self._orders = RecentEpochs(self._order)
 
     @property
     def prefix(self) -> str:
@@ -141,9 +142,10 @@ class EpochsDataset:
         epoch, place = divmod(index, self._stride)
         if place >= len(self._samples):
             return None
-        if self._shuffled is None or self._shuffled[0] != epoch:
-            self._shuffled = epoch, random_state(self._seed, epoch).permutation(len(self._samples))
-        return self._shuffled[1].item(place)
+        return self._orders[epoch].item(place)
+
+    def _order(self, epoch: int) -> NDArray[np.int64]:
+        return random_state(self._seed, epoch).permutation(len(self._samples))
 
     def origin(self, index: int) -> str:
         """File and line of a sample."""

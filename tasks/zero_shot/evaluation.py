@@ -35,18 +35,16 @@ def read_text(path: Path) -> str:
 def json_lines(path: Path, *, key: str) -> Iterator[tuple[str, str]]:
     """Texts under ``key`` of a file's JSON lines, each after its file and line; DataError for a line without one."""
     for number, line in enumerate(read_text(path).split("\n"), start=1):
-        if line.strip():
-            yield f"{path}:{number}", _text_of(line, key, where=f"{path}:{number}")
-
-
-def _text_of(line: str, key: str, *, where: str) -> str:
-    try:
-        document = parse_line(line)
-    except DataError as error:
-        raise DataError(f"{where} is {error}") from None
-    if not isinstance(document, dict) or not isinstance(document.get(key), str):
-        raise DataError(f"{where} has no text under {key!r}")
-    return str(document[key])
+        if not line.strip():
+            continue
+        where = f"{path}:{number}"
+        try:
+            document = parse_line(line)
+        except DataError as error:
+            raise DataError(f"{where} is {error}") from None
+        if not isinstance(document, dict) or not isinstance(document.get(key), str):
+            raise DataError(f"{where} has no text under {key!r}")
+        yield where, document[key]
 
 
 def read_documents(path: Path, *, key: str) -> Iterator[str]:

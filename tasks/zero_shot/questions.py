@@ -151,8 +151,3 @@ def disjoint_windows(ids: list[int], *, prefix: int, length: int) -> Iterator[Sa
         stop = min(scored + length, len(ids))
         start = max(0, stop - length)
         yield Sample(tokens[start : stop + 1], first_scored=scored - start)
-
-
-def cut_at(text: str, ends: Sequence[str]) -> str:
-    """The text before the first of ``ends``."""
-    return min((text.partition(end)[0] for end in ends), key=len, default=text)

@@ -19,36 +19,34 @@ def build_tokenizer(config: TokenizerConfig) -> Tokenizer:
 
     Raises ConfigError for flags that are missing or have no effect, DataError for files that are missing or damaged.
     """
-    with read_errors(config.tokenizer_model or config.vocab_file):
-        return _build(config)
-
-
-def _build(config: TokenizerConfig) -> Tokenizer:
     kind, model, extra_ids = config.tokenizer_type, config.tokenizer_model, config.vocab_extra_ids
     if extra_ids and kind in _FIXED_VOCABULARIES:
         raise ConfigError(
             f"--vocab-extra-ids {extra_ids} has no effect with {kind}; leave it out, or use GPT2BPETokenizer, "
             "HuggingFaceTokenizer or SentencePieceTokenizer."
         )
-    match kind:
-        case "GPT2BPETokenizer":
-            return gpt2_bpe.load(config.vocab_file, config.merge_file, extra_ids=extra_ids)
-        case "BertWordPieceLowerCase" | "BertWordPieceCase":
-            return WordPieceTokenizer(config.vocab_file, name=kind, extra_ids=extra_ids, vocab_size=config.vocab_size)
-        case "HuggingFaceTokenizer":
-            return huggingface.load(model, extra_ids=extra_ids)
-        case "SentencePieceTokenizer":
-            return SentencePieceTokenizer(model, extra_ids=extra_ids)
-        case "GPTSentencePieceTokenizer" | "Llama2Tokenizer":
-            return PlainSentencePiece(model, name=kind, begin=kind == "Llama2Tokenizer")
-        case "TikTokenizer":
-            return TikTokenizer(
-                model,
-                pattern=config.tiktoken_pattern or "v2",
-                vocab_size=config.vocab_size,
-                num_special=config.tiktoken_num_special_tokens,
-                special=config.tiktoken_special_tokens,
-            )
-        case "NullTokenizer":
-            return NullTokenizer(config.vocab_size)
+    with read_errors(model or config.vocab_file):
+        match kind:
+            case "GPT2BPETokenizer":
+                return gpt2_bpe.load(config.vocab_file, config.merge_file, extra_ids=extra_ids)
+            case "BertWordPieceLowerCase" | "BertWordPieceCase":
+                return WordPieceTokenizer(
+                    config.vocab_file, name=kind, extra_ids=extra_ids, vocab_size=config.vocab_size
+                )
+            case "HuggingFaceTokenizer":
+                return huggingface.load(model, extra_ids=extra_ids)
+            case "SentencePieceTokenizer":
+                return SentencePieceTokenizer(model, extra_ids=extra_ids)
+            case "GPTSentencePieceTokenizer" | "Llama2Tokenizer":
+                return PlainSentencePiece(model, name=kind, begin=kind == "Llama2Tokenizer")
+            case "TikTokenizer":
+                return TikTokenizer(
+                    model,
+                    pattern=config.tiktoken_pattern or "v2",
+                    vocab_size=config.vocab_size,
+                    num_special=config.tiktoken_num_special_tokens,
+                    special=config.tiktoken_special_tokens,
+                )
+            case "NullTokenizer":
+                return NullTokenizer(config.vocab_size)
     raise ConfigError(f"--tokenizer-type {kind} is not a tokenizer of this project; --help lists them.")

@@ -15,14 +15,14 @@ COLORS = ("#2a6fb0", "#c8553d", "#3d8b5f", "#8a5aa8", "#b8862b")
 INK, FAINT = "#222222", "#dddddd"
 
 
-def new_axes() -> Axes:
-    """Axes of a new picture; raises ConfigError without matplotlib."""
+def new_axes(*, size: tuple[float, float] = (9, 5)) -> Axes:
+    """Axes of a new picture, of ``size`` in inches; raises ConfigError without matplotlib."""
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ModuleNotFoundError:
         raise ConfigError("drawing needs the matplotlib package: pip install matplotlib") from None
-    figure = Figure(figsize=(9, 5), dpi=150, layout="constrained")
+    figure = Figure(figsize=size, dpi=150, layout="constrained")
     FigureCanvasAgg(figure)
     return figure.add_subplot()
 

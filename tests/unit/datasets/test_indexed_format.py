@@ -15,7 +15,7 @@ from megatron.config.tokenizer import TokenizerConfig
 from megatron.core.datasets.indexed_dataset import IndexedDataset, IndexedDatasetWriter
 from megatron.core.datasets.indexed_format import token_dtype
 from megatron.core.datasets.metadata import DatasetMetadata
-from megatron.core.tokenizers import build_tokenizer
+from megatron.core.tokenizers.build import build_tokenizer
 from megatron.errors import DataError
 
 Damage = Callable[[Path, Path], object]

@@ -8,7 +8,7 @@ import pytest
 
 from megatron.config.parse import parse_groups
 from megatron.config.tokenizer import TokenizerConfig
-from megatron.core.tokenizers import build_tokenizer
+from megatron.core.tokenizers.build import build_tokenizer
 from megatron.errors import ConfigError
 
 

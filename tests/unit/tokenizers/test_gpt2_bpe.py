@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron.config.tokenizer import TokenizerConfig
-from megatron.core.tokenizers import Tokenizer, build_tokenizer
+from megatron.core.tokenizers.base import Tokenizer
+from megatron.core.tokenizers.build import build_tokenizer
 from megatron.errors import ConfigError, DataError
 from tests.harness.data import shared_data
 from tests.unit.tokenizers.conftest import TEXTS

@@ -12,8 +12,8 @@ import tokenizers
 from tokenizers import models, pre_tokenizers, processors
 
 from megatron.config.tokenizer import TokenizerConfig
-from megatron.core.tokenizers import Tokenizer, build_tokenizer
-from megatron.core.tokenizers.base import MaskingTokenizer, SpanTokenizer
+from megatron.core.tokenizers.base import MaskingTokenizer, SpanTokenizer, Tokenizer
+from megatron.core.tokenizers.build import build_tokenizer
 from megatron.core.tokenizers.wordpiece import WordPieceTokenizer, words_pipeline
 from megatron.errors import ConfigError, DataError
 from tests.harness.data import shared_data

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from megatron.config.tokenizer import TokenizerConfig
-from megatron.core.tokenizers import build_tokenizer
+from megatron.core.tokenizers.build import build_tokenizer
 from megatron.core.tokenizers.null import NullTokenizer
 from megatron.errors import ConfigError, DataError
 

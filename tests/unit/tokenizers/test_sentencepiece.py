@@ -10,7 +10,8 @@ import pytest
 import sentencepiece
 
 from megatron.config.tokenizer import TokenizerConfig
-from megatron.core.tokenizers import Tokenizer, build_tokenizer
+from megatron.core.tokenizers.base import Tokenizer
+from megatron.core.tokenizers.build import build_tokenizer
 from megatron.errors import ConfigError, DataError
 from tests.unit.tokenizers.conftest import TEXTS
 

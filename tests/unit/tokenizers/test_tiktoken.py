@@ -12,7 +12,8 @@ import pytest
 import regex
 
 from megatron.config.tokenizer import TokenizerConfig
-from megatron.core.tokenizers import Tokenizer, build_tokenizer
+from megatron.core.tokenizers.base import Tokenizer
+from megatron.core.tokenizers.build import build_tokenizer
 from megatron.core.tokenizers.tiktoken import PATTERNS
 from megatron.errors import ConfigError, DataError
 

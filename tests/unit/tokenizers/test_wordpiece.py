@@ -8,8 +8,8 @@ import pytest
 from transformers import BertTokenizer
 
 from megatron.config.tokenizer import TokenizerConfig
-from megatron.core.tokenizers import build_tokenizer
 from megatron.core.tokenizers.base import MaskingTokenizer
+from megatron.core.tokenizers.build import build_tokenizer
 from megatron.core.tokenizers.wordpiece import WordPieceTokenizer
 from megatron.errors import ConfigError, DataError
 

@@ -11,7 +11,8 @@ import pytest
 from tokenizers import trainers
 
 from megatron.config.tokenizer import TokenizerConfig
-from megatron.core.tokenizers import Tokenizer, build_tokenizer
+from megatron.core.tokenizers.base import Tokenizer
+from megatron.core.tokenizers.build import build_tokenizer
 from megatron.errors import ConfigError, DataError
 from megatron.training.reporting.progress import ProgressBar
 from tests.unit.tools.conftest import TEXTS, run, write_lines

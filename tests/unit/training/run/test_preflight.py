@@ -17,7 +17,7 @@ from megatron.core.datasets.metadata import TokenizerStamp
 from megatron.core.files.writable import why_not_writable
 from megatron.core.models.registry import FAMILIES
 from megatron.core.parallel.context import ParallelContext
-from megatron.core.tokenizers import build_tokenizer
+from megatron.core.tokenizers.build import build_tokenizer
 from megatron.errors import RESTART_MAY_HELP, ConfigError
 from megatron.training.checkpoints.saving import Saver
 from megatron.training.pretrain import pretrain
