@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import os
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -82,13 +81,10 @@ class RemoteTokens:
                 f"{self._tokens} ends at byte {start + len(content)} of {self._size}: it is being replaced",
                 exit_code=RESTART_MAY_HELP,
             )
-        with write_errors(bin_path(self.local_prefix), remedy="give another --data-cache-path"):
-            file = os.open(bin_path(self.local_prefix), os.O_WRONLY)
-            try:
-                os.pwrite(file, content, start)
-                os.fsync(file)  # the checksum must not reach the disk before its block
-            finally:
-                os.close(file)
+        path = bin_path(self.local_prefix)
+        with write_errors(path, remedy="give another --data-cache-path"), path.open("rb+") as file:
+            file.seek(start)
+            file.write(content)
         self._checksums[block] = _checksum(content)
 
 

@@ -118,6 +118,13 @@ def test_special_tokens_map_is_read(tmp_path: Path) -> None:
     assert build(folder).eod == 1
 
 
+def test_the_config_counts_where_the_map_says_something_else(tmp_path: Path) -> None:
+    """Of fine-tuned models the map is often the old one: documents would end with a token that ends none there."""
+    folder = words(tmp_path, ["?", "old", "new"], eos_token="new")
+    (folder / "special_tokens_map.json").write_text('{"eos_token": "old"}')
+    assert build(folder).eod == 2
+
+
 def test_well_known_end_without_config(tmp_path: Path) -> None:
     """A bare tokenizer.json still has an end of document when it uses a usual name."""
     folder = words(tmp_path, ["?", "</s>"])
