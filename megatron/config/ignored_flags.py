@@ -6,7 +6,7 @@ Reasons stand at the margin, the flags below them without dashes; ``*`` matches 
 IGNORED = """
 the fastest kernels are always used, and fusion never changes results
     no-masked-softmax-fusion no-bias-swiglu-fusion no-bias-dropout-fusion no-rope-fusion no-persist-layer-norm
-    no-gradient-reduce-div-fusion no-async-tensor-model-parallel-allreduce
+    no-gradient-reduce-div-fusion no-async-tensor-model-parallel-allreduce mla-down-proj-fusion
     use-te-activation-func use-fused-weighted-squared-relu disable-jit-fuser abort-on-unmet-fused-kernel-constraints
     use-fused-rmsnorm use-fused-swiglu use-fused-rotary-pos-emb use-fused-sdpa use-fused-sdpa-with-recompute
     use-fast-softmax use-fused-layer-norm use-torch-compile use-torch-compiled-autograd compiled-autograd-fallback-mode

@@ -169,7 +169,9 @@ give --expert-tensor-parallel-size
     moe-extended-tp
 train with --bf16: experts in fp8, CUDA graphs of experts and their buffers are not available
     moe-router-padding-for-quantization moe-router-padding-for-fp8 moe-paged-stash* moe-use-grouped-tensor
-    moe-single-grouped-* moe-mlp-glu-interleave-size moe-expert-rank-capacity-factor moe-enable-routing-replay
+    moe-single-grouped-* moe-mlp-glu-interleave-size moe-expert-rank-capacity-factor
+choices of experts are not recorded for reinforcement learning; leave it out
+    moe-enable-routing-replay
 weights of chosen experts multiply their activations; scaling their inputs instead is not available
     moe-apply-probs-on-input
 experts in a projected width are not available; leave it out
@@ -183,7 +185,7 @@ make the checkpoint of experts first, with tools/checkpoint/upcycle.py, and star
 experts have no such setting here; leave it out
     moe-* num-experts-teacher noisy-gate-policy create-moe-param-group disable-moe-token-dropping
 a pass over one microbatch is not computed beside another one's communication; leave it out
-    overlap-moe-expert-parallel-comm
+    overlap-moe-expert-parallel-comm ep-overlap-early-attn-memory-release
 reinforcement learning is not available: this project pretrains; leave it out
     rl-* rollout-* sglang-* vllm-* advantage-estimator kl-loss-coef kl-loss-type kl-coef use-kl-loss entropy-coef
     eps-clip eps-clip-high use-dynamic-batch-size max-tokens-per-gpu langrl-* grpo-* perform-rl-step
