@@ -29,7 +29,7 @@ class Route:
     ``sent`` [n]: the choice, ``token · k + place``, of each row that this rank sends, in the order of the receiving
     ranks and there of the experts. ``rows`` [t, k · copies]: where the rows of each token are in ``sent``.
     ``sends``, ``receives``: how many rows go to and come from each rank of the ``team``. ``arrived``: the received
-    row at each place in the order of this rank's experts; None where that is the order of arrival. ``groups``: rows of
+    row at each place in the order of this rank's experts; None where all rows are its own. ``groups``: rows of
     each of these experts. ``drops``: whether choices may be missing, whose rows are past the end of ``sent``.
     """
 
@@ -203,24 +203,18 @@ class _Combine(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, route: Route) -> Tensor:
         ctx.route = route
-        return _summed(_from_experts(rows, route) if route.team.size > 1 else rows, route)
+        if route.arrived is not None:
+            rows = rows.index_select(0, _inverse(route.arrived))
+            rows = all_to_all_rows(rows, route.team, route.receives, route.sends)
+        return _summed(rows, route)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         route: Route = ctx.route
         rows = grad.index_select(0, route.sent // route.choices)
-        return (_to_experts(rows, route) if route.team.size > 1 else rows), None
-
-
-def _to_experts(rows: Tensor, route: Route) -> Tensor:
-    received = all_to_all_rows(rows, route.team, route.sends, route.receives)
-    return received if route.arrived is None else received.index_select(0, route.arrived)
-
-
-def _from_experts(rows: Tensor, route: Route) -> Tensor:
-    if route.arrived is not None:
-        rows = rows.index_select(0, _inverse(route.arrived))
-    return all_to_all_rows(rows, route.team, route.receives, route.sends)
+        if route.arrived is not None:
+            rows = all_to_all_rows(rows, route.team, route.sends, route.receives).index_select(0, route.arrived)
+        return rows, None
 
 
 def _summed(rows: Tensor, route: Route) -> Tensor:

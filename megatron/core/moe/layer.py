@@ -102,17 +102,14 @@ class MoELayer(nn.Module):
         """Begin to send tokens ``x`` [t, h] that no other rank has to their experts; what ``dispatch`` returns. A
         recomputed pass takes the same way.
         """
-        mesh = self._context.mesh
+        mesh, weights = self._context.mesh, routing.weights
         if self._gathers:
-            whole, weights = gather_tokens(x, routing.weights, mesh)
-            if self not in inputs.kept:
-                inputs.kept[self] = plan_route_of_all(routing, num_experts=self._num_experts, mesh=mesh)
-        else:
-            whole, weights = x, routing.weights
-            if self not in inputs.kept:
-                inputs.kept[self] = plan_route(routing, num_experts=self._num_experts, mesh=mesh)
+            x, weights = gather_tokens(x, weights, mesh)
+        if self not in inputs.kept:
+            plan = plan_route_of_all if self._gathers else plan_route
+            inputs.kept[self] = plan(routing, num_experts=self._num_experts, mesh=mesh)
         route: Route = inputs.kept[self]
-        return route, dispatch(whole, weights, route)
+        return route, dispatch(x, weights, route)
 
     def costs(self, workload: Workload) -> Costs:
         """Its parts, the rows that it sends and their sums."""
