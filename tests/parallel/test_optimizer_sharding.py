@@ -17,6 +17,7 @@ from megatron.config.precision import PrecisionConfig
 from megatron.core.distributed import param_gather
 from megatron.core.distributed.buffers import build_buffers
 from megatron.core.distributed.grad_sync import GradSync
+from megatron.core.distributed.parameter_policy import parameter_policies
 from megatron.core.optimizer.grad_norm import nonfinite_gradients
 from megatron.core.optimizer.optimizer import Optimizer
 from megatron.core.parallel.collectives import all_gather
@@ -92,9 +93,10 @@ class Trainer:
     def __init__(self, context: ParallelContext, way: Way, **settings: Any) -> None:
         self.context = context
         self.model = Model(context)
-        self.buffers = build_buffers(self.model.named_parameters(), context, grad_dtype=way.grad_dtype, bucket_size=500)
+        config, named = OptimizerConfig(clip_grad=0.01, **settings), list(self.model.named_parameters())
+        policies = parameter_policies(named, config)
+        self.buffers = build_buffers(named, context, grad_dtype=way.grad_dtype, bucket_size=500, policies=policies)
         self.sync = GradSync(self.buffers, context, sharded=way.sharded, overlap=way.overlap)
-        config = OptimizerConfig(clip_grad=0.01, **settings)
         precision = PrecisionConfig(bf16=context.dtype == torch.bfloat16, fp16=context.dtype == torch.float16)
         self.optimizer = Optimizer(self.buffers, config, precision, context, sharded=way.sharded, count_zeros=True)
         self.optimizer.expect(precision.initial_loss_scale if precision.fp16 else 1.0)

@@ -20,12 +20,13 @@ class ParameterPolicy:
 
     ``is_trained``: a frozen parameter, or one that was built without a gradient, has no gradient, no optimizer state
     and no reduction. ``decays``: weight decay applies to it. ``is_decoupled``: it has the learning rate of
-    ``--decoupled-lr``.
+    ``--decoupled-lr``. ``update_rule``: how a step moves it, a name among ``optimizer.update_rules.UPDATE_RULES``.
     """
 
     is_trained: bool
     decays: bool
     is_decoupled: bool
+    update_rule: str
 
 
 Policies = Mapping[str, ParameterPolicy]
@@ -45,6 +46,7 @@ def parameter_policies(
             is_trained=parameter.requires_grad and not matches(name, config.freeze),
             decays=_is_matrix(sharding) or decays_too,
             is_decoupled=config.decoupled_lr is not None and _is_vocabulary_table(sharding),
+            update_rule=config.optimizer,
         )
     return policies
 

@@ -24,7 +24,7 @@ from megatron.core.optimizer.grad_norm import GradientStatistics, ModelStatistic
 from megatron.core.optimizer.kept_numbers import Kept, Masters, Plain, Remainders, StochasticallyRounded, build_masters
 from megatron.core.optimizer.loss_scaler import build_loss_scaler
 from megatron.core.optimizer.offload import CPU, Shuttle, divided
-from megatron.core.optimizer.update_rules import Step, build_update_rule
+from megatron.core.optimizer.update_rules import UPDATE_RULES, Step
 from megatron.core.parallel.context import ParallelContext
 from megatron.core.parallel.sharding import ShardedState
 
@@ -92,7 +92,7 @@ class _Owned:
 
 
 class Optimizer:
-    """AdamW or SGD over flat buffers.
+    """Update rules over flat buffers, each buffer by that of its parameters' policy.
 
     ``sharded``: own only this rank's shard of every bucket and gather the weights after each update.
     ``count_zeros``: report zero gradients with every update. ``frozen``: see ``ModelStatistics``.
@@ -111,7 +111,7 @@ class Optimizer:
     ) -> None:
         self._clip_grad = config.clip_grad
         self._count_zeros = count_zeros
-        self._rule = build_update_rule(config)
+        self._rules = {name: UPDATE_RULES[name](config) for name in {each.policy.update_rule for each in buffers}}
         self._formats = {"exp_avg": config.exp_avg_dtype, "exp_avg_sq": config.exp_avg_sq_dtype}
         self._scaler = build_loss_scaler(precision)
         self._statistics = ModelStatistics(buffers, context, frozen=frozen)
@@ -139,7 +139,7 @@ class Optimizer:
         """The update rule's state before the first step, for a span of the buffer."""
         number = self._numbers[id(buffer)]
         wide, state = torch.promote_types(buffer.params.dtype, torch.float32), dict[str, Plain]()
-        for name in self._rule.state_names:
+        for name in self._rules[buffer.policy.update_rule].state_names:
             narrow = self._formats.get(name) == "bf16"
             dtype = torch.bfloat16 if narrow else wide
             zeros = torch.zeros(span.size, dtype=dtype, device=device)
@@ -214,7 +214,7 @@ class Optimizer:
 
     def _move(self, owned: _Owned, divisor: float, *, lr: float, weight_decay: float) -> None:
         """Step on one span; dividing the gradients costs no pass of its own."""
-        scale: Tensor | None = None
+        rule, scale = self._rules[owned.buffer.policy.update_rule], None
         if owned.wide == torch.float64:
             owned.span.of(owned.buffer.grads).div_(divisor)  # the kernels take their scale in fp32, too coarse here
         else:
@@ -231,7 +231,7 @@ class Optimizer:
         for (step, part), grads in zip(chunks, owned.gradients([part for _, part in chunks])):
             weights = owned.main_params.read(part)
             state = {name: kept.read(part) for name, kept in owned.state.items()}
-            self._rule.apply(weights, grads, list(state.values()), step)
+            rule.apply(weights, grads, list(state.values()), step)
             owned.main_params.write(part, weights)
             for name, kept in owned.state.items():
                 kept.write(part, state[name])

@@ -85,9 +85,5 @@ class SGD:
 
 
 UpdateRule = AdamW | SGD
-
-
-def build_update_rule(config: OptimizerConfig) -> UpdateRule:
-    """The rule that ``--optimizer`` names."""
-    rules: dict[str, type[UpdateRule]] = {"adam": AdamW, "sgd": SGD}
-    return rules[config.optimizer](config)
+UPDATE_RULES: dict[str, type[UpdateRule]] = {"adam": AdamW, "sgd": SGD}
+"""By the name that ``--optimizer`` and a parameter's policy have for them."""

@@ -14,7 +14,7 @@ from megatron.core.checkpointing.stored_tensors import StoredTensors
 from megatron.core.conversion.portable import check_shapes, parameters_of
 from megatron.core.files.remote_path import AnyPath
 from megatron.core.models.registry import family_named, find_family, owner_of
-from megatron.core.optimizer.update_rules import build_update_rule
+from megatron.core.optimizer.update_rules import UPDATE_RULES
 from megatron.core.tokenizers.base import Tokenizer
 from megatron.core.tokenizers.build import build_tokenizer
 from megatron.errors import CheckpointError, ConfigError
@@ -113,7 +113,8 @@ def describe_start(config: RunConfig, tokenizer: Tokenizer | None, *, model_name
 def _check_optimizer(folder: CheckpointFolder, stored: StoredTensors, config: RunConfig) -> None:
     """Raise CheckpointError when the optimizer that saved kept other numbers than the flags' does."""
     kept = {name.split(".")[1] for name in stored.entries if name.startswith("optimizer.")}
-    lacking = [name for name in build_update_rule(config.optimizer).state_names if name not in kept]
+    rule = UPDATE_RULES[config.optimizer.optimizer](config.optimizer)
+    lacking = [name for name in rule.state_names if name not in kept]
     if lacking:
         raise CheckpointError(
             f"{folder.path} lacks {', '.join(f'optimizer.{name}' for name in lacking)}, which --optimizer "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from typing import Any
 
@@ -144,3 +145,36 @@ def test_parameters_of_two_types_have_buffers_of_two_types() -> None:
     }
     assert {entry.name for entry in optimizer.master_entries()} == {"optimizer.fp32_param.narrow"}
     torch.testing.assert_close(wide.detach(), torch.full((4, 4), 1 - 1e-4), rtol=0, atol=1e-7)
+
+
+def test_matrices_and_the_rest_may_have_two_update_rules() -> None:
+    """A rule for matrices alone, such as Muon, would need another optimizer: here each buffer has the rule of its
+    parameters' policy, and a checkpoint the state of that rule.
+    """
+    p, context, config = parameters(), ParallelContext.single(), OptimizerConfig(clip_grad=0.0, sgd_momentum=0.5)
+    policies = {
+        name: dataclasses.replace(policy, update_rule="sgd" if policy.decays else "adam")
+        for name, policy in parameter_policies(p.items(), config).items()
+    }
+    buffers = build_buffers(p.items(), context, grad_dtype=torch.float32, policies=policies)
+    GradSync(buffers, context, sharded=False, overlap=False)
+    optimizer = Optimizer(buffers, config, PrecisionConfig(), context, sharded=False)
+    copies = {name: torch.nn.Parameter(parameter.detach().clone()) for name, parameter in p.items()}
+    matrices = [name for name in p if policies[name].decays]
+    others = [name for name in p if not policies[name].decays]
+    twins = (
+        torch.optim.SGD([copies[name] for name in matrices], lr=0.1, momentum=0.5, weight_decay=0.1),
+        torch.optim.AdamW([copies[name] for name in others], lr=0.1, weight_decay=0.0),
+    )
+    for _ in range(3):
+        for name, parameter in p.items():
+            parameter.main_grad.copy_(parameter.detach() * 2 + 1)  # type: ignore[attr-defined]
+            copies[name].grad = parameter.main_grad.clone()  # type: ignore[attr-defined]
+        optimizer.update(count=1, lr=0.1, weight_decay=0.1)
+        for twin in twins:
+            twin.step()
+    for name, parameter in p.items():
+        torch.testing.assert_close(parameter, copies[name], rtol=1e-6, atol=1e-6)
+    kept = {"momentum": matrices, "exp_avg": others, "exp_avg_sq": others}
+    wanted = {f"optimizer.{state}.{name}" for state, names in kept.items() for name in names}
+    assert matrices and others and {entry.name for entry in optimizer.entries()} == wanted

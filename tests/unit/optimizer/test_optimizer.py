@@ -14,6 +14,7 @@ from megatron.config.optimizer import OptimizerConfig
 from megatron.config.precision import PrecisionConfig
 from megatron.core.distributed.buffers import FlatBuffer, build_buffers
 from megatron.core.distributed.grad_sync import GradSync
+from megatron.core.distributed.parameter_policy import parameter_policies
 from megatron.core.optimizer import update_rules
 from megatron.core.optimizer.grad_norm import nonfinite_gradients
 from megatron.core.optimizer.optimizer import Optimizer
@@ -43,14 +44,18 @@ class Setup:
             made = sharded_parameter(Sharding(shape), context.mesh, dtype=dtype, device=context.device)
             made.data.copy_(torch.randn(shape, generator=generator))
             self.parameters[name] = made
-        wide = torch.float64 if dtype == torch.float64 else torch.float32
+        wide, config = torch.float64 if dtype == torch.float64 else torch.float32, OptimizerConfig(**settings)
         self.buffers: list[FlatBuffer] = build_buffers(
-            self.parameters.items(), context, grad_dtype=grad_dtype or wide, bucket_size=300
+            self.parameters.items(),
+            context,
+            grad_dtype=grad_dtype or wide,
+            bucket_size=300,
+            policies=parameter_policies(self.parameters.items(), config),
         )
         self.sync = GradSync(self.buffers, context, sharded=False, overlap=False)
         self.optimizer = Optimizer(
             self.buffers,
-            OptimizerConfig(**settings),
+            config,
             precision or PrecisionConfig(bf16=dtype == torch.bfloat16),
             context,
             sharded=False,
