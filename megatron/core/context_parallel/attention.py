@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -22,7 +22,7 @@ from torch import Tensor
 
 from megatron.config.parallel import CpCommType, head_exchange_size
 from megatron.core.context_parallel.key_exchange import Gather, KeyExchange, Ring
-from megatron.core.context_parallel.merged_attention import Expand, merged_attention, merged_attention_to_latents
+from megatron.core.context_parallel.merged_attention import Expand, merged_attention
 from megatron.core.context_parallel.slicing import by_rank, in_order
 from megatron.core.context_parallel.visible import Documents
 from megatron.core.ops.attention import AttentionOptions, AttentionRequest
@@ -44,6 +44,8 @@ def attention(
     comm_type: CpCommType,
     documents: Documents | None = None,
     backend: str = "auto",
+    expand: Expand | None = None,
+    weight: Tensor | None = None,
 ) -> Tensor:
     """``ops.attention`` of queries and keys that each context-parallel rank holds a slice of (see ``slicing``).
 
@@ -52,12 +54,16 @@ def attention(
     order; with it ranks can't exchange heads. ``sinks`` and ``slopes`` are those of all n heads. Causal attention has
     as many queries as keys. One rank: a plain call.
     ``documents``: those of ``document_ids``, if the caller has computed them for all layers.
+
+    ``expand(weight, k, v)``: where keys would travel to other ranks, what is sent instead is ``k`` and ``v`` [s, b, …],
+    from which each rank computes keys [s, b, g, d] and values.
     """
 
     def plain(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return attention_of_one_rank(q, k, v, options, backend=backend)
 
     everyone = Team.of(context.mesh, "cp")
+    assert expand is None or (everyone.size > 1 and comm_type in KEYS_TRAVEL), "only where keys would travel"
     if everyone.size == 1:
         return plain(q, k, v)
     assert options.bias is None or "a2a" not in comm_type, "a bias has no rows for queries of other ranks"
@@ -72,45 +78,11 @@ def attention(
         exchange=exchange,
         options=options,
         backend=backend,
-        documents=_documents_of(options, documents),
+        documents=documents or (None if options.document_ids is None else Documents(options.document_ids)),
+        expand=expand,
+        weight=weight,
     )
     return _with_heads_split(merged, q, k, v, neighbours)
-
-
-def attention_to_latents(
-    q: Tensor,
-    sent: Sequence[Tensor],
-    weight: Tensor,
-    expand: Expand,
-    options: AttentionOptions,
-    *,
-    context: ParallelContext,
-    comm_type: CpCommType,
-    documents: Documents | None = None,
-    backend: str = "auto",
-) -> Tensor:
-    """``attention`` of several ranks by p2p or all_gather, to keys and values that each computes from what it receives.
-
-    ``expand(weight, *sent)``: keys [s, b, g, d] and values of a slice, from its owner's tensors ``sent`` [s, b, …].
-    See ``attention`` for the rest.
-    """
-    team = Team.of(context.mesh, "cp")
-    assert team.size > 1 and comm_type in KEYS_TRAVEL, "only where keys would travel"
-    exchange: KeyExchange = Gather(team) if comm_type == "all_gather" else Ring(team)
-    return merged_attention_to_latents(
-        q,
-        sent,
-        weight,
-        expand,
-        exchange=exchange,
-        options=options,
-        backend=backend,
-        documents=_documents_of(options, documents),
-    )
-
-
-def _documents_of(options: AttentionOptions, documents: Documents | None) -> Documents | None:
-    return documents or (None if options.document_ids is None else Documents(options.document_ids))
 
 
 def heads_split_over(comm_type: CpCommType, context: ParallelContext) -> int:

@@ -70,48 +70,22 @@ class _Call:
 
 def merged_attention(
     q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
+    *sent: Tensor,
     exchange: KeyExchange,
     options: AttentionOptions,
     backend: str,
     documents: Documents | None,
+    expand: Expand | None = None,
+    weight: Tensor | None = None,
 ) -> Tensor:
-    """Attention over the sequence that the team holds in slices: ``q`` [s, b, n, d], ``k`` and ``v`` [s, b, g, d].
+    """Attention over the sequence that the team holds in slices: ``q`` [s, b, n, d], ``sent``: keys and values
+    [s, b, g, d]. ``options.attention_mask`` and ``documents`` are those of the whole sequence. Returns [s, b, n·d].
 
-    ``options.attention_mask`` and ``documents`` are those of the whole sequence. Returns [s, b, n·d].
+    With ``expand`` each rank computes keys and values from what it gets, ``expand(weight, *sent)``: tensors [s, b, …],
+    narrower than keys and values. Kept are they and the queries. ``expand`` runs once for each rank's tensors in the
+    forward pass and once in the backward pass, and draws no random numbers.
     """
-    return _merged(q, (k, v), _Call(exchange, _merging(options), backend, documents), options)
-
-
-def merged_attention_to_latents(
-    q: Tensor,
-    sent: Sequence[Tensor],
-    weight: Tensor,
-    expand: Expand,
-    *,
-    exchange: KeyExchange,
-    options: AttentionOptions,
-    backend: str,
-    documents: Documents | None,
-) -> Tensor:
-    """``merged_attention`` to keys and values that each rank computes from what it gets: ``expand(weight, *sent)``.
-
-    ``sent``: tensors [s, b, …], narrower than keys and values. Kept are they and the queries. ``expand`` runs once for
-    each rank's tensors in the forward pass and once in the backward pass, and draws no random numbers.
-    """
-    call = _Call(exchange, _merging(options), backend, documents, expand)
-    return _merged(q, sent, call, options, weight)
-
-
-def _merging(options: AttentionOptions) -> AttentionOptions:
-    return dataclasses.replace(options, document_ids=None, sinks=None)
-
-
-def _merged(
-    q: Tensor, sent: Sequence[Tensor], call: _Call, options: AttentionOptions, weight: Tensor | None = None
-) -> Tensor:
+    call = _Call(exchange, dataclasses.replace(options, document_ids=None, sinks=None), backend, documents, expand)
     out: Tensor = _MergedAttention.apply(q, options.bias, options.sinks, weight, call, *sent)  # type: ignore[no-untyped-call]
     return out.flatten(2)
 

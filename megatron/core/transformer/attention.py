@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -134,20 +135,21 @@ class Attention(nn.Module):
                 self._cached_options = self._options(query, seen, drop=drop, window=self._window)
             return seen.cache.attend(self.number, query, key, value, self._cached_options)
         window = self._window_over(key.shape[0] * self._context.mesh.size("cp"))
-        return self._call(query, key, value, self._options(query, seen, drop=drop, window=window), seen)
-
-    def _call(self, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions, seen: Seen) -> Tensor:
-        """Attention over the sequence that context-parallel ranks share."""
         return attention(
             query,
             key,
             value,
-            options,
+            self._options(query, seen, drop=drop, window=window),
             context=self._context,
             comm_type=self._context.cp_comm_type(self.number),
             documents=seen.documents,
             backend=self._config.attention_backend,
+            **self._expansion(),
         )
+
+    def _expansion(self) -> dict[str, Any]:
+        """Of ``attention``: how ranks compute keys and values from what others send, where that isn't these."""
+        return {}
 
     def _options(self, query: Tensor, seen: Seen, *, drop: float, window: tuple[int, int] | None) -> AttentionOptions:
         off_by_one = self._config.softmax_type == "off-by-one"

@@ -5,14 +5,14 @@ from __future__ import annotations
 import dataclasses
 import math
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from megatron.config.model import ModelConfig
 from megatron.config.training import RecomputeModule
-from megatron.core.context_parallel.attention import KEYS_TRAVEL, attention_to_latents
-from megatron.core.ops.attention import AttentionOptions
+from megatron.core.context_parallel.attention import KEYS_TRAVEL
 from megatron.core.ops.attention.cached import CachedHeads
 from megatron.core.ops.matmul import linear
 from megatron.core.ops.rotary import apply_rotary
@@ -129,25 +129,15 @@ class LatentAttention(Attention):
         """See ``Attention``."""
         return self._latent_width if self.sends_latents else super()._sent
 
-    def _call(self, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions, seen: Seen) -> Tensor:
-        """See ``Attention``; where latents are sent, ``key`` is latents and ``value`` the shared key."""
+    def _expansion(self) -> dict[str, Any]:
+        """See ``Attention``; where latents are sent, in place of keys, the shared key is sent in place of values."""
         if not self.sends_latents:
-            return super()._call(query, key, value, options, seen)
+            return {}
 
         def expand(weight: Tensor, latent: Tensor, shared_key: Tensor) -> tuple[Tensor, Tensor]:
             return self._keys_and_values(linear(latent, weight, None, by=self._context.products.multiply), shared_key)
 
-        return attention_to_latents(
-            query,
-            (key, value),
-            self.linear_kv_up_proj.weight,
-            expand,
-            options,
-            context=self._context,
-            comm_type=self._comm_type,
-            documents=seen.documents,
-            backend=self._config.attention_backend,
-        )
+        return {"expand": expand, "weight": self.linear_kv_up_proj.weight}
 
     def _turned(self, of_query: Tensor, shared_key: Tensor, inputs: LayerInputs) -> tuple[Tensor, Tensor, Tensor]:
         """The channels of the queries without and with rotary positions, ``[S, b, n, …]``, and the shared key
