@@ -16,6 +16,7 @@ from megatron.core.models.gpt.model import GPTModel
 from megatron.core.parallel import exchange
 from megatron.core.parallel.context import ParallelContext
 from megatron.core.transformer.latent_attention import LatentAttention
+from megatron.core.transformer.stack import BranchPlace, StackConfig
 from tests.harness import run_ranks
 
 LENGTH, BATCH, RANKS, LAYERS = 8, 2, 3, 2
@@ -86,4 +87,4 @@ def test_a_gather_carries_latents() -> None:
 def test_exchanged_heads_are_expanded() -> None:
     """By a2a each rank computes keys and values of its slice, and sends those of other heads."""
     context = dataclasses.replace(ParallelContext.single(), cp_comm_types=("a2a",))
-    assert not LatentAttention(MODEL, context, number=0, causal=True).sends_latents
+    assert not LatentAttention(BranchPlace(StackConfig(MODEL, causal=True), context, 0)).sends_latents

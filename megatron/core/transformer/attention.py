@@ -5,20 +5,17 @@ from __future__ import annotations
 import dataclasses
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
-from megatron.config.model import ModelConfig
 from megatron.config.parallel import CpCommType
-from megatron.config.training import RecomputeModule
 from megatron.core.context_parallel.attention import attention, heads_split_over
 from megatron.core.context_parallel.visible import Documents
 from megatron.core.ops.alibi import alibi_slopes
 from megatron.core.ops.attention import AttentionOptions, AttentionRequest
 from megatron.core.ops.attention.cached import AttentionCache, CachedHeads
 from megatron.core.ops.rotary import apply_rotary
-from megatron.core.parallel.context import ParallelContext
 from megatron.core.parallel.costs import Costs, Workload, costs_of, total_of
 from megatron.core.parallel.recompute import recomputed
 from megatron.core.parallel.rng import StreamKey
@@ -28,6 +25,9 @@ from megatron.core.transformer.initialization import input_init, output_init
 from megatron.core.transformer.inputs import LayerInputs
 from megatron.core.transformer.norm import HeadNorm, Norm
 from megatron.core.transformer.positions import rotary_of
+
+if TYPE_CHECKING:
+    from megatron.core.transformer.stack import BranchPlace
 
 
 @dataclass(frozen=True)
@@ -51,20 +51,12 @@ class Attention(nn.Module):
     A subclass makes its matmuls and then calls ``_add_output``, so that parameters come in the order of their use.
     """
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        context: ParallelContext,
-        *,
-        number: int,
-        causal: bool,
-        recompute: frozenset[RecomputeModule],
-        purpose: str,
-    ) -> None:
+    def __init__(self, place: BranchPlace, *, causal: bool, purpose: str = "scores") -> None:
         super().__init__()
+        config, context = place.stack.model, place.context
         self._config, self._context = config, context
-        self.number, self.is_causal = number, causal
-        self._recompute, self._recompute_core = recompute, "core_attn" in recompute
+        self.number, self.is_causal = place.number, causal
+        self._recompute, self._recompute_core = place.recompute, "core_attn" in place.recompute
         self._purpose = purpose
         ranks = context.mesh.size("tp")
         self._groups = max(1, config.num_query_groups // ranks)
@@ -76,14 +68,16 @@ class Attention(nn.Module):
         self._slopes: Tensor | None = None
         self._cached_options: AttentionOptions | None = None
 
-    def _add_head_norms(self, config: ModelConfig, context: ParallelContext) -> None:
+    def _add_head_norms(self) -> None:
         """Norms of query and key heads, where the model has them."""
+        config, context = self._config, self._context
         queries, keys = config.num_attention_heads, config.num_query_groups
         self.q_layernorm: Norm | None = HeadNorm(queries, config, context) if config.has_qk_norms else None
         self.k_layernorm = HeadNorm(keys, config, context) if config.has_qk_norms else None
 
-    def _add_output(self, config: ModelConfig, context: ParallelContext) -> None:
+    def _add_output(self) -> None:
         """Sinks, where the model has them, and the last matmul."""
+        config, context = self._config, self._context
         heads = Sharding((config.num_attention_heads,), {0: "tp"})
         has_sinks = config.softmax_type == "learnable"
         self.sinks = make_parameter(heads, input_init(config), context) if has_sinks else None
@@ -278,16 +272,9 @@ class Attention(nn.Module):
 class SelfAttention(Attention):
     """Query, key and value from one matmul, whose weight has ``[q … q, k, v]`` for each key/value head."""
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        context: ParallelContext,
-        *,
-        number: int,
-        causal: bool,
-        recompute: frozenset[RecomputeModule] = frozenset(),
-    ) -> None:
-        super().__init__(config, context, number=number, causal=causal, recompute=recompute, purpose="scores")
+    def __init__(self, place: BranchPlace) -> None:
+        super().__init__(place, causal=place.stack.causal)
+        config, context, number = place.stack.model, place.context, place.number
         rows = 2 * config.kv_channels
         self._rotary = rotary_of(config, number)
         self.linear_qkv = self._columns(self._width + config.num_query_groups * rows, shared_rows=rows)
@@ -296,8 +283,8 @@ class SelfAttention(Attention):
             heads, mesh = alibi_slopes(config.num_attention_heads), context.mesh
             heads = heads * self._scale if config.scale_alibi else heads
             self._slopes = heads.chunk(mesh.size("tp"))[mesh.rank("tp")].to(context.device)
-        self._add_head_norms(config, context)
-        self._add_output(config, context)
+        self._add_head_norms()
+        self._add_output()
 
     def forward(self, x: Tensor, inputs: LayerInputs) -> Tensor:
         """``[s, b, h] -> [s, b, h]``."""
@@ -367,20 +354,13 @@ def cached_layers(block: nn.Module) -> dict[int, CachedHeads]:
 class CrossAttention(Attention):
     """Attention of the decoder to the encoder's output, without rotary positions."""
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        context: ParallelContext,
-        *,
-        number: int,
-        recompute: frozenset[RecomputeModule] = frozenset(),
-    ) -> None:
-        super().__init__(config, context, number=number, causal=False, recompute=recompute, purpose="cross scores")
-        rows = 2 * config.kv_channels
+    def __init__(self, place: BranchPlace) -> None:
+        super().__init__(place, causal=False, purpose="cross scores")
+        config, rows = place.stack.model, 2 * place.stack.model.kv_channels
         self.linear_q = self._columns(self._width)
         self.linear_kv = self._columns(config.num_query_groups * rows, shared_rows=rows)
-        self._add_head_norms(config, context)
-        self._add_output(config, context)
+        self._add_head_norms()
+        self._add_output()
 
     def forward(self, x: Tensor, inputs: LayerInputs) -> Tensor:
         """``[s, b, h] -> [s, b, h]``."""

@@ -5,18 +5,15 @@ from __future__ import annotations
 import dataclasses
 import math
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from megatron.config.model import ModelConfig
-from megatron.config.training import RecomputeModule
 from megatron.core.context_parallel.attention import KEYS_TRAVEL
 from megatron.core.ops.attention.cached import CachedHeads
 from megatron.core.ops.matmul import linear
 from megatron.core.ops.rotary import apply_rotary
-from megatron.core.parallel.context import ParallelContext
 from megatron.core.parallel.costs import Costs, Workload, total_of
 from megatron.core.parallel.recompute import recomputed, with_recomputed_inputs
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, ReplicatedLinear
@@ -27,6 +24,9 @@ from megatron.core.transformer.inputs import LayerInputs
 from megatron.core.transformer.norm import Norm
 from megatron.core.transformer.positions import rotary_of, score_factor_of
 
+if TYPE_CHECKING:
+    from megatron.core.transformer.stack import BranchPlace
+
 
 class LatentAttention(Attention):
     """Multi-head latent attention (MLA; DeepSeek-V2, arXiv:2405.04434).
@@ -36,19 +36,12 @@ class LatentAttention(Attention):
     query and key are ``qk_head_dim`` channels without positions, then ``qk_pos_emb_head_dim`` with rotary positions.
     """
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        context: ParallelContext,
-        *,
-        number: int,
-        causal: bool,
-        recompute: frozenset[RecomputeModule] = frozenset(),
-    ) -> None:
-        super().__init__(config, context, number=number, causal=causal, recompute=recompute, purpose="scores")
+    def __init__(self, place: BranchPlace) -> None:
+        super().__init__(place, causal=place.stack.causal)
+        config, context = place.stack.model, place.context
         heads, plain = config.num_attention_heads, config.qk_head_dim
-        self._rotary = rotary_of(config, number)
-        self._window = config.window_of(number)
+        self._rotary = rotary_of(config, place.number)
+        self._window = config.window_of(place.number)
         self._value_width = heads * config.v_head_dim
         if config.softmax_scale is None:
             self._scale = score_factor_of(config) / math.sqrt(config.kv_channels)
@@ -60,7 +53,7 @@ class LatentAttention(Attention):
         self.linear_kv_down_proj = self._down(config.kv_lora_rank + config.qk_pos_emb_head_dim)
         self.kv_layernorm = Norm(config.kv_lora_rank, config, context) if has_norms else None
         self.linear_kv_up_proj = self._up(config.kv_lora_rank, heads * plain + self._value_width)
-        self._add_output(config, context)
+        self._add_output()
 
     def _down(self, outputs: int) -> ReplicatedLinear:
         config = self._config

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Protocol
 
-from torch import Tensor, nn
+from torch import nn
 
 from megatron.config.model import ModelConfig
 from megatron.config.training import RecomputeModule
 from megatron.core.parallel.context import ParallelContext
 from megatron.core.transformer.attention import CrossAttention, SelfAttention
-from megatron.core.transformer.inputs import LayerInputs
 from megatron.core.transformer.latent_attention import LatentAttention
 from megatron.core.transformer.mlp import MLP
 
@@ -29,26 +28,12 @@ class BranchPlace:
     recompute: frozenset[RecomputeModule] = frozenset()
 
 
-class BranchBuilder(Protocol):
-    """Makes the module of a branch."""
-
-    def __call__(self, place: BranchPlace) -> nn.Module:
-        """A module with ``forward(x, inputs)``, ``[s, b, h] -> [s, b, h]``, as ``BranchModule``."""
-        ...
-
-
-class BranchModule(Protocol):
-    """The module of a branch."""
-
-    def __call__(self, x: Tensor, inputs: LayerInputs) -> Tensor:
-        """``[s, b, h] -> [s, b, h]``; ``x`` is normalized. Side losses go to ``inputs.side_losses``."""
-        ...
-
-
 @dataclass(frozen=True)
 class Branch:
     """A kind of residual branch, ``x + scale * norm_after(module(norm(x)))`` with dropout on what is added.
 
+    ``build``: makes the module, whose ``forward(x, inputs: LayerInputs)`` is ``[s, b, h] -> [s, b, h]``; ``x`` is
+    normalized, and side losses go to ``inputs.side_losses``.
     ``name``, ``norm``, ``norm_after``: of its module and its norms, in the names of parameters; a norm that is None is
     left out (norms after only: OLMo 2, arXiv:2501.00656; before and after: Gemma 2, arXiv:2408.00118).
     ``dropout_stream``: name of its random stream. ``parallel``: it reads what the branch before it read, not its result
@@ -59,7 +44,7 @@ class Branch:
     name: str
     norm: str | None
     dropout_stream: str
-    build: BranchBuilder
+    build: Callable[[BranchPlace], nn.Module]
     norm_after: str | None = None
     parallel: bool = False
     scale: float = 1.0
@@ -70,20 +55,9 @@ SELF_ATTENTION = Branch(
     "self_attention",
     "input_layernorm",
     "attention",
-    lambda place: (LatentAttention if place.stack.model.multi_latent_attention else SelfAttention)(
-        place.stack.model,
-        place.context,
-        number=place.number,
-        causal=place.stack.causal,
-        recompute=place.recompute,
-    ),
+    lambda place: (LatentAttention if place.stack.model.multi_latent_attention else SelfAttention)(place),
 )
-CROSS_ATTENTION = Branch(
-    "cross_attention",
-    "pre_cross_attn_layernorm",
-    "cross attention",
-    lambda place: CrossAttention(place.stack.model, place.context, number=place.number, recompute=place.recompute),
-)
+CROSS_ATTENTION = Branch("cross_attention", "pre_cross_attn_layernorm", "cross attention", CrossAttention)
 FEED_FORWARD = Branch(
     "mlp", "pre_mlp_layernorm", "mlp", lambda place: MLP(place.stack.model, place.context), recompute_name="mlp"
 )

@@ -17,6 +17,7 @@ from megatron.core.tensor_parallel.initialize import initialize
 from megatron.core.transformer.inputs import LayerInputs
 from megatron.core.transformer.latent_attention import LatentAttention
 from megatron.core.transformer.positions import RotaryPositions, score_factor_of
+from megatron.core.transformer.stack import BranchPlace, StackConfig
 
 pytest.importorskip("transformers", reason="the other latent attention is that of the dev extra's transformers")
 
@@ -97,7 +98,7 @@ def test_equals_transformers(name: str) -> None:
         found_theirs = torch.autograd.grad(out, [x, *weights.values()], upstream)
 
     context, config = ParallelContext.single(dtype=torch.float64), ours(scales, more)
-    layer = LatentAttention(config, context, number=0, causal=True)
+    layer = LatentAttention(BranchPlace(StackConfig(config, causal=True), context, 0))
     pairs = dict(layer.named_parameters())
     renamed = {name: f"{NAMES[name.split('.')[0]]}.{name.split('.')[1]}" for name in pairs}
     assert sorted(renamed.values()) == sorted(weights)
@@ -119,7 +120,7 @@ def test_a_given_scale_replaces_that_of_yarn() -> None:
     x = torch.randn(LENGTH, 2, HIDDEN, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     for scale in (None, usual, usual / 2):
         config = dataclasses.replace(ours({}, {}), softmax_scale=scale, init_method_std=0.4)
-        layer = LatentAttention(config, context, number=0, causal=True)
+        layer = LatentAttention(BranchPlace(StackConfig(config, causal=True), context, 0))
         initialize(layer, context.mesh, seed=3)
         rotary = RotaryPositions(config, context)(x, None)
         found.append(layer(x, LayerInputs(StreamKey(0), SideLosses(), rotary=rotary)))
