@@ -28,7 +28,7 @@ from unittest import mock
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron.config.pipeline import chunks_per_rank, stage_shapes
+from megatron.config.pipeline import chunks_per_rank, model_stages
 from megatron.config.run import RunConfig
 from megatron.core.models.gpt.train_spec import GPTSpec
 from megatron.core.models.registry import FAMILIES
@@ -198,7 +198,7 @@ def _tensor_parallel(config: RunConfig, mesh: Mesh) -> Counter[str]:
     ranks, model = mesh.size("tp"), config.model
     if ranks == 1:
         return Counter()
-    stages = [stage for stage in stage_shapes(config) if stage.rank == mesh.rank("pp")]
+    stages = [stage for stage in model_stages(config) if stage.rank == mesh.rank("pp")]
     layers = sum(len(stage.layers) for stage in stages)
     ends = sum(stage.is_first + stage.is_last for stage in stages)
     tokens = config.data.seq_length * config.training.micro_batch_size

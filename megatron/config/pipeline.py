@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 import re
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 from megatron.config.flags import one_of
 from megatron.config.run import RunConfig
@@ -19,13 +19,15 @@ LAYOUT_EXAMPLE = "'Et*2|t*3|t*2L' for 7 layers in 3 stages"
 
 
 @dataclass(frozen=True)
-class StageShape:
-    """Which layers of the whole model a stage has, and on which pipeline rank it is."""
+class Stage:
+    """A consecutive part of a model: its layers by global number, whether it holds the ends, and on which pipeline rank
+    it is.
+    """
 
-    rank: int
     layers: range
     is_first: bool
     is_last: bool
+    rank: int = 0
 
 
 def too_long_to_schedule(*, stages: int, microbatches: int) -> str | None:
@@ -41,20 +43,21 @@ def too_long_to_schedule(*, stages: int, microbatches: int) -> str | None:
     return None
 
 
-def stage_shapes(run: RunConfig) -> list[StageShape]:
-    """Layers and rank of every stage, first to last: ranks in order, once per chunk; with ZB-V down and up."""
-    sizes, ranks = stage_sizes(run), run.parallel.pipeline_model_parallel_size
+def model_stages(run: RunConfig) -> list[Stage]:
+    """The model cut into stages, first to last, on ranks in order, once per chunk; with ZB-V down and up."""
+    ranks = run.parallel.pipeline_model_parallel_size
     down_and_up = [*range(ranks), *reversed(range(ranks))]
-    ends = [*itertools.accumulate(sizes)]
-    return [
-        StageShape(
-            down_and_up[stage] if run.parallel.pipeline_schedule == "zb-v" else stage % ranks,
-            range(end - size, end),
-            is_first=stage == 0,
-            is_last=stage == len(sizes) - 1,
-        )
-        for stage, (size, end) in enumerate(zip(sizes, ends))
-    ]
+    on = down_and_up if run.parallel.pipeline_schedule == "zb-v" else [*range(ranks)] * chunks_per_rank(run)
+    return [replace(stage, rank=rank) for stage, rank in zip(stages_of(stage_sizes(run)), on, strict=True)]
+
+
+def stages_of(sizes: Sequence[int]) -> list[Stage]:
+    """Stages with the given numbers of layers, in order: no layer is lost or held twice."""
+    found, start = list[Stage](), 0
+    for number, size in enumerate(sizes):
+        found.append(Stage(range(start, start + size), number == 0, number == len(sizes) - 1))
+        start += size
+    return found
 
 
 def schedule_name(run: RunConfig) -> str:
@@ -239,27 +242,3 @@ def _not_in_a_layout(where: str, token: str) -> ConfigError:
     return ConfigError(
         f"{where} has {token!r}; it consists of E, t, m, L, |, (, ), * and numbers, like {LAYOUT_EXAMPLE}"
     )
-
-
-@dataclass(frozen=True)
-class EncoderDecoderLayers:
-    """Layers of an encoder followed by a decoder, as two lists, each numbered from 0.
-
-    ``closes_encoder``, ``opens_decoder``: whether the encoder's last and the decoder's first layer are among them.
-    """
-
-    encoder: range
-    decoder: range
-    closes_encoder: bool
-    opens_decoder: bool
-
-    @classmethod
-    def of(cls, layers: range, encoder_layers: int) -> EncoderDecoderLayers:
-        """Consecutive ``layers`` of the chain, of which those before ``encoder_layers`` are the encoder's."""
-        start, stop = layers.start, layers.stop
-        return cls(
-            encoder=range(min(start, encoder_layers), min(stop, encoder_layers)),
-            decoder=range(max(start - encoder_layers, 0), max(stop - encoder_layers, 0)),
-            closes_encoder=start < encoder_layers <= stop,
-            opens_decoder=start <= encoder_layers < stop,
-        )

@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Iterator
 
 from megatron.config.flags import plural_s
-from megatron.config.pipeline import schedule_name, stage_shapes
+from megatron.config.pipeline import model_stages, schedule_name
 from megatron.config.run import RunConfig
 
 _MOST_LISTED = 8  # stages that are listed one by one
@@ -64,14 +64,14 @@ def stages_report(run: RunConfig) -> str:
     """``1f1b: 3 stages of 3, 3 and 2 layers``; in long lists equal neighbours are counted; empty without a pipeline."""
     if run.parallel.pipeline_model_parallel_size == 1:
         return ""
-    shapes = stage_shapes(run)
-    sizes = [str(len(stage.layers)) for stage in shapes]
+    stages = model_stages(run)
+    sizes = [str(len(stage.layers)) for stage in stages]
     is_even = len(set(sizes)) == 1
     if len(sizes) > _MOST_LISTED:
         runs = [(size, len(list(same))) for size, same in itertools.groupby(sizes)]
         sizes = [f"{size} ({times} times)" if times > 1 else size for size, times in runs]
-    each = len(shapes[0].layers) if is_even else f"{', '.join(sizes[:-1])} and {sizes[-1]}"
-    return f"{schedule_name(run)}: {len(shapes)} stages of {each} layers"
+    each = len(stages[0].layers) if is_even else f"{', '.join(sizes[:-1])} and {sizes[-1]}"
+    return f"{schedule_name(run)}: {len(stages)} stages of {each} layers"
 
 
 def count(number: float) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from megatron.config.flags import plural_s
-from megatron.config.pipeline import num_stages, stage_shapes
+from megatron.config.pipeline import model_stages, num_stages
 from megatron.config.report import count, gigabytes, layout_report, settings_report, stages_report
 from megatron.config.run import RunConfig
 from megatron.config.vocabulary import vocabulary_size
@@ -95,7 +95,7 @@ def _parameters(run: RunConfig, train_spec: TrainSpec) -> list[str]:
 
 def _parameters_of(run: RunConfig, train_spec: TrainSpec, pipeline_rank: int, where: str) -> str:
     here = rank_parameters(run, train_spec, pipeline_rank=pipeline_rank)
-    layers = sum(len(stage.layers) for stage in stage_shapes(run) if stage.rank == pipeline_rank)
+    layers = sum(len(stage.layers) for stage in model_stages(run) if stage.rank == pipeline_rank)
     parts = {
         "embeddings and output": here.ends,
         f"{layers:,} layers": here.layers,

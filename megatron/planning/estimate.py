@@ -12,12 +12,11 @@ from dataclasses import dataclass, replace
 
 from torch import nn
 
-from megatron.config.pipeline import stage_shapes
+from megatron.config.pipeline import Stage, model_stages
 from megatron.config.run import RunConfig
 from megatron.core.distributed.buffers import usual_bucket_size
 from megatron.core.distributed.grad_sync import IN_FLIGHT
 from megatron.core.distributed.parameter_policy import matches
-from megatron.core.models.stage import Stage
 from megatron.core.models.train_spec import TrainSpec
 from megatron.core.optimizer.optimizer import CHUNK
 from megatron.core.parallel.costs import Costs, costs_of
@@ -155,7 +154,7 @@ def rank_peak(run: RunConfig, train_spec: TrainSpec, pipeline_rank: int) -> Memo
 def rank_memory(run: RunConfig, train_spec: TrainSpec, pipeline_rank: int) -> MemoryEstimate:
     """Memory of one rank that keeps the activations of one microbatch in each of its stages."""
     by_stage = stage_costs(run, train_spec)
-    kept = sum(costs.kept for costs, shape in zip(by_stage, stage_shapes(run)) if shape.rank == pipeline_rank)
+    kept = sum(costs.kept for costs, stage in zip(by_stage, model_stages(run)) if stage.rank == pipeline_rank)
     return _rank_memory(run, train_spec, pipeline_rank, by_stage, kept=kept)
 
 
@@ -175,7 +174,7 @@ def _rank_memory(
     held = _held(run, train_spec, pipeline_rank).values()
     parameters = sum(each.numel() for each in held)
     trained = 0 if run.purpose.only_reads else sum(each.numel() for each in held if each.requires_grad)
-    mine = [costs for costs, shape in zip(by_stage, stage_shapes(run)) if shape.rank == pipeline_rank]
+    mine = [costs for costs, stage in zip(by_stage, model_stages(run)) if stage.rank == pipeline_rank]
     width = planned_context(run).dtype.itemsize
     owned = sum(-(-each.numel() // _shards(run, each)) for each in held if each.requires_grad)
     owned = 0 if run.purpose.only_reads else owned

@@ -11,10 +11,9 @@ from torch import nn
 from megatron.config.fp8 import Fp8Config
 from megatron.config.model import ModelConfig
 from megatron.config.parallel import CpCommType
-from megatron.config.pipeline import stage_shapes
+from megatron.config.pipeline import Stage, model_stages
 from megatron.config.run import RunConfig
 from megatron.core.distributed.parameter_policy import matches
-from megatron.core.models.stage import Stage, model_stages
 from megatron.core.models.train_spec import TrainSpec
 from megatron.core.parallel.context import ParallelContext
 from megatron.core.parallel.launch import DTYPES
@@ -102,8 +101,7 @@ def latents_sent(run: RunConfig, train_spec: TrainSpec) -> list[str]:
 
 def stage_models(run: RunConfig, train_spec: TrainSpec, *, pipeline_rank: int | None = None) -> list[nn.Module]:
     """All stages, first to last, or those of one pipeline rank."""
-    stages = zip(stage_shapes(run), model_stages(run))
-    return [stage_model(run, train_spec, stage) for shape, stage in stages if pipeline_rank in (None, shape.rank)]
+    return [stage_model(run, train_spec, stage) for stage in model_stages(run) if pipeline_rank in (None, stage.rank)]
 
 
 def stage_model(run: RunConfig, train_spec: TrainSpec, stage: Stage) -> nn.Module:

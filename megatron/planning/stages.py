@@ -7,9 +7,8 @@ import itertools
 from bisect import bisect_right
 from collections.abc import Sequence
 
-from megatron.config.pipeline import num_stages
+from megatron.config.pipeline import Stage, num_stages
 from megatron.config.run import RunConfig
-from megatron.core.models.stage import Stage
 from megatron.core.models.train_spec import TrainSpec
 from megatron.planning.estimate import stage_flops, whole_costs
 

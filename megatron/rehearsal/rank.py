@@ -174,7 +174,7 @@ def _generate(run: Run) -> None:
         train_spec=run.train_spec,
         context=run.context,
         tokenizer=run.tokenizer,
-        stages=stages_here(run.config, run.train_spec, run.context),
+        stages=stages_here(run.config, run.context),
         models=run.models,
     )
     run.optimizer.gather.make_whole()
@@ -216,7 +216,7 @@ def _answers(config: RunConfig, train_spec: TrainSpec) -> Iterator[None]:
         return [by_stage[mesh.dense.coordinates(rank)["pp"]] for rank in range(mesh.world_size)]
 
     def held_stages(here: Any, mesh: Mesh) -> list[Any]:
-        return world(mesh, [stages_here(config, train_spec, _at_stage(config, stage)) for stage in stages])
+        return world(mesh, [stages_here(config, _at_stage(config, stage)) for stage in stages])
 
     def tied_names(here: Collection[str], mesh: Mesh) -> list[Any]:
         tied = [

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from megatron.config.model import ModelConfig
+from megatron.config.pipeline import Stage
 from megatron.core.models.bert.config import TokenTypesConfig
 from megatron.core.models.bert.model import BertBody, Pooler, head_of_first_token
-from megatron.core.models.stage import Stage
 from megatron.core.ops.dropout import dropout
 from megatron.core.parallel.context import ParallelContext
 from megatron.core.parallel.costs import Costs, Workload, total_of

@@ -12,13 +12,13 @@ from torch.nn.functional import cross_entropy
 
 from megatron.config.family import group_among
 from megatron.config.model import ModelConfig
+from megatron.config.pipeline import Stage
 from megatron.config.run import RunConfig
 from megatron.core.datasets.build import DatasetSplits
 from megatron.core.datasets.splits import SplitSizes
 from megatron.core.models.bert.config import token_types
 from megatron.core.models.bert.data import check_marks_texts
 from megatron.core.models.bert.train_spec import run_bert
-from megatron.core.models.stage import Stage
 from megatron.core.models.stage_inputs import hidden_stage_inputs, workload_of
 from megatron.core.models.train_spec import TrainSpec
 from megatron.core.parallel.context import ParallelContext

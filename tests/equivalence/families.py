@@ -15,6 +15,7 @@ from megatron.config.data import DataConfig
 from megatron.config.family import FamilyConfig
 from megatron.config.model import ModelConfig
 from megatron.config.moe import experts_of
+from megatron.config.pipeline import Stage
 from megatron.config.run import RunConfig
 from megatron.core.conversion.portable import PortableModel
 from megatron.core.models.bert.config import BertConfig
@@ -23,7 +24,6 @@ from megatron.core.models.bert.train_spec import ORDER, WORDS, BertSpec
 from megatron.core.models.gpt.model import GPTModel
 from megatron.core.models.gpt.train_spec import GPTSpec
 from megatron.core.models.registry import family_of
-from megatron.core.models.stage import Stage
 from megatron.core.models.t5.config import T5Config
 from megatron.core.models.t5.model import T5Model
 from megatron.core.models.t5.train_spec import T5Spec

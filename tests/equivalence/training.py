@@ -12,14 +12,13 @@ from megatron.config.fp8 import Fp8Config
 from megatron.config.model import ModelConfig
 from megatron.config.optimizer import OptimizerConfig
 from megatron.config.parallel import CpCommType
-from megatron.config.pipeline import balanced_sizes
+from megatron.config.pipeline import balanced_sizes, stages_of
 from megatron.config.precision import PrecisionConfig
 from megatron.core.conversion.portable import load_weights
 from megatron.core.distributed.buffers import FlatBuffer, build_buffers
 from megatron.core.distributed.grad_sync import GradSync
 from megatron.core.distributed.parameter_policy import parameter_policies
 from megatron.core.models.bert.train_spec import ORDER
-from megatron.core.models.stage import stages_of
 from megatron.core.models.train_spec import ModelChunk
 from megatron.core.optimizer.optimizer import Optimizer
 from megatron.core.parallel.collectives import all_reduce

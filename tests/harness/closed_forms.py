@@ -7,10 +7,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megatron.config.model import ModelConfig
-from megatron.config.pipeline import EncoderDecoderLayers, StageShape, stage_shapes
+from megatron.config.pipeline import Stage, model_stages
 from megatron.config.run import RunConfig
 from megatron.core.models.bert.config import BertConfig
 from megatron.core.models.t5.config import T5Config
+from megatron.core.models.t5.layers import EncoderDecoderLayers
 from tasks.settings import AnswerShape
 
 
@@ -45,18 +46,18 @@ def outline_of(run: RunConfig) -> Outline:
 def model_parameters(run: RunConfig) -> int:
     """Of the whole model, without vocabulary padding."""
     assert run.model.vocab_size is not None
-    whole = [StageShape(0, range(run.num_layers), is_first=True, is_last=True)]
+    whole = [Stage(range(run.num_layers), is_first=True, is_last=True)]
     return _parameters(run, whole, ranks=1, vocabulary=run.model.vocab_size)
 
 
 def rank_parameters(run: RunConfig, *, pipeline_rank: int = 0) -> int:
     """Of a rank of this place in the pipeline, with vocabulary padding."""
     ranks = run.parallel.tensor_model_parallel_size
-    stages = [stage for stage in stage_shapes(run) if stage.rank == pipeline_rank]
+    stages = [stage for stage in model_stages(run) if stage.rank == pipeline_rank]
     return _parameters(run, stages, ranks=ranks, vocabulary=run.padded_vocab_size // ranks)
 
 
-def _parameters(run: RunConfig, stages: Sequence[StageShape], *, ranks: int, vocabulary: int) -> int:
+def _parameters(run: RunConfig, stages: Sequence[Stage], *, ranks: int, vocabulary: int) -> int:
     model, outline = run.model, outline_of(run)
     hidden, tied = model.hidden_size, not model.untie_embeddings_and_output_weights
     norm = hidden * _norm_weights(model)

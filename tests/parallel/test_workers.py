@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from megatron.config.model import ModelConfig
+from megatron.config.pipeline import stages_of
 from megatron.core.inference.drafts import DraftModel
 from megatron.core.inference.engine import Engine
 from megatron.core.inference.request import BeamSearch, Request
@@ -25,7 +26,6 @@ from megatron.core.inference.scheduler import SchedulerOptions
 from megatron.core.inference.step_plan import RunnerLimits
 from megatron.core.inference.workers import Leader, follow
 from megatron.core.models.gpt.model import GPTModel
-from megatron.core.models.stage import stages_of
 from megatron.core.models.t5.config import T5Config
 from megatron.core.models.t5.model import T5Model
 from megatron.core.parallel.context import ParallelContext

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from megatron.config.model import ModelConfig
+from megatron.config.pipeline import Stage
 from megatron.core.checkpointing.find import find_checkpoint
 from megatron.core.checkpointing.load import MODEL_NAME, load_checkpoint, read_run_state
 from megatron.core.conversion.huggingface.format import format_of
@@ -26,7 +27,6 @@ from megatron.core.conversion.portable import PortableModel, fill, layers_of
 from megatron.core.conversion.questions import Answer, Question
 from megatron.core.files.remote_path import AnyPath
 from megatron.core.models.registry import family_of, saved_run
-from megatron.core.models.stage import Stage
 from megatron.core.parallel.context import ParallelContext
 from megatron.core.parallel.mesh import Mesh
 from megatron.core.parallel.sharding import ShardedState, sharded_parameters

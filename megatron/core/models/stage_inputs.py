@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from megatron.config.pipeline import Stage
 from megatron.config.run import RunConfig
-from megatron.core.models.stage import Stage
 from megatron.core.parallel.context import ParallelContext
 from megatron.core.parallel.costs import Workload
 from megatron.core.pipeline_parallel.chunk import TensorSpec

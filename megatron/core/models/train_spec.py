@@ -10,10 +10,10 @@ from typing import Any
 from torch import Tensor, nn
 
 from megatron.config.model import ModelConfig
+from megatron.config.pipeline import Stage
 from megatron.config.run import RunConfig
 from megatron.core.datasets.build import DatasetSplits
 from megatron.core.datasets.splits import SplitSizes
-from megatron.core.models.stage import Stage
 from megatron.core.models.stage_inputs import hidden_stage_inputs, workload_of
 from megatron.core.parallel.context import ParallelContext
 from megatron.core.parallel.costs import Workload

@@ -13,6 +13,7 @@ from torch import nn
 from megatron.config.checkpoint import CheckpointConfig
 from megatron.config.moe import MoEConfig
 from megatron.config.parallel import ParallelConfig
+from megatron.config.pipeline import Stage
 from megatron.config.rules.sizes import divide, divisors, some
 from megatron.config.run import RunConfig
 from megatron.config.tokenizer import TokenizerConfig
@@ -21,7 +22,6 @@ from megatron.core.checkpointing.find import CheckpointFolder, find_checkpoint
 from megatron.core.checkpointing.load import MODEL_NAME, load_checkpoint, read_run_state
 from megatron.core.conversion.kept_tokenizer import with_kept_files
 from megatron.core.models.registry import Family, family_named, saved_run
-from megatron.core.models.stage import Stage
 from megatron.core.models.train_spec import TrainSpec
 from megatron.core.parallel.context import ParallelContext
 from megatron.core.parallel.environment import LaunchEnvironment, errors_once_per_node

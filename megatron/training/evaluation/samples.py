@@ -48,7 +48,7 @@ class Samples:
             train_spec=run.train_spec,
             context=run.context,
             tokenizer=tokenizer,
-            stages=stages_here(run.config, run.train_spec, run.context),
+            stages=stages_here(run.config, run.context),
             models=run.models,
         )
         longest = max(map(len, self._prompts)) + run.config.reporting.generate_samples_tokens

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 import megatron
+from megatron.config.pipeline import Stage
 from megatron.config.run import RunConfig
 from megatron.core.distributed.buffers import tied_holders
-from megatron.core.models.stage import Stage
 from megatron.core.models.train_spec import TrainSpec
 from megatron.core.parallel.collectives import all_reduce, gather_objects
 from megatron.core.parallel.context import ParallelContext

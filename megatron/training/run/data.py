@@ -62,7 +62,7 @@ class TrainingData:
     ) -> None:
         self._config, self._train_spec, self._context = config, train_spec, context
         self._ring = PinnedRing(context.device)
-        self._fields = train_spec.fields(config, stages_here(config, train_spec, context))
+        self._fields = train_spec.fields(config, stages_here(config, context))
         self._splits = build_splits(config, train_spec, context, tokenizer)
         self._loaders: dict[tuple[SplitName, str], Iterable[Batch]] = {}
         self._streams: dict[tuple[SplitName, str], _Stream] = {}

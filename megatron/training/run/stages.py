@@ -6,21 +6,18 @@ from collections.abc import Iterable, Iterator
 
 from torch import nn
 
+from megatron.config.pipeline import Stage, model_stages
 from megatron.config.run import RunConfig
-from megatron.core.models.stage import Stage, model_stages
 from megatron.core.models.train_spec import TrainSpec
 from megatron.core.parallel.context import ParallelContext
 from megatron.core.parallel.sharding import ShardedState, sharded_parameters, sharding_of
-from megatron.core.pipeline_parallel.settings import PipelineSettings
 from megatron.core.transformer.block import RecomputePlan
 from megatron.training.run.agreement import check_stages
 
 
-def stages_here(run: RunConfig, train_spec: TrainSpec, context: ParallelContext) -> list[Stage]:
+def stages_here(run: RunConfig, context: ParallelContext) -> list[Stage]:
     """The stages that this rank holds, by chunk."""
-    stages = model_stages(run)
-    placement = PipelineSettings.of(run).placement
-    return [stages[number] for number in placement.stages_of(context.mesh.rank("pp"))]
+    return [stage for stage in model_stages(run) if stage.rank == context.mesh.rank("pp")]
 
 
 def build_stages(
@@ -30,7 +27,7 @@ def build_stages(
 
     Models on one rank share tied parameters. A collective, which checks that the ranks hold the whole model.
     """
-    stages = stages_here(run, train_spec, context)
+    stages = stages_here(run, context)
     check_stages(run, stages, context)
     recompute, seed = RecomputePlan.of(run.training), run.training.seed
     models = [

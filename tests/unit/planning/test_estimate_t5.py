@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from megatron.config import ParallelConfig, PrecisionConfig, RunConfig
-from megatron.core.models.stage import model_stages
+from megatron.config.pipeline import model_stages
 from megatron.core.models.t5.config import T5Config
 from megatron.core.models.t5.model import T5Model
 from megatron.core.models.t5.train_spec import T5Spec

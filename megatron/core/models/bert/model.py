@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from megatron.config.model import ModelConfig
+from megatron.config.pipeline import Stage
 from megatron.core.models.bert.config import TokenTypesConfig
-from megatron.core.models.stage import Stage
 from megatron.core.ops.activation import activation
 from megatron.core.parallel.context import ParallelContext
 from megatron.core.parallel.costs import Costs, Workload, costs_of, total_of

@@ -11,13 +11,13 @@ from torch.nn.functional import cross_entropy
 
 from megatron.config.family import group_among
 from megatron.config.model import ModelConfig
+from megatron.config.pipeline import Stage
 from megatron.config.run import RunConfig
 from megatron.core.datasets.build import DatasetSplits
 from megatron.core.datasets.splits import SplitSizes
 from megatron.core.models.bert.config import BertConfig, token_types
 from megatron.core.models.bert.data import build_bert_splits
 from megatron.core.models.bert.model import BertModel, BertOutput
-from megatron.core.models.stage import Stage
 from megatron.core.models.stage_inputs import workload_of
 from megatron.core.models.train_spec import TrainSpec
 from megatron.core.parallel.context import ParallelContext

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 from megatron.config.model import ModelConfig
 from megatron.config.moe import experts_of
+from megatron.config.pipeline import Stage
 from megatron.core.models.gpt.multi_token import MultiTokenPrediction
-from megatron.core.models.stage import Stage
 from megatron.core.moe.layer import expert_layers, feed_forward
 from megatron.core.ops.attention.cached import AttentionCache, CachedHeads
 from megatron.core.parallel.context import ParallelContext

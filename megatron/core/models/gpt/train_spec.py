@@ -10,13 +10,13 @@ from torch import Tensor, nn
 
 from megatron.config.model import ModelConfig
 from megatron.config.moe import LOSS_NAMES, Z_LOSS, experts_of
+from megatron.config.pipeline import Stage
 from megatron.config.run import RunConfig
 from megatron.core.datasets.build import DatasetSplits
 from megatron.core.datasets.splits import SplitSizes
 from megatron.core.models.gpt.data import build_gpt_splits
 from megatron.core.models.gpt.model import GPTModel, decoder_stack
 from megatron.core.models.gpt.multi_token import LABELS, MASK, TOKENS, loss_name, shifted_fields
-from megatron.core.models.stage import Stage
 from megatron.core.models.train_spec import TrainSpec
 from megatron.core.moe.layer import tallies
 from megatron.core.moe.report import log_line_and_curves

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from megatron.config.model import ModelConfig
-from megatron.config.pipeline import EncoderDecoderLayers
-from megatron.core.models.stage import Stage
+from megatron.config.pipeline import Stage
 from megatron.core.models.t5.config import T5Config
+from megatron.core.models.t5.layers import EncoderDecoderLayers
 from megatron.core.ops.attention.cached import AttentionCache, CachedHeads
 from megatron.core.parallel.context import ParallelContext
 from megatron.core.parallel.costs import Costs, Workload, costs_of, total_of

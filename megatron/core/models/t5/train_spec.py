@@ -10,14 +10,14 @@ from torch import Tensor, nn
 
 from megatron.config.family import group_among
 from megatron.config.model import ModelConfig
-from megatron.config.pipeline import EncoderDecoderLayers
+from megatron.config.pipeline import Stage
 from megatron.config.run import RunConfig
 from megatron.core.datasets.build import DatasetSplits
 from megatron.core.datasets.splits import SplitSizes
-from megatron.core.models.stage import Stage
 from megatron.core.models.stage_inputs import hidden_spec, workload_of
 from megatron.core.models.t5.config import T5Config
 from megatron.core.models.t5.data import build_t5_splits
+from megatron.core.models.t5.layers import EncoderDecoderLayers
 from megatron.core.models.t5.model import T5Model
 from megatron.core.models.train_spec import TrainSpec
 from megatron.core.parallel.context import ParallelContext

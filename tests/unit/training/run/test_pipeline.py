@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megatron.config.pipeline import stage_shapes
-from megatron.core.models.stage import Stage
+from megatron.config.pipeline import Stage, model_stages
 from megatron.core.parallel.context import ParallelContext
 from megatron.core.pipeline_parallel.actions import Action
 from megatron.core.pipeline_parallel.lower import lower
@@ -34,7 +33,7 @@ def test_settings_and_schedules_agree_on_stages(name: str) -> None:
     run = parse(f"--num-layers 9 --pipeline-model-parallel-size 3 {SCHEDULES[name]}", ranks=3)
     settings = PipelineSettings.of(run)
     assert settings.name == name
-    assert [shape.rank for shape in stage_shapes(run)] == [seat.rank for seat in settings.placement.seats]
+    assert [shape.rank for shape in model_stages(run)] == [seat.rank for seat in settings.placement.seats]
     assert settings.schedule(4).placement == settings.placement
 
 

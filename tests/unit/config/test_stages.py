@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megatron.config.pipeline import balanced_sizes
-from megatron.core.models.stage import stages_of
+from megatron.config.pipeline import balanced_sizes, stages_of
 
 
 @pytest.mark.parametrize("num_layers", range(1, 40))
