@@ -10,7 +10,7 @@ import inspect
 import math
 import types
 import typing
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
@@ -120,7 +120,7 @@ class FlagSpec:
     @cached_property
     def positive(self) -> str:
         """The spelling that sets the field to the following value, or to True."""
-        return self.options.name or "--" + self.field.replace("_", "-")
+        return self.options.name or flag_of(self.field)
 
     @property
     def is_switch(self) -> bool:
@@ -228,6 +228,11 @@ class FlagSpec:
         return (value,) * (self.count or 1) if self.is_list else value
 
 
+def flag_of(field: str) -> str:
+    """The usual spelling of a field's flag: ``--num-layers`` of ``num_layers``."""
+    return "--" + field.replace("_", "-")
+
+
 def words(value: Any) -> str:
     """A setting's value as on a command line."""
     return " ".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)
@@ -237,6 +242,11 @@ def one_of(values: Iterable[Any]) -> str:
     """``a, b or c``."""
     *most, last = [str(value) for value in values]
     return f"{', '.join(most)} or {last}" if most else last
+
+
+def subject(flags: Sequence[str], one: str, more: str) -> str:
+    """``--a and --b have``: the flags, and a verb in its form for ``one`` of them or for ``more``."""
+    return f"{' and '.join(flags)} {one if len(flags) == 1 else more}"
 
 
 def plural_s(count: int | None) -> str:
@@ -259,9 +269,10 @@ def flags_of(group: type) -> tuple[FlagSpec, ...]:
     return _specs[group]
 
 
-def changed(group: object, kind: type | None = None) -> list[FlagSpec]:
-    """The flags of ``group``, or those that it has from ``kind``, whose values are not the defaults."""
-    return [spec for spec in flags_of(kind or type(group)) if getattr(group, spec.field) != spec.default]
+def changed(group: object, kind: type | None = None, *, fields: Collection[str] | None = None) -> list[FlagSpec]:
+    """Flags of ``group`` whose values are not the defaults; only those that it has from ``kind``, or of ``fields``."""
+    specs = (spec for spec in flags_of(kind or type(group)) if fields is None or spec.field in fields)
+    return [spec for spec in specs if getattr(group, spec.field) != spec.default]
 
 
 class _Signature:

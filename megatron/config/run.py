@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, TypeVar
@@ -96,8 +96,7 @@ class RunConfig:
         if model.max_position_embeddings is None:
             found["model"]["max_position_embeddings"] = self.family.longest_sequence(self.data)
         if training.global_batch_size is None:
-            usual = training.micro_batch_size * self.data_parallel_size
-            found["training"]["global_batch_size"] = self._schedule[-1][1] if self._schedule else usual
+            found["training"]["global_batch_size"] = self._schedule[-1][1] if self._schedule else self.batch_unit
         if precision.fp16 and precision.loss_scale is None:
             found["training"]["check_for_nan_in_loss_and_grad"] = False  # the dynamic loss scale works by overflows
         if self.purpose.only_evaluates:
@@ -206,6 +205,11 @@ class RunConfig:
         """Ranks over which samples are divided."""
         return max(self.world_size // max(self.model_parallel_size, 1), 1)
 
+    @property
+    def batch_unit(self) -> int:
+        """Samples of one microbatch on each data-parallel rank; a batch is a multiple of it."""
+        return self.training.micro_batch_size * self.data_parallel_size
+
     @cached_property
     def batch_ramp(self) -> BatchRamp:
         """The global batch size over the run."""
@@ -236,8 +240,7 @@ class RunConfig:
 
     def num_microbatches(self, consumed_samples: int = 0) -> int:
         """Forward passes of each rank in the step that begins after ``consumed_samples`` samples."""
-        size = self.global_batch_size_at(consumed_samples)
-        return size // (self.training.micro_batch_size * self.data_parallel_size)
+        return self.global_batch_size_at(consumed_samples) // self.batch_unit
 
     @cached_property
     def train_iters(self) -> int:
@@ -300,8 +303,7 @@ class RunConfig:
 
     def to_json(self) -> dict[str, Any]:
         """The resolved run as JSON-able dictionaries: group -> field -> value, and ``world_size``."""
-        groups = {group_name(type(group)): _plain(dataclasses.asdict(group)) for group in self.groups()}
-        return {"world_size": self.world_size, **groups}
+        return {"world_size": self.world_size, **groups_to_json(self.groups())}
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any], *, groups: Sequence[type] = ()) -> RunConfig:
@@ -323,8 +325,15 @@ class RunConfig:
         return hashlib.sha256(json.dumps(self.to_json(), sort_keys=True).encode()).hexdigest()
 
 
-def _plain(values: dict[str, Any]) -> dict[str, Any]:
-    return {key: list(value) if isinstance(value, tuple) else value for key, value in values.items()}
+def groups_to_json(groups: Iterable[Any]) -> dict[str, dict[str, Any]]:
+    """Groups of settings as JSON-able dictionaries: group -> field -> value."""
+    return {
+        group_name(type(group)): {
+            field: list(value) if isinstance(value, tuple) else value
+            for field, value in dataclasses.asdict(group).items()
+        }
+        for group in groups
+    }
 
 
 def _group_from_json(kind: type, values: Mapping[str, Any]) -> Any:

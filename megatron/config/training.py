@@ -101,6 +101,11 @@ class TrainingConfig(Settings):
     )
 
     @property
+    def selected_modules(self) -> frozenset[RecomputeModule]:
+        """The modules of each layer that are recomputed one by one."""
+        return frozenset(self.recompute_modules if self.recompute_granularity == "selective" else ())
+
+    @property
     def offloaded_layers(self) -> int:
         """The first layers of each stage, whose activations are in main memory; more than any stage has for all."""
         if not self.cpu_offloading:

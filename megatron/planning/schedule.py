@@ -21,8 +21,7 @@ class ScheduleFacts:
 
 def schedule_facts(config: RunConfig, stage_bytes: Sequence[float]) -> ScheduleFacts:
     """Facts of the run's schedule, if a microbatch keeps ``stage_bytes`` in each stage and all take equally long."""
-    training = config.training
-    microbatches = training.global_batch_size // (training.micro_batch_size * config.data_parallel_size)
+    microbatches = config.training.global_batch_size // config.batch_unit
     return _facts(PipelineSettings.of(config), max(microbatches, 1), tuple(stage_bytes))
 
 

@@ -158,7 +158,7 @@ def _small_parallel(run: RunConfig, layers: int) -> ParallelConfig:
 def _small_training(run: RunConfig, replicas: int) -> TrainingConfig:
     training = run.training
     micro = min(training.micro_batch_size, 2)
-    accumulated = training.global_batch_size // (training.micro_batch_size * run.data_parallel_size)
+    accumulated = training.global_batch_size // run.batch_unit
     count = min(accumulated, 2 * run.parallel.pipeline_model_parallel_size)  # more than fill the pipeline
     return dataclasses.replace(
         training,

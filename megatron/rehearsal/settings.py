@@ -39,7 +39,7 @@ def _with_constant_rate(optimizer: OptimizerConfig) -> OptimizerConfig:
 
 
 def _with_microbatches(run: RunConfig, number: int) -> RunConfig:
-    batch = number * run.training.micro_batch_size * run.data_parallel_size
+    batch = number * run.batch_unit
     return dataclasses.replace(run, training=dataclasses.replace(run.training, global_batch_size=batch))
 
 

@@ -8,6 +8,7 @@ import re
 from megatron.config.checkpoint import place_of
 from megatron.config.data import DEFAULT_SPLIT
 from megatron.config.family import Purpose, Rule, rule
+from megatron.config.flags import flag_of
 from megatron.config.rules.sizes import multiples_near
 from megatron.config.run import RunConfig
 
@@ -92,7 +93,7 @@ def tokenizer_has_files(run: RunConfig) -> str | None:
     tokenizer = run.tokenizer
     kind = tokenizer.tokenizer_type
     needed = _TOKENIZER_FILES.get(kind, ("tokenizer_model",))
-    lacking = [f"--{field.replace('_', '-')}" for field in needed if getattr(tokenizer, field) is None]
+    lacking = [flag_of(field) for field in needed if getattr(tokenizer, field) is None]
     if not lacking:
         return None
     chosen = "" if run.given("tokenizer_type") else " (the default)"
@@ -113,7 +114,7 @@ def retained_checkpoints_exist(run: RunConfig) -> str | None:
 def samples_have_an_interval(run: RunConfig) -> str | None:
     """Settings of samples come with --generate-samples-interval."""
     fields = [f"generate_samples_{name}" for name in ("prompts", "tokens", "temperature")]
-    given = [f"--{field.replace('_', '-')}" for field in fields if run.given(field)]
+    given = [flag_of(field) for field in fields if run.given(field)]
     if not given or run.reporting.generate_samples_interval is not None:
         return None
     listed = " and ".join(given)
@@ -126,11 +127,7 @@ def exports_are_at_checkpoints(run: RunConfig) -> str | None:
     written, saved = checkpoint.save_hf_interval, checkpoint.save_interval
     if written is None or (checkpoint.save and checkpoint.save_hf and saved and written % saved == 0):
         return None
-    lacking = [
-        f"--{name.replace('_', '-')}"
-        for name in ("save_hf", "save", "save_interval")
-        if getattr(checkpoint, name) is None
-    ]
+    lacking = [flag_of(name) for name in ("save_hf", "save", "save_interval") if getattr(checkpoint, name) is None]
     if lacking:
         return f"--save-hf-interval {written} needs {' and '.join(lacking)}: models are written at checkpoints"
     assert saved is not None, "else it is lacking"

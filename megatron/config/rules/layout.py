@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from megatron.config.family import Rule, rule
+from megatron.config.flags import flag_of, subject
 from megatron.config.moe import MoEConfig
 from megatron.config.rules.sizes import divide, divisors, indivisible, multiples_near, some, tensor_parallel_sizes
 from megatron.config.run import RunConfig
@@ -87,12 +88,12 @@ def param_gather_overlap_needs_sharding(run: RunConfig) -> str | None:
 
 def expert_ranks_need_experts(run: RunConfig) -> str | None:
     """Only experts are divided over ranks of their own."""
-    given = [f"--{field.replace('_', '-')}" for field in _OF_EXPERTS if (getattr(run.parallel, field) or 1) > 1]
+    given = [flag_of(field) for field in _OF_EXPERTS if (getattr(run.parallel, field) or 1) > 1]
     moe = run.find(MoEConfig)
     if not given or (moe is not None and moe.has_experts):
         return None
     what = "give --num-experts, or leave it out" if moe is not None else f"a {run.family.title} has none; leave it out"
-    return f"{' and '.join(given)} {'divides' if len(given) == 1 else 'divide'} experts; {what}"
+    return f"{subject(given, 'divides', 'divide')} experts; {what}"
 
 
 _OF_EXPERTS = ("expert_model_parallel_size", "expert_tensor_parallel_size")

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from megatron.config.attention_backends import WITHOUT_DROPOUT
 from megatron.config.family import Rule, rule
-from megatron.config.flags import changed
+from megatron.config.flags import changed, flag_of, subject
 from megatron.config.latent_attention import LatentAttentionConfig
 from megatron.config.layer_patterns import window_layers
 from megatron.config.model import LAYER_BIASES
@@ -47,19 +49,14 @@ def biases_have_one_name(run: RunConfig) -> str | None:
     model = run.model
     if model.add_bias_linear or not all(getattr(model, each) for each in LAYER_BIASES):
         return None
-    flags = " and ".join(f"--{each.replace('_', '-')}" for each in LAYER_BIASES)
+    flags = " and ".join(map(flag_of, LAYER_BIASES))
     return f"--disable-bias-linear has no effect with {flags}; leave out all four for biases in every layer"
 
 
 def fields_are_of_the_family(run: RunConfig) -> str | None:
     """Not every family has every part."""
-    fields = run.family.fields_of_others
-    given = [spec.typed(getattr(run.model, spec.field)) for spec in changed(run.model) if spec.field in fields]
-    if not given:
-        return None
-    return (
-        f"{' and '.join(given)} {'is' if len(given) == 1 else 'are'} not available for {run.family.title}; leave it out"
-    )
+    given = _typed(run, run.family.fields_of_others)
+    return f"{subject(given, 'is', 'are')} not available for {run.family.title}; leave it out" if given else None
 
 
 def windows_are_of_the_family(run: RunConfig) -> str | None:
@@ -92,10 +89,7 @@ def latent_settings_need_latent_attention(run: RunConfig) -> str | None:
     if run.model.multi_latent_attention:
         return None
     given = [spec.spelling for spec in changed(run.model, LatentAttentionConfig)]
-    if not given:
-        return None
-    verb = "has" if len(given) == 1 else "have"
-    return f"{' and '.join(given)} {verb} no effect without --multi-latent-attention; add it"
+    return f"{subject(given, 'has', 'have')} no effect without --multi-latent-attention; add it" if given else None
 
 
 def latent_attention_fits(run: RunConfig) -> str | None:
@@ -116,10 +110,7 @@ def latent_attention_fits(run: RunConfig) -> str | None:
         f"--clip-qkv {model.clip_qkv}": model.clip_qkv is not None,
     }
     named = [flag for flag, given in others.items() if given]
-    if not named:
-        return None
-    verb = "is" if len(named) == 1 else "are"
-    return f"{' and '.join(named)} {verb} not available with --multi-latent-attention; leave it out"
+    return f"{subject(named, 'is', 'are')} not available with --multi-latent-attention; leave it out" if named else None
 
 
 def formats_need_the_precision_aware_optimizer(run: RunConfig) -> str | None:
@@ -133,18 +124,20 @@ def formats_need_the_precision_aware_optimizer(run: RunConfig) -> str | None:
     asked = [f"{name} {value}" for name, value in formats.items() if value != "fp32"]
     if config.use_precision_aware_optimizer or not asked:
         return None
-    return f"{' and '.join(asked)} {'need' if len(asked) > 1 else 'needs'} --use-precision-aware-optimizer; add it"
+    return f"{subject(asked, 'needs', 'need')} --use-precision-aware-optimizer; add it"
 
 
 def later_tokens_are_plainly_embedded(run: RunConfig) -> str | None:
     """The last stage embeds later tokens with copies of the tables alone."""
-    model = run.model
-    fields = ("embedding_norm", "word_embedding_size")
-    given = [spec.typed(getattr(model, spec.field)) for spec in changed(model) if spec.field in fields]
-    if not given or not model.mtp_num_layers:
+    given, later = _typed(run, ("embedding_norm", "word_embedding_size")), run.model.mtp_num_layers
+    if not given or not later:
         return None
-    verb = "is" if len(given) == 1 else "are"
-    return f"{' and '.join(given)} {verb} not available with --mtp-num-layers {model.mtp_num_layers}; leave it out"
+    return f"{subject(given, 'is', 'are')} not available with --mtp-num-layers {later}; leave it out"
+
+
+def _typed(run: RunConfig, fields: Collection[str]) -> list[str]:
+    """Flags of those fields of the model that aren't the defaults, with their values."""
+    return [spec.typed(getattr(run.model, spec.field)) for spec in changed(run.model, fields=fields)]
 
 
 RULES: tuple[Rule, ...] = (

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from megatron.config.family import Rule, rule
-from megatron.config.flags import FlagSpec, flags_of
+from megatron.config.flags import flags_of, subject
 from megatron.config.moe import MoEConfig
 from megatron.config.rules.sizes import divisors, divisors_near, indivisible, some
 from megatron.config.run import RunConfig
@@ -13,14 +15,14 @@ from megatron.errors import ConfigError
 def settings_need_experts(run: RunConfig) -> str | None:
     """A setting of experts has no effect without them."""
     moe = run.group(MoEConfig)
-    given = [spec.typed(run.value(spec)) for spec in flags_of(MoEConfig) if _is_set(run, spec)]
+    given = [
+        spec.typed(run.value(spec))
+        for spec in flags_of(MoEConfig)
+        if run.given(spec.field) and spec.field != "num_experts" and run.value(spec) != spec.default
+    ]
     if moe.has_experts or not given:
         return None
-    return f"{' and '.join(given)} {'has' if len(given) == 1 else 'have'} no effect without --num-experts; give it, too"
-
-
-def _is_set(run: RunConfig, spec: FlagSpec) -> bool:
-    return run.given(spec.field) and spec.field != "num_experts" and run.value(spec) != spec.default
+    return f"{subject(given, 'has', 'have')} no effect without --num-experts; give it, too"
 
 
 def layers_are_marked(run: RunConfig) -> str | None:
@@ -152,6 +154,11 @@ def load_is_balanced(run: RunConfig) -> str | None:
     )
 
 
+def _rule(sentence: str, when: Callable[[MoEConfig], object]) -> Rule:
+    """A ``rule`` about the settings of experts alone."""
+    return rule(sentence, lambda run: when(run.group(MoEConfig)))
+
+
 RULES: tuple[Rule, ...] = (
     settings_need_experts,
     layers_are_marked,
@@ -162,42 +169,36 @@ RULES: tuple[Rule, ...] = (
     choice_has_enough_experts,
     groups_are_of_experts,
     losses_have_weights,
-    rule(
+    _rule(
         "--moe-expert-capacity-factor 0 would drop every choice; give more than 0, or leave it out",
-        lambda run: run.group(MoEConfig).moe_expert_capacity_factor == 0,
+        lambda moe: moe.moe_expert_capacity_factor == 0,
     ),
-    rule(
+    _rule(
         "--moe-router-topk 1 needs --moe-router-pre-softmax or --moe-router-score-function sigmoid: a softmax over one "
         "expert is always 1, and the router would not learn",
-        lambda run: (
-            (moe := run.group(MoEConfig)).has_experts
+        lambda moe: (
+            moe.has_experts
             and moe.moe_router_topk == 1
             and moe.moe_router_score_function == "softmax"
             and not moe.moe_router_pre_softmax
         ),
     ),
-    rule(
+    _rule(
         "--moe-router-enable-expert-bias needs --moe-router-score-function sigmoid or sqrtsoftplus, as a bias moves "
         "scores that do not depend on each other; choose one of them",
-        lambda run: (
-            (moe := run.group(MoEConfig)).moe_router_enable_expert_bias and moe.moe_router_score_function == "softmax"
-        ),
+        lambda moe: moe.moe_router_enable_expert_bias and moe.moe_router_score_function == "softmax",
     ),
-    rule(
+    _rule(
         "--moe-shared-expert-gate has no effect without --moe-shared-expert-intermediate-size; give both",
-        lambda run: (
-            (moe := run.group(MoEConfig)).moe_shared_expert_gate and moe.moe_shared_expert_intermediate_size is None
-        ),
+        lambda moe: moe.moe_shared_expert_gate and moe.moe_shared_expert_intermediate_size is None,
     ),
-    rule(
+    _rule(
         "--moe-router-group-score max has no effect without --moe-router-num-groups; leave it out",
-        lambda run: (moe := run.group(MoEConfig)).moe_router_group_score == "max" and moe.moe_router_num_groups is None,
+        lambda moe: moe.moe_router_group_score == "max" and moe.moe_router_num_groups is None,
     ),
-    rule(
+    _rule(
         "--moe-token-drop-policy position has no effect without --moe-expert-capacity-factor; give both",
-        lambda run: (
-            (moe := run.group(MoEConfig)).moe_token_drop_policy == "position" and moe.moe_expert_capacity_factor is None
-        ),
+        lambda moe: moe.moe_token_drop_policy == "position" and moe.moe_expert_capacity_factor is None,
     ),
     rule(
         "--moe-router-load-balancing-type seq_aux_loss is over sequences, and --reset-attention-mask makes one of "
@@ -208,18 +209,18 @@ RULES: tuple[Rule, ...] = (
 
 REMARKS: tuple[Rule, ...] = (
     load_is_balanced,
-    rule(
+    _rule(
         "--moe-expert-capacity-factor: capacity is that of a sequence, so "
         "every layout drops the same choices; Megatron-LM's is that of a rank's tokens",
-        lambda run: run.group(MoEConfig).moe_expert_capacity_factor is not None,
+        lambda moe: moe.moe_expert_capacity_factor is not None,
     ),
-    rule(
+    _rule(
         "--moe-router-force-load-balancing is for benchmarks: choices of the routers are ignored",
-        lambda run: run.group(MoEConfig).moe_router_force_load_balancing,
+        lambda moe: moe.moe_router_force_load_balancing,
     ),
-    rule(
+    _rule(
         "--moe-router-pre-softmax: no effect with another --moe-router-score-function than softmax",
-        lambda run: (moe := run.group(MoEConfig)).moe_router_pre_softmax and moe.moe_router_score_function != "softmax",
+        lambda moe: moe.moe_router_pre_softmax and moe.moe_router_score_function != "softmax",
     ),
     rule(
         "--moe-router-bias-update-rate: no effect without --moe-router-enable-expert-bias",

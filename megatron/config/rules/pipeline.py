@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from megatron.config.flags import flag_of, subject
 from megatron.config.pipeline import chunks_per_rank, num_stages, stage_sizes, too_long_to_schedule
 from megatron.config.run import RunConfig
 from megatron.errors import ConfigError
@@ -28,10 +29,9 @@ def stages_need_ranks(run: RunConfig) -> str | None:
     named = _named(run, *_VIRTUAL, *_ENDS, "pipeline_schedule", "pipeline_model_parallel_layout")
     if run.parallel.pipeline_model_parallel_size > 1 or not named:
         return None
-    verb = "describes" if len(named) == 1 else "describe"
     return (
-        f"{' and '.join(named)} {verb} a pipeline, but --pipeline-model-parallel-size is 1; give at least 2, or "
-        f"leave {'it' if len(named) == 1 else 'them'} out"
+        f"{subject(named, 'describes', 'describe')} a pipeline, but --pipeline-model-parallel-size is 1; give at least "
+        f"2, or leave {'it' if len(named) == 1 else 'them'} out"
     )
 
 
@@ -93,14 +93,13 @@ def schedule_can_be_listed(run: RunConfig) -> str | None:
     """The list of passes of a step has a bounded length."""
     if run.parallel.pipeline_model_parallel_size == 1 or layers_fall_into_stages(run):
         return None
-    training = run.training
-    microbatches = training.global_batch_size // (training.micro_batch_size * run.data_parallel_size)
+    microbatches = run.training.global_batch_size // run.batch_unit
     return too_long_to_schedule(stages=num_stages(run), microbatches=max(microbatches, 1))
 
 
 def _named(run: RunConfig, *fields: str) -> list[str]:
     """Flags of those fields that are set."""
-    return [f"--{field.replace('_', '-')}" for field in fields if getattr(run.parallel, field)]
+    return [flag_of(field) for field in fields if getattr(run.parallel, field)]
 
 
 RULES = (

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from megatron.config.family import Rule, rule
-from megatron.config.flags import flags_of, one_of
+from megatron.config.flags import FlagSpec, changed, flags_of, one_of, subject
 from megatron.config.layer_patterns import marked_layers
 from megatron.config.model import ModelConfig
 from megatron.config.positions import ROTARY_FIELDS
@@ -54,7 +56,7 @@ def rotary_settings_have_an_effect(run: RunConfig) -> str | None:
     """Settings of rotary positions need positions of a type that has them."""
     model, kind = run.model, run.model.position_embedding_type
     named = [
-        spec.field
+        spec
         for spec in flags_of(ModelConfig)
         if kind not in ROTARY_FIELDS.get(spec.field, (kind,))
         and getattr(model, spec.field) != spec.default
@@ -62,23 +64,20 @@ def rotary_settings_have_an_effect(run: RunConfig) -> str | None:
     ]
     if not named:
         return None
-    wanted = min((ROTARY_FIELDS[name] for name in named), key=len)[0]
+    wanted = min((ROTARY_FIELDS[spec.field] for spec in named), key=len)[0]
     return f"{_no_effect(named)} with --position-embedding-type {kind}; use --position-embedding-type {wanted}"
 
 
 def llama3_settings_need_scaling(run: RunConfig) -> str | None:
     """Settings of --use-rope-scaling need it."""
-    model = run.model
-    usual = {spec.field: spec.default for spec in flags_of(ModelConfig)}
-    named = [name for name in _OF_LLAMA3 if getattr(model, name) != usual[name]]
+    model, named = run.model, changed(run.model, fields=_OF_LLAMA3)
     if model.use_rope_scaling or model.position_embedding_type != "rope" or not named:
         return None
     return f"{_no_effect(named)} without --use-rope-scaling; give both"
 
 
-def _no_effect(fields: list[str]) -> str:
-    flags = [spec.spelling for spec in flags_of(ModelConfig) if spec.field in fields]
-    return f"{' and '.join(flags)} {'has' if len(flags) == 1 else 'have'} no effect"
+def _no_effect(specs: Sequence[FlagSpec]) -> str:
+    return f"{subject([spec.spelling for spec in specs], 'has', 'have')} no effect"
 
 
 def scaling_is_complete(run: RunConfig) -> str | None:

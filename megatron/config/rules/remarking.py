@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from megatron.config.family import Rule, rule
+from megatron.config.flags import flag_of
 from megatron.config.pipeline import schedule_name
 from megatron.config.rules.profiling import needs_a_gpu
 from megatron.config.rules.sizes import LENGTHS, length_in
@@ -129,7 +130,7 @@ def lengths_in_the_other_unit(run: RunConfig) -> str | None:
     """Schedule lengths may be in iterations for a run counted in samples, and the other way round."""
     length = "--train-iters" if run.training.train_iters is not None else "--train-samples"
     ours, theirs = ("iters", "samples") if length == "--train-iters" else ("samples", "iters")
-    flags = {name: f"--{name.replace('_', '-')}" for name in LENGTHS if getattr(run.optimizer, f"{name}_{theirs}")}
+    flags = {name: flag_of(name) for name in LENGTHS if getattr(run.optimizer, f"{name}_{theirs}")}
     if not flags:
         return None
     given = ", ".join(f"{flag}-{theirs} {getattr(run.optimizer, f'{name}_{theirs}')}" for name, flag in flags.items())
@@ -203,12 +204,7 @@ RULES: tuple[Rule, ...] = (
     mean_of_a_step,
     rule(
         "--recompute-modules layernorm: no effect on layers in FP8, which keep their inputs in 8 bits",
-        lambda run: (
-            run.fp8.is_on
-            and run.fp8.fp8_wgrad
-            and run.training.recompute_granularity == "selective"
-            and "layernorm" in run.training.recompute_modules
-        ),
+        lambda run: run.fp8.is_on and run.fp8.fp8_wgrad and "layernorm" in run.training.selected_modules,
     ),
     rule(
         "--profile: no iteration is profiled, because --profile-step-start is {run.profiling.profile_step_start} and "

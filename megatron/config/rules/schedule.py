@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from megatron.config.family import Rule, rule
+from megatron.config.flags import flag_of
 from megatron.config.rules.sizes import LENGTHS, length_in
 from megatron.config.run import RunConfig
 
@@ -28,7 +29,7 @@ def one_unit_each(run: RunConfig) -> str | None:
     for name in LENGTHS:
         iters, samples = (getattr(run.optimizer, f"{name}_{unit}") for unit in ("iters", "samples"))
         if iters and samples:
-            flag = f"--{name.replace('_', '-')}"
+            flag = flag_of(name)
             return f"{flag}-iters {iters} and {flag}-samples {samples} are mutually exclusive; keep one"
     return None
 

@@ -16,18 +16,20 @@ _MOST_MICROBATCHES = 100_000
 
 def batch_divides(run: RunConfig) -> str | None:
     """The global batch is divisible by microbatch size x data-parallel ranks."""
-    total, micro, ranks = run.training.global_batch_size, run.training.micro_batch_size, run.data_parallel_size
-    if total % (micro * ranks) == 0 or run.batch_steps:
+    total = run.training.global_batch_size
+    if total % run.batch_unit == 0 or run.batch_steps:
         return None
-    return (
-        f"--global-batch-size {total} is not divisible by --micro-batch-size {micro} x {ranks} data-parallel ranks = "
-        f"{micro * ranks}; use {multiples_near(total, micro * ranks)}"
-    )
+    return f"--global-batch-size {total} is {_indivisible(run)}; use {multiples_near(total, run.batch_unit)}"
+
+
+def _indivisible(run: RunConfig) -> str:
+    micro, ranks = run.training.micro_batch_size, run.data_parallel_size
+    return f"not divisible by --micro-batch-size {micro} x {ranks} data-parallel ranks = {run.batch_unit}"
 
 
 def batch_is_countable(run: RunConfig) -> str | None:
     """The number of microbatches is bounded: the schedule of a step is computed before it runs."""
-    total, unit = run.training.global_batch_size, run.training.micro_batch_size * run.data_parallel_size
+    total, unit = run.training.global_batch_size, run.batch_unit
     if total // unit <= _MOST_MICROBATCHES or run.batch_steps:
         return None
     return (
@@ -42,8 +44,7 @@ def ramp_is_sound(run: RunConfig) -> str | None:
     if run.training.rampup_batch_size is None:
         return None
     start, increment, samples = run.training.rampup_batch_size
-    full = run.training.global_batch_size
-    unit = run.training.micro_batch_size * run.data_parallel_size
+    full, unit = run.training.global_batch_size, run.batch_unit
     asked = f"--rampup-batch-size {start} {increment} {samples}"
     if start > full:
         return f"{asked} starts above --global-batch-size {full}; start at {full} or less"
@@ -53,11 +54,8 @@ def ramp_is_sound(run: RunConfig) -> str | None:
     wrong = next((size for size in run.batch_ramp.sizes if size % unit), None)
     if wrong is None:
         return None
-    return (
-        f"{asked} comes to a batch of {wrong}, which is not divisible by --micro-batch-size "
-        f"{run.training.micro_batch_size} x {run.data_parallel_size} data-parallel ranks = {unit}; use multiples of "
-        f"{unit} for start and increment"
-    )
+    advice = f"use multiples of {unit} for start and increment"
+    return f"{asked} comes to a batch of {wrong}, which is {_indivisible(run)}; {advice}"
 
 
 def step_schedule_is_sound(run: RunConfig) -> str | None:
@@ -72,7 +70,7 @@ def step_schedule_is_sound(run: RunConfig) -> str | None:
         entries = read_batch_steps(text)
     except ConfigError as error:
         return f"{asked} {error}"
-    steps, unit = run.batch_steps, run.training.micro_batch_size * run.data_parallel_size
+    steps, unit = run.batch_steps, run.batch_unit
     if steps[0][0] > 0:
         return f"{asked} has no batch size for the first {entries[0][0]} tokens; begin with 0:{steps[0][1]}"
     same = next((pair for pair, two in zip(pairwise(entries), pairwise(steps)) if two[0][0] == two[1][0]), None)
@@ -88,11 +86,7 @@ def step_schedule_is_sound(run: RunConfig) -> str | None:
         return None
     if wrong % unit == 0:
         return f"{asked} makes {wrong // unit} microbatches a step; use sizes of at most {_MOST_MICROBATCHES * unit}"
-    return (
-        f"{asked} has a batch of {wrong}, which is not divisible by --micro-batch-size "
-        f"{run.training.micro_batch_size} x {run.data_parallel_size} data-parallel ranks = {unit}; use "
-        f"{multiples_near(wrong, unit)}"
-    )
+    return f"{asked} has a batch of {wrong}, which is {_indivisible(run)}; use {multiples_near(wrong, unit)}"
 
 
 def samples_make_a_step(run: RunConfig) -> str | None:
@@ -105,8 +99,6 @@ def samples_make_a_step(run: RunConfig) -> str | None:
 
 def modules_to_recompute_exist(run: RunConfig) -> str | None:
     """What is named for recomputation is a part of the model."""
-    if run.training.recompute_granularity != "selective":
-        return None
     moe, modules = run.find(MoEConfig) or MoEConfig(), run.training.recompute_modules
     lacking = {
         "moe": "" if moe.has_experts else "--num-experts",
@@ -116,7 +108,8 @@ def modules_to_recompute_exist(run: RunConfig) -> str | None:
         "mla_up_proj": "" if run.model.multi_latent_attention else "--multi-latent-attention",
     }
     named = [f"{module} without {lacking[module]}" for module in modules if lacking.get(module)]
-    return f"--recompute-modules names {' and '.join(named)}; leave it out" if named else None
+    is_asked = named and run.training.selected_modules
+    return f"--recompute-modules names {' and '.join(named)}; leave it out" if is_asked else None
 
 
 RULES: tuple[Rule, ...] = (
@@ -150,20 +143,12 @@ RULES: tuple[Rule, ...] = (
     rule(
         "--recompute-modules layernorm saves nothing with --apply-residual-connection-post-layernorm, where results of "
         "norms are the residual stream; leave one out",
-        lambda run: (
-            run.training.recompute_granularity == "selective"
-            and "layernorm" in run.training.recompute_modules
-            and run.model.apply_residual_connection_post_layernorm
-        ),
+        lambda run: "layernorm" in run.training.selected_modules and run.model.apply_residual_connection_post_layernorm,
     ),
     rule(
         "--cpu-offloading cannot be combined with --recompute-modules layernorm, which keeps the inputs of norms "
         "itself; leave one out",
-        lambda run: (
-            run.training.cpu_offloading
-            and run.training.recompute_granularity == "selective"
-            and "layernorm" in run.training.recompute_modules
-        ),
+        lambda run: run.training.cpu_offloading and "layernorm" in run.training.selected_modules,
     ),
     rule(
         "--cpu-offloading-num-layers {run.training.cpu_offloading_num_layers} is more than --num-layers "

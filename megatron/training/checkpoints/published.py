@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import shutil
 from collections.abc import Sequence
@@ -13,8 +12,8 @@ from typing import Any
 
 from megatron.config.checkpoint import CheckpointConfig
 from megatron.config.family import FamilyConfig
-from megatron.config.flags import group_name, plural_s
-from megatron.config.run import RunConfig
+from megatron.config.flags import plural_s
+from megatron.config.run import RunConfig, groups_to_json
 from megatron.core.checkpointing.agreement import gather_from_all, run_on_all, run_on_first
 from megatron.core.checkpointing.find import is_unused
 from megatron.core.checkpointing.first_rank import work_on_first
@@ -44,13 +43,8 @@ def published_config(folder: str, groups: Sequence[type]) -> dict[str, Any]:
     family, own = family_of(portable.groups), [kind.name for kind in groups if issubclass(kind, FamilyConfig)]
     if family.name not in (own or [FamilyConfig.name]):
         raise CheckpointError(f"--load-hf {folder} holds a {family.title}: start it with pretrain_{family.name}.py")
-    settings = (portable.model, portable.tokenizer, *portable.groups)
-    return {"data": {"seq_length": portable.seq_length}, **{group_name(type(each)): _plain(each) for each in settings}}
-
-
-def _plain(settings: Any) -> dict[str, Any]:
-    values = dataclasses.asdict(settings)
-    return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
+    settings = groups_to_json((portable.model, portable.tokenizer, *portable.groups))
+    return {"data": {"seq_length": portable.seq_length}, **settings}
 
 
 @cache  # a name of the Hub is looked up once, and means one revision then

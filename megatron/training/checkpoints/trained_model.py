@@ -11,6 +11,7 @@ from pathlib import Path
 from torch import nn
 
 from megatron.config.checkpoint import CheckpointConfig
+from megatron.config.flags import flag_of
 from megatron.config.moe import MoEConfig
 from megatron.config.parallel import ParallelConfig
 from megatron.config.pipeline import Stage
@@ -198,7 +199,7 @@ def _chosen_tokenizer(saved: RunConfig, choice: TrainedModelConfig) -> Tokenizer
     if own.tokenizer_type == "NullTokenizer" and given:
         raise ConfigError(f"the checkpoint in {choice.load} keeps no tokenizer: give its --tokenizer-type, too")
     for field in fields[:3]:
-        path, flag = getattr(own, field), f"--{field.replace('_', '-')}"
+        path, flag = getattr(own, field), flag_of(field)
         if path is not None and field not in given and not Path(path).exists():
             raise DataError(
                 f"the checkpoint in {choice.load} keeps no tokenizer, and its file {path} is missing: give its path "

@@ -127,7 +127,7 @@ class TrainingData:
         that read ahead are kept for the next evaluation.
         """
         training = self._config.training
-        per_rank = training.global_batch_size // (training.micro_batch_size * self._config.data_parallel_size)
+        per_rank = training.global_batch_size // self._config.batch_unit
         if split == "valid" and self._config.data.full_validation:
             if (split, name) not in self._loaders:
                 pad_to = training.global_batch_size
