@@ -60,7 +60,10 @@ def sent_by_a_column_layer(
         return x
 
     x = torch.randn(length // 2, 1, WIDTH, dtype=torch.bfloat16, requires_grad=True)
-    with mock.patch.multiple(fp8_linear, all_gather=gathered, all_gather_into_async=started):
+    with (
+        mock.patch.object(fp8_linear, "all_gather", gathered),
+        mock.patch.object(regions, "all_gather_into_async", started),
+    ):
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
             out = layer(x)
         out.sum().backward()

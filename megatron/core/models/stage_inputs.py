@@ -25,7 +25,7 @@ def hidden_spec(
 ) -> TensorSpec:
     """This rank's part of the hidden states of ``length`` tokens, on the residual stream or, ``normed``, behind it."""
     mesh, model = context.mesh, run.model
-    held = length // mesh.size("cp") // (mesh.size("tp") if context.sequence_parallel else 1)
+    held = length // mesh.size("cp") // context.sequence_parts
     wide = model.fp32_residual_connection and not normed
     dtype = torch.promote_types(context.dtype, torch.float32) if wide else context.dtype
     return TensorSpec((held, run.training.micro_batch_size * sequences, model.hidden_size), dtype)

@@ -46,6 +46,11 @@ class ParallelContext:
         return made
 
     @property
+    def sequence_parts(self) -> int:
+        """Parts of the sequence that tensor-parallel ranks hold outside the regions: 1 without sequence parallelism."""
+        return self.mesh.size("tp") if self.sequence_parallel else 1
+
+    @property
     def hidden_generator(self) -> torch.Generator:
         """The stream for dropout on hidden states, which sequence parallelism splits over tensor-parallel ranks."""
         return self.rng.split if self.sequence_parallel else self.rng.replicated

@@ -44,7 +44,7 @@ class Workload:
     @property
     def rows(self) -> int:
         """Tokens of this rank outside of them: fewer with sequence parallelism."""
-        return self.tokens // (self.context.mesh.size("tp") if self.context.sequence_parallel else 1)
+        return self.tokens // self.context.sequence_parts
 
     @property
     def itemsize(self) -> int:

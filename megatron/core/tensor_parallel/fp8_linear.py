@@ -31,11 +31,12 @@ from megatron.core.ops.quantize import (
     tensorwise,
     with_scale,
 )
-from megatron.core.parallel.collectives import all_gather, all_gather_into_async, all_reduce, reduce_scatter
+from megatron.core.parallel.collectives import all_gather, all_reduce, reduce_scatter
 from megatron.core.parallel.context import ParallelContext
 from megatron.core.parallel.grid import Axis
 from megatron.core.parallel.recompute import will_be_recomputed
 from megatron.core.tensor_parallel.delayed_scaling import DelayedScaling
+from megatron.core.tensor_parallel.regions import gathering
 
 Axes = tuple[Axis, ...]
 
@@ -183,9 +184,9 @@ class Fp8Linear:
     """
 
     def __init__(self, context: ParallelContext, *, inputs: Axes, weights: Axes, grads: Axes, is_partial: bool) -> None:
-        settings, mesh = context.low_precision.settings, context.mesh
+        settings = context.low_precision.settings
         one_scale = settings.fp8_recipe in ("tensorwise", "delayed") and settings.fp8_wgrad
-        self.reduces = is_partial and context.sequence_parallel and mesh.size("tp") > 1 and one_scale
+        self.reduces = is_partial and context.sequence_parts > 1 and one_scale
         self.context = context
         grads = (*grads, "tp") if self.reduces else grads
         self.quantizer = Fp8Quantizer(context, inputs=inputs, weights=weights, grads=grads)
@@ -240,7 +241,7 @@ class Fp8Linear:
         """
         quantizer, rows, mesh = self.quantizer, grad.flatten(0, -2), self.context.mesh
         trains = weight.requires_grad
-        gathering = _start_gathering(kept, self.context) if gathers and trains else lambda: kept
+        arriving = _start_gathering(kept, self.context) if gathers and trains else lambda: kept
         found = quantizer.quantize(rows, quantizer.grad, along=trains and self.quantizer.wgrad)
         if self.reduces and found.across is not None:
             found = Operand(whole_grad := _gathered(found.across, self.context), whole_grad.transposed())
@@ -250,7 +251,7 @@ class Fp8Linear:
             grad_x = reduce_scatter(grad_x, mesh, "tp")
         if not trains:
             return grad_x
-        whole = gathering()
+        whole = arriving()
         if self.quantizer.wgrad:
             work = partial(self._add_gradient, weight, found.along, whole, grad.dtype)
         else:
@@ -356,11 +357,5 @@ def _start_gathering(part: Quantized | Tensor, context: ParallelContext) -> Call
 
 
 def _rows_of_all(part: Tensor, context: ParallelContext) -> Callable[[], Tensor]:
-    whole = part.new_empty(context.mesh.size("tp") * part.shape[0], *part.shape[1:])
-    handle = all_gather_into_async(whole.view(-1), part.contiguous().view(-1), context.mesh, "tp")
-
-    def wait() -> Tensor:
-        handle.wait()
-        return whole
-
-    return wait
+    handle = gathering(part, context)
+    return lambda: handle.wait().view(-1, *part.shape[1:])

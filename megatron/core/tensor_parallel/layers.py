@@ -56,14 +56,15 @@ class ColumnParallelLinear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Enter the tensor-parallel region and multiply."""
         context = self._context
-        if context.sequence_parallel and context.mesh.size("tp") > 1:
+        if context.sequence_parts > 1:
             return linear(x, self.weight, self.bias, context, gathers=True, fp8=self.fp8)
         return linear(enter(x, context), self.weight, self.bias, context, fp8=self.fp8)
 
     def costs(self, workload: Workload) -> Costs:
         """Keeps its input: what is gathered for the product isn't kept."""
-        gathers = self._context.sequence_parallel and self._context.mesh.size("tp") > 1
-        return _product(self.weight, workload, kept=workload.rows, fp8=self.fp8, gathers=gathers)
+        return _product(
+            self.weight, workload, kept=workload.rows, fp8=self.fp8, gathers=self._context.sequence_parts > 1
+        )
 
 
 class RowParallelLinear(nn.Module):

@@ -13,11 +13,11 @@ from torch import Tensor
 
 from megatron.core.ops import matmul
 from megatron.core.ops.matmul import add_transposed_times, is_faster_in_fp32, multiplied, transposed_times
-from megatron.core.parallel.collectives import Handle, all_gather, all_gather_into_async, reduce_scatter_into_async
+from megatron.core.parallel.collectives import Handle, all_gather, reduce_scatter_into_async
 from megatron.core.parallel.context import ParallelContext
 from megatron.core.parallel.recompute import will_be_recomputed
 from megatron.core.tensor_parallel.fp8_linear import Fp8Linear
-from megatron.core.tensor_parallel.regions import enter
+from megatron.core.tensor_parallel.regions import enter, gathering
 
 
 def linear(
@@ -85,7 +85,7 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         context: ParallelContext = ctx.context
-        handles = [_gathering(x, context) if ctx.gathers else Handle(x) for x in ctx.saved_tensors]
+        handles = [gathering(x, context) if ctx.gathers else Handle(x) for x in ctx.saved_tensors]
         grad_x = multiplied(torch.matmul, grad, ctx.weight)
         scattered, flat_grad = Handle(grad_x), grad_x.reshape(-1)
         if ctx.gathers:
@@ -98,11 +98,6 @@ class _Linear(torch.autograd.Function):
             context.weight_gradients.do(work, at_once=ctx.at_once)
         scattered.wait()
         return grad_x, rows.sum(0) if ctx.needs_input_grad[1] else None, None, None, None, None
-
-
-def _gathering(x: Tensor, context: ParallelContext) -> Handle[Tensor]:
-    flat = x.new_empty(context.mesh.size("tp") * x.numel())
-    return all_gather_into_async(flat, x.contiguous().view(-1), context.mesh, "tp")
 
 
 @torch.no_grad()

@@ -23,9 +23,7 @@ from megatron.core.tensor_parallel.cross_entropy import (
     vocab_parallel_token_losses,
 )
 from megatron.core.tensor_parallel.initialize import Constant
-from megatron.core.tensor_parallel.layers import (
-    make_parameter,
-)
+from megatron.core.tensor_parallel.layers import make_parameter
 from megatron.core.tensor_parallel.linear import added_at_once
 from megatron.core.tensor_parallel.regions import enter
 from megatron.core.transformer.embedding import WORD_EMBEDDINGS

@@ -46,7 +46,7 @@ class RotaryPositions:
         mesh = self._context.mesh
         ranks = mesh.size("cp")
         if length is None:
-            length = hidden.shape[0] * ranks * (mesh.size("tp") if self._context.sequence_parallel else 1)
+            length = hidden.shape[0] * ranks * self._context.sequence_parts
         if position_ids is None:
             position_ids = positions(length, mesh.rank("cp"), ranks, device=hidden.device)
         wide = torch.float64 if self._context.dtype == torch.float64 else torch.float32

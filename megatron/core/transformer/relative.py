@@ -45,7 +45,7 @@ class RelativeBias(nn.Module):
         """
         context, device = self._context, hidden.device
         ranks = context.mesh.size("cp")
-        length = hidden.shape[0] * ranks * (context.mesh.size("tp") if context.sequence_parallel else 1)
+        length = hidden.shape[0] * ranks * context.sequence_parts
         queries = positions(length, context.mesh.rank("cp"), ranks, device=device)
         return self.between(queries, torch.arange(length, device=device))
 

@@ -128,8 +128,7 @@ class Evaluator(Generic[AnyModel]):
     def _divisible(self, length: int) -> int:
         """The shortest length from ``length`` on that context- and sequence-parallel ranks can divide."""
         context = self.trained.context
-        unit = context.mesh.size("tp") if context.sequence_parallel else 1
-        unit *= 2 * context.mesh.size("cp") if context.mesh.size("cp") > 1 else 1
+        unit = context.sequence_parts * (2 * context.mesh.size("cp") if context.mesh.size("cp") > 1 else 1)
         return -(-length // unit) * unit
 
 
