@@ -16,7 +16,7 @@ from tasks.settings import AnswerShape
 
 
 @dataclass(frozen=True)
-class Outline:
+class FamilyParts:
     """The parts of a model that differ from family to family."""
 
     decoder_layers: int = 0
@@ -28,19 +28,19 @@ class Outline:
     predicts_words: bool = True
 
 
-def outline_of(run: RunConfig) -> Outline:
+def family_parts(run: RunConfig) -> FamilyParts:
     """By the family's settings."""
     bert, t5, model = run.find(BertConfig), run.find(T5Config), run.model
     if bert is not None:
-        return Outline(token_types=2, has_word_head=True, pooled_outputs=2 if bert.bert_binary_head else 0)
+        return FamilyParts(token_types=2, has_word_head=True, pooled_outputs=2 if bert.bert_binary_head else 0)
     if t5 is not None:
         relative, tied = model.position_embedding_type == "relative", not model.untie_embeddings_and_output_weights
-        return Outline(
+        return FamilyParts(
             decoder_layers=t5.decoder_num_layers,
             position_buckets=t5.relative_attention_num_buckets if relative else 0,
             has_output_bias=tied and model.add_bias_linear,
         )
-    return Outline(has_output_bias=model.add_output_layer_bias)
+    return FamilyParts(has_output_bias=model.add_output_layer_bias)
 
 
 def model_parameters(run: RunConfig) -> int:
@@ -58,7 +58,7 @@ def rank_parameters(run: RunConfig, *, pipeline_rank: int = 0) -> int:
 
 
 def _parameters(run: RunConfig, stages: Sequence[Stage], *, ranks: int, vocabulary: int) -> int:
-    model, outline = run.model, outline_of(run)
+    model, parts = run.model, family_parts(run)
     hidden, tied = model.hidden_size, not model.untie_embeddings_and_output_weights
     norm = hidden * _norm_weights(model)
     learned = model.position_embedding_type == "learned_absolute"
@@ -72,7 +72,7 @@ def _parameters(run: RunConfig, stages: Sequence[Stage], *, ranks: int, vocabula
         attention + _mlp_parameters(model, ranks) + _norms(model, first=1, others=1) * norm,
         attention + _norms(model, first=1, others=0) * norm,
     )
-    positions = (model.max_position_embeddings if learned else 0) + outline.token_types
+    positions = (model.max_position_embeddings if learned else 0) + parts.token_types
     counts = {
         "word_embeddings": vocabulary * model.word_width * embeds,
         "projections": model.word_width * hidden * (model.word_width != hidden) * (embeds + last),
@@ -81,26 +81,26 @@ def _parameters(run: RunConfig, stages: Sequence[Stage], *, ranks: int, vocabula
         "embedding_norm": norm * model.embedding_norm * embeds,
         "first_attention_norm": -norm * (not model.first_attention_norm) * embeds,
         "later_tokens": (layer + 2 * hidden * hidden // ranks + 3 * norm) * model.mtp_num_layers * last,
-        "final_norm": norm * (last + (outline.decoder_layers > 0 and any(each.closes_encoder for each in held))),
-        "output_layer": vocabulary * model.word_width * (last and outline.predicts_words and not (tied and embeds)),
-        "heads": _head_parameters(outline, hidden=hidden, norm=norm, vocabulary=vocabulary) if last else 0,
+        "final_norm": norm * (last + (parts.decoder_layers > 0 and any(each.closes_encoder for each in held))),
+        "output_layer": vocabulary * model.word_width * (last and parts.predicts_words and not (tied and embeds)),
+        "heads": _head_parameters(parts, hidden=hidden, norm=norm, vocabulary=vocabulary) if last else 0,
     }
     return sum(counts.values())
 
 
-def _head_parameters(outline: Outline, *, hidden: int, norm: int, vocabulary: int) -> int:
+def _head_parameters(parts: FamilyParts, *, hidden: int, norm: int, vocabulary: int) -> int:
     """Parameters of the output heads."""
     dense = hidden * hidden + hidden
-    words = dense + norm if outline.has_word_head else 0
-    biases = vocabulary if outline.has_word_head or outline.has_output_bias else 0
-    pooled = dense + outline.pooled_outputs * (hidden + 1) if outline.pooled_outputs else 0
+    words = dense + norm if parts.has_word_head else 0
+    biases = vocabulary if parts.has_word_head or parts.has_output_bias else 0
+    pooled = dense + parts.pooled_outputs * (hidden + 1) if parts.pooled_outputs else 0
     return words + biases + pooled
 
 
 def _position_tables(run: RunConfig, held: Sequence[EncoderDecoderLayers], ranks: int) -> int:
     """Of relative positions: one for each stack that has layers here."""
     stacks = any(each.encoder for each in held) + any(each.decoder for each in held)
-    return stacks * outline_of(run).position_buckets * run.model.num_attention_heads // ranks
+    return stacks * family_parts(run).position_buckets * run.model.num_attention_heads // ranks
 
 
 def _latent_attention_parameters(model: ModelConfig, ranks: int) -> int:

@@ -377,9 +377,9 @@ class CrossAttention(Attention):
         seen = Seen(attention_mask=inputs.encoder_attention_mask)
         return self._mix(query, key, value, inputs.rng_key, seen)
 
-    def _keys_and_values(self, encoded: Tensor) -> tuple[Tensor, Tensor]:
+    def _keys_and_values(self, encoder_hidden_states: Tensor) -> tuple[Tensor, Tensor]:
         """``[t, b, h]`` to key and value ``[T, b, g, d]``."""
-        fused = self._clipped(self.linear_kv(encoded))
+        fused = self._clipped(self.linear_kv(encoder_hidden_states))
         fused = fused.view(*fused.shape[:2], self._groups, 2, self._head_dim)
         key = fused[..., 0, :]
         return key if self.k_layernorm is None else self.k_layernorm(key), fused[..., 1, :]
@@ -392,13 +392,13 @@ class CrossAttention(Attention):
 
     def costs(self, workload: Workload) -> Costs:
         """Its matmuls, and attention of every token to the encoder's; all layers share the encoder's output."""
-        encoded, config = workload.of_encoder(), self._config
-        shared = costs_of(self.linear_kv, encoded)
+        of_encoder, config = workload.of_encoder(), self._config
+        shared = costs_of(self.linear_kv, of_encoder)
         shared = shared if self._context.keeps_bytes else dataclasses.replace(shared, kept=0)
-        projected = (workload.tokens * self._queries + encoded.tokens * 2 * self._keys) * workload.itemsize
+        projected = (workload.tokens * self._queries + of_encoder.tokens * 2 * self._keys) * workload.itemsize
         if config.has_qk_norms:
-            projected += (workload.tokens * self._queries + encoded.tokens * self._keys) * workload.itemsize
+            projected += (workload.tokens * self._queries + of_encoder.tokens * self._keys) * workload.itemsize
         if config.clip_qkv is not None:
-            projected += (workload.tokens * self._queries + encoded.tokens * 2 * self._keys) * workload.itemsize
+            projected += (workload.tokens * self._queries + of_encoder.tokens * 2 * self._keys) * workload.itemsize
         matmuls = total_of((self.linear_q, self.linear_proj), workload) + shared
         return self._with_scores(matmuls, workload, keys=workload.encoder_length, projected=projected, is_padded=True)

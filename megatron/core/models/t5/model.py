@@ -173,8 +173,8 @@ class T5Model(nn.Module):
         inputs = LayerInputs(
             rng_key=StreamKey(0), rotary=self._rotary(hidden, None), bias=bias, side_losses=SideLosses()
         )
-        encoded: Tensor = self.encoder(hidden, inputs)
-        return encoded
+        encoder_hidden_states: Tensor = self.encoder(hidden, inputs)
+        return encoder_hidden_states
 
     def continue_texts(
         self, tokens: Tensor, position_ids: Tensor, *, cache: AttentionCache, hidden: Tensor | None = None

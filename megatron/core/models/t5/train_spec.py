@@ -60,14 +60,14 @@ class T5Spec(TrainSpec):
         if stage.is_first:
             return {}
         length, decoder_length = run.data.seq_length, run.group(T5Config).decoder_seq_length
-        encoded = hidden_spec(run, context, length=length, normed=True)
+        from_encoder = hidden_spec(run, context, length=length, normed=True)
         if stage.layers.start > run.model.num_layers:
             return {
                 "hidden": hidden_spec(run, context, length=decoder_length),
-                "encoder_hidden_states": encoded,
+                "encoder_hidden_states": from_encoder,
             }
         whole = stage.layers.start == run.model.num_layers
-        return {"hidden": encoded if whole else hidden_spec(run, context, length=length)}
+        return {"hidden": from_encoder if whole else hidden_spec(run, context, length=length)}
 
     def build_model(
         self,
