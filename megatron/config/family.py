@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial
 from typing import TYPE_CHECKING, ClassVar, TypeVar
 
 from megatron.config.flags import Settings
@@ -22,11 +21,7 @@ Rule = Callable[["RunConfig"], "str | None"]
 
 def rule(sentence: str, when: Callable[[RunConfig], object]) -> Rule:
     """The rule that returns ``sentence`` where ``when(run)`` holds; ``{run.optimizer.lr}`` stands for that setting."""
-    return partial(_sentence_when, sentence, when)
-
-
-def _sentence_when(sentence: str, when: Callable[[RunConfig], object], run: RunConfig) -> str | None:
-    return sentence.format(run=run) if when(run) else None
+    return lambda run: sentence.format(run=run) if when(run) else None
 
 
 Group = TypeVar("Group")

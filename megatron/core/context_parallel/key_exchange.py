@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Protocol
 
 from torch import Tensor
 
@@ -19,42 +18,26 @@ from megatron.core.parallel.exchange import Team, circulate, shift
 _GRADIENTS = 1  # tag of the ring of gradients, which runs beside that of the keys
 
 
-class KeyExchange(Protocol):
-    """Moves packed keys and values among the ranks of ``team``, and their gradients back."""
+@dataclass(frozen=True)
+class Ring:
+    """From each rank to the next. ``team``: the ranks that hold the sequence together."""
 
-    @property
-    def team(self) -> Team:
-        """The ranks that hold the sequence together."""
-        ...
+    team: Team
 
     def visit(self, packed: Tensor) -> Iterator[tuple[int, Tensor]]:
         """Every rank's packed keys and values with the rank's position in the team, this rank's own first.
 
         Each may be overwritten when the next is asked for, ``packed`` as well.
         """
-        ...
+        return circulate(packed, self.team)
 
     def sum_at_owner(self, contributions: Iterator[tuple[int, Tensor]]) -> Tensor:
         """The sum of all ranks' gradients of this rank's packed keys and values.
 
         ``contributions``: what this rank adds to the gradients of each owner's, in the order of ``visit``; the tensors
-        may be overwritten.
+        may be overwritten. Sums follow their keys round the ring one step later and end at the owner, which adds its
+        own part last.
         """
-        ...
-
-
-@dataclass(frozen=True)
-class Ring:
-    """From each rank to the next."""
-
-    team: Team
-
-    def visit(self, packed: Tensor) -> Iterator[tuple[int, Tensor]]:
-        """See ``KeyExchange``."""
-        return circulate(packed, self.team)
-
-    def sum_at_owner(self, contributions: Iterator[tuple[int, Tensor]]) -> Tensor:
-        """Sums follow their keys round the ring one step later and end at the owner, which adds its own part last."""
         _, own = next(contributions)
         coming: Handle[Tensor] | None = None
         for _, grads in contributions:
@@ -72,7 +55,7 @@ class Gather:
     team: Team
 
     def visit(self, packed: Tensor) -> Iterator[tuple[int, Tensor]]:
-        """See ``KeyExchange``."""
+        """See ``Ring``."""
         ranks, rank = self.team.size, self.team.rank
         everyone = packed.new_empty(ranks * packed.numel())
         gathering = all_gather_into_async(everyone, packed, self.team.mesh, "cp")
@@ -92,3 +75,6 @@ class Gather:
             by_owner[owner] = grads
             del grads  # before the next one is computed
         return reduce_scatter(by_owner, self.team.mesh, "cp").squeeze(0)
+
+
+KeyExchange = Ring | Gather
