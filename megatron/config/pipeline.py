@@ -225,7 +225,12 @@ def _expanded(text: str) -> str:
         if letter == "(" or wrong == ",":
             continue
         if wrong or (letter == ")" and len(groups) == 1):
-            raise _not_in_a_layout(where, wrong or letter)
+            token = wrong or letter
+            if token.startswith("*"):
+                raise ConfigError(f"{where}: {token} must follow E, t, m, L, | or a ) and have a number, as in t*3")
+            raise ConfigError(
+                f"{where} has {token!r}; it consists of E, t, m, L, |, (, ), * and numbers, like {LAYOUT_EXAMPLE}"
+            )
         part = groups.pop() if letter == ")" else letter
         repeated = int(times or 1)
         if len(part) * repeated > _LONGEST:
@@ -234,11 +239,3 @@ def _expanded(text: str) -> str:
     if len(groups) > 1:
         raise ConfigError(f"{where} lacks a )")
     return groups[0]
-
-
-def _not_in_a_layout(where: str, token: str) -> ConfigError:
-    if token.startswith("*"):
-        return ConfigError(f"{where}: {token} must follow E, t, m, L, | or a ) and have a number, as in t*3")
-    return ConfigError(
-        f"{where} has {token!r}; it consists of E, t, m, L, |, (, ), * and numbers, like {LAYOUT_EXAMPLE}"
-    )

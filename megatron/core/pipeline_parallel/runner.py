@@ -139,7 +139,7 @@ class Runner:
         else:
             floating = {name: tensor for name, tensor in output.items() if tensor.is_floating_point()}
             kept.outputs = {name: TensorSpec.of(tensor) for name, tensor in floating.items()}
-            kept.ends = {name: _end_of_graph(tensor) for name, tensor in floating.items() if tensor.requires_grad}
+            kept.ends = {name: _EndOfGraph.apply(tensor) for name, tensor in floating.items() if tensor.requires_grad}  # type: ignore[no-untyped-call]
             step.stage_inputs[key] = {name: tensor.detach() for name, tensor in output.items()}
         reported = microbatch.side_losses.take()
         if any(reported):
@@ -196,12 +196,9 @@ def _in_order(stage_inputs: StageInputs) -> list[Tensor]:
     return [stage_inputs[name] for name in sorted(stage_inputs)]
 
 
-def _end_of_graph(x: Tensor) -> Tensor:
-    """A tensor with the shape and the graph of ``x``, but a single element of memory."""
-    return _EndOfGraph.apply(x)  # type: ignore[no-untyped-call, no-any-return]
-
-
 class _EndOfGraph(torch.autograd.Function):
+    """A tensor with the shape and the graph of another, but a single element of memory."""
+
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
         return x.new_zeros(()).expand(x.shape)

@@ -136,7 +136,10 @@ class LatentAttention(Attention):
         """The channels of the queries without and with rotary positions, ``[S, b, n, …]``, and the shared key
         ``[S, b, 1, qk_pos_emb_head_dim]`` with them.
         """
-        query, shared_key = self._query(of_query), enter(shared_key, self._context).unsqueeze(2)
+        project = self.linear_q_proj or self.linear_q_up_proj
+        assert project is not None
+        query, shared_key = project(of_query), enter(shared_key, self._context).unsqueeze(2)
+        query = query.view(*query.shape[:2], -1, self._head_dim)
         plain, turned = torch.split(query, [self._config.qk_head_dim, self._config.qk_pos_emb_head_dim], dim=-1)
         if self._rotary is not None:
             table, interleaved = inputs.rotary[self._rotary], self._config.rotary_interleaved
@@ -184,13 +187,6 @@ class LatentAttention(Attention):
             return x
         x = self.linear_q_down_proj(x)
         return x if self.q_layernorm is None else self.q_layernorm(x)
-
-    def _query(self, x: Tensor) -> Tensor:
-        """From what ``_query_latent`` returns to ``[S, b, n, d]``."""
-        project = self.linear_q_proj or self.linear_q_up_proj
-        assert project is not None
-        query: Tensor = project(x)
-        return query.view(*query.shape[:2], -1, self._head_dim)
 
     def _keys_and_values(self, both: Tensor, shared_key: Tensor) -> tuple[Tensor, Tensor]:
         """From what is computed from latents, and the key that heads share, to keys ``[S, b, n, d]`` and values."""

@@ -20,30 +20,9 @@ Highest = Callable[[Sequence[int]], Sequence[int]]
 """Element-wise maximum over all ranks."""
 
 
-def stop_reason(
-    iteration: int,
-    *,
-    exit_interval: int | None,
-    exit_duration_in_mins: float | None,
-    minutes: float,
-    signal_number: int,
-) -> str | None:
-    """The reason to save and exit after ``iteration``, for the log; None to continue.
-
-    ``minutes``: since the start of the run. ``signal_number``: the signal received (0: none). All ranks must give the
-    same values, or some would exit while others wait for them.
-    """
-    if signal_number:
-        return f"exiting program after receiving {signal.Signals(signal_number).name}."
-    if exit_duration_in_mins is not None and minutes > exit_duration_in_mins:
-        return f"exiting program after {minutes:.1f} minutes"
-    if exit_interval and iteration % exit_interval == 0:
-        return f"exiting program at iteration {iteration}"
-    return None
-
-
 class ExitWatch:
-    """Calls :func:`stop_reason` after each step, with the time and signal that all ranks agree on.
+    """Decides after each step whether to save and exit, by the time and signal that all ranks agree on: or some would
+    exit while others wait for them.
 
     ``highest``: a collective; it is called only when the settings depend on time or signals.
     """
@@ -80,18 +59,18 @@ class ExitWatch:
         self._signal = number
 
     def reason(self, iteration: int) -> str | None:
-        """The reason to save and exit now, the same on every rank; None to continue."""
+        """The reason to save and exit after ``iteration``, for the log, the same on every rank; None to continue."""
         training = self._training
         seconds, number = int(self._clock() - self._started), self._signal
         if training.exit_signal_handler or training.exit_duration_in_mins is not None:
             seconds, number = self._highest([seconds, number])
-        return stop_reason(
-            iteration,
-            exit_interval=training.exit_interval,
-            exit_duration_in_mins=training.exit_duration_in_mins,
-            minutes=seconds / 60,
-            signal_number=number,
-        )
+        if number:
+            return f"exiting program after receiving {signal.Signals(number).name}."
+        if training.exit_duration_in_mins is not None and seconds / 60 > training.exit_duration_in_mins:
+            return f"exiting program after {seconds / 60:.1f} minutes"
+        if training.exit_interval and iteration % training.exit_interval == 0:
+            return f"exiting program at iteration {iteration}"
+        return None
 
 
 class NonFiniteError(MegatronError):

@@ -12,15 +12,15 @@ import pytest
 
 from megatron.config.training import TrainingConfig
 from megatron.errors import MegatronError
-from megatron.training.run.stop import ExitWatch, NonFiniteError, check_finite, stop_reason
+from megatron.training.run.stop import ExitWatch, NonFiniteError, check_finite
 
 
 def reason(
     iteration: int, interval: int | None = None, duration: int | None = None, minutes: float = 0, number: int = 0
 ) -> str | None:
-    return stop_reason(
-        iteration, exit_interval=interval, exit_duration_in_mins=duration, minutes=minutes, signal_number=number
-    )
+    agreed = [int(minutes * 60), number]
+    settings = {"exit_interval": interval, "exit_duration_in_mins": duration, "exit_signal_handler": True}
+    return watch(lambda mine: agreed, **settings).reason(iteration)
 
 
 def test_goes_on_when_nothing_asks_to_stop() -> None:
