@@ -25,6 +25,13 @@ def test_rotary_settings_of_gpt_neox() -> None:
     assert (written["rotary_pct"], written["rotary_emb_base"]) == (0.5, 5000.0)
 
 
+def test_falcons_norms_that_are_not_said() -> None:
+    """Falcon 40B's own file does not say how many its newer decoder has: a norm each for attention and MLP."""
+    unsaid = {**CASES["falcon newer"], "num_ln_in_parallel_attn": None}
+    assert model_from_config(unsaid, where="x").parallel_layernorm
+    assert not model_from_config({**unsaid, "num_ln_in_parallel_attn": 1}, where="x").parallel_layernorm
+
+
 def test_older_names_of_blooms_settings() -> None:
     """BLOOM 176B's own file says n_embed and num_attention_heads, and lacks today's names."""
     older = {"n_embed": 48, "num_hidden_layers": 3, "num_attention_heads": 6}
@@ -51,10 +58,12 @@ def test_norms_of_opt_350m_end_its_layers() -> None:
 
 
 def test_lengths_that_yarn_is_scaled_by() -> None:
-    """Without a factor it is how much longer the context has become; the length beside the settings of the rotary
-    positions goes before the one within them.
+    """transformers takes the longest for dynamic NTK, whatever the settings say. Without a factor YaRN's is how much
+    longer the context has become; the length beside the settings of the rotary positions goes before the one within.
     """
     yarn = {**CASES["llama"], "rope_parameters": {"rope_type": "yarn", "original_max_position_embeddings": 16}}
+    dynamic = {"rope_type": "dynamic", "factor": 2.0, "original_max_position_embeddings": 16}
+    assert model_from_config({**yarn, "rope_parameters": dynamic}, where="x").original_max_position_embeddings == 64
     for settings, original in ((yarn, 16), ({**yarn, "original_max_position_embeddings": 8}, 8)):
         model = model_from_config(settings, where="x")
         assert (model.original_max_position_embeddings, model.rotary_scaling_factor) == (original, 64 / original)
@@ -84,6 +93,26 @@ def test_logits_scaling_comes_back_as_it_was() -> None:
             "opt",
             {"_remove_final_layer_norm": True},
             "_remove_final_layer_norm = True: this project supports only False",
+        ),
+        (
+            "qwen3 with windows",
+            {"use_sliding_window": False},
+            "use_sliding_window = False: layer_types has layers with",
+        ),
+        (
+            "modernbert",
+            {"sliding_window": 5},
+            "sliding_window = 5: local_attention = 14 means 7, and transformers reads",
+        ),
+        (
+            "llama 3",
+            {"rope_scaling": {"type": "yarn", "factor": 4.0}},
+            "rope_type is another one in rope_parameters, and transformers reads only one of the two: remove one",
+        ),
+        (
+            "gemma3",
+            {"rope_parameters": None, "rope_scaling": {"type": "linear", "factor": 8.0}},
+            "rope_scaling says type = 'linear': transformers does not read it in models of this type",
         ),
         (
             "gemma3",

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from copy import deepcopy
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from megatron.core.conversion.huggingface.listing import published_types
 from megatron.core.conversion.megatron_lm.arguments import Arguments, arguments_of, model_from_arguments
 from megatron.core.transformer.positions import rotary_of
 from megatron.errors import CheckpointError
+from tests.published import FIRST, MODELS
 from tests.unit.conversion.megatron_checkpoints import CLASSIC, MODERN, portable
 
 transformers = pytest.importorskip("transformers", reason="its settings are compared with those that are read")
@@ -233,6 +235,53 @@ def test_a_model_of_our_own_is_written_in_full(family: str) -> None:
         for config in (written, transformers.AutoConfig.for_model(**written).to_dict()):
             found = model_from_config(config, where="x")
             assert function_of(dataclasses.replace(found, rotary_interleaved=False)) == function_of(model)
+
+
+OLDER: list[tuple[str, Any]] = [
+    ("rope_scaling", {"type": "linear", "factor": 2.0}),
+    ("rope_scaling", {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}),
+    ("rope_theta", 777.0),
+    ("partial_rotary_factor", 0.5),
+    ("sliding_window", 5),
+    ("use_sliding_window", True),
+    ("use_sliding_window", False),
+]
+"""Settings beside those of a file that transformers 5 has written, or in their place."""
+THEIR_OWN = {
+    ("olmo3", "rope_theta"),  # transformers 5 has it in full attention alone, 4 had it in all layers
+    ("deepseek_v3", "num_key_value_heads"),  # nothing reads it, and its default is that of 128 heads
+}
+
+
+def variants_of(config: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Each setting left out, and older settings; with the one that differs."""
+    for left_out in config:
+        yield left_out, {name: value for name, value in config.items() if name != left_out}
+    for name, value in OLDER:
+        yield name, {**config, name: value}
+        without = {each: said for each, said in config.items() if each not in ("rope_parameters", "layer_types")}
+        yield name, {**without, name: value}
+
+
+@pytest.mark.parametrize("case", FIRST.values())
+def test_a_file_means_what_transformers_makes_of_it(case: str) -> None:
+    """A setting that is left out, or said twice in the ways of two versions, was read as another model: rope_scaling
+    beside rope_parameters was ignored, as was YaRN, gpt-oss's default; windows of a Qwen2-MoE were in other layers.
+    """
+    family = MODELS[case][0]
+    whole = transformers.AutoConfig.for_model(family, **deepcopy(MODELS[case][1])).to_dict()
+    for name, config in variants_of({**whole, "model_type": family}):
+        if name in ("model_type", "architectures") or (family, name) in THEIR_OWN:
+            continue
+        try:
+            ours = function_of(model_from_config(config, where="x"))
+        except CheckpointError:  # refused by name
+            continue
+        try:
+            theirs = transformers.AutoConfig.for_model(**deepcopy(config)).to_dict()
+        except Exception:  # whatever transformers raises for settings that it refuses
+            continue
+        assert ours == function_of(model_from_config({**theirs, "model_type": family}, where="x")), name
 
 
 def test_special_tokens_that_nobody_knows() -> None:

@@ -53,6 +53,7 @@ def read_rotary(
     ``partial``: whether models of this type rotate a part of each head where they say so (then ``rotary_percent``).
     ``kinds``: of scaling that they have. ``renamed``: kinds by their earlier names.
     """
+    _check_one_meaning(known)
     rope = known.within("rope_scaling", "rope_parameters")
     kind = rope.get("rope_type", rope.get("type", "default"))
     kind = renamed.get(kind, kind)
@@ -65,6 +66,19 @@ def read_rotary(
         raise rope.refuse(named, f"this rotary scaling is not available; {', '.join(kinds[:-1])} and {kinds[-1]} are")
     base = float(rope.get("rope_theta") or known("rope_theta"))
     return {"rotary_base": base, "rotary_percent": float(percent), **_scaling(known, rope, kind)}
+
+
+def _check_one_meaning(known: Known) -> None:
+    """Raise CheckpointError for ``rope_parameters`` with something else than ``rope_scaling``, which transformers reads
+    in their place: whoever adds it to the settings of transformers 5 loses the rotary base.
+    """
+    scaling, parameters = known.get("rope_scaling") or {}, known.get("rope_parameters") or {}
+    read = {**{name: known.get(name) for name in ("rope_theta", "partial_rotary_factor")}, **scaling}
+    read.setdefault("rope_type", scaling.get("type"))
+    other = [name for name, value in parameters.items() if value != read.get(name)]
+    if scaling and other:
+        advice = f"{other[0]} is another one in rope_parameters, and transformers reads only one of the two: remove one"
+        raise known.refuse("rope_scaling", advice)
 
 
 def _scaling(known: Known, rope: Known, kind: str) -> dict[str, Any]:

@@ -33,6 +33,9 @@ def read_rotaries(known: Known, *, has_windows: bool) -> dict[str, Any]:
     """``FIELDS``; without ``rope_local_base_freq`` the base of windows is that of the other layers."""
     parts = known.within("rope_parameters")
     full, window = parts.get(_FULL), parts.within(_WINDOW)
+    scaling = known.within("rope_scaling")
+    if full is None and scaling.get("type") and not scaling.get("rope_type"):
+        raise scaling.refuse("type", "transformers does not read it in models of this type: call it rope_type")
     found = read_rotary(known if full is None else known.but(rope_parameters=full), kinds=_SCALINGS)
     if not found.get("yarn_correction_range_round_to_int", True) and full is not None:
         raise parts.within(_FULL).refuse("truncate", "transformers does not read it there, and rounds")

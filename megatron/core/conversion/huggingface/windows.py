@@ -76,6 +76,16 @@ def _layer_types(known: Known) -> tuple[bool, ...] | None:
     return tuple(_TYPES[each] for each in found)
 
 
+def is_used(known: Known) -> bool:
+    """Whether layers may have windows, which ``use_sliding_window`` says; CheckpointError where some have one that it
+    turns off.
+    """
+    used = bool(known.get("use_sliding_window")) and known.get("sliding_window") is not None
+    if not used and "sliding_attention" in (known.get("layer_types") or ()):
+        raise known.refuse("use_sliding_window", "layer_types has layers with a window")
+    return used
+
+
 def every_second(known: Known) -> list[bool]:
     """The first, third, … layer: for ``windows_where``."""
     return [layer % 2 == 0 for layer in range(known("num_hidden_layers"))]

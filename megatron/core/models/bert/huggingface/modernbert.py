@@ -26,6 +26,8 @@ def _read(known: Known) -> dict[str, Any]:
     attention.
     """
     side, every = known(_LOCAL) // 2, known(_EVERY)
+    if known.get("sliding_window") not in (None, side):
+        raise known.refuse("sliding_window", f"{_LOCAL} = {known(_LOCAL)} means {side}, and transformers reads both")
     usual = [layer % every != 0 for layer in range(known("num_hidden_layers"))]
     layers = windows.read_layer_types(known.but(sliding_window=side + 1), usual=usual)
     has_windows = layers["window_size"] is not None

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 from torch import Tensor
 
 from megatron.config.moe import MoEConfig
 from megatron.core.conversion.bounds import Factor
 from megatron.core.conversion.huggingface.biases import biases
-from megatron.core.conversion.huggingface.rotary import ROTARY, written_rotary
+from megatron.core.conversion.huggingface.known import Known
+from megatron.core.conversion.huggingface.rotary import ROTARY, read_rotary, written_rotary
 from megatron.core.conversion.huggingface.windows import every_second, windows_where
 from megatron.core.conversion.tables import Row
 from megatron.core.conversion.transforms import Transform
@@ -18,6 +20,13 @@ from megatron.core.models.gpt.huggingface.experts import KINDS, with_experts
 from megatron.core.models.gpt.huggingface.llama import LLAMA, OURS, THEIRS
 
 _ALPHA = 1.702
+# What transformers takes where no setting says anything of rotary positions.
+_USUAL_ROTARY = {
+    "rope_type": "yarn",
+    "factor": 32.0,
+    "truncate": False,
+    "original_max_position_embeddings": 4096,
+}
 
 
 def _pairs_apart(tensor: Tensor) -> Tensor:
@@ -36,6 +45,11 @@ _OUTPUTS_FIRST = Transform(
     lambda parts, model: parts[0].transpose(1, 2).contiguous(),
     lambda tensor, model: [tensor.transpose(1, 2).contiguous()],
 )
+
+
+def _read_rotary(known: Known) -> dict[str, Any]:
+    is_said = known.get("rope_scaling") or known.get("rope_parameters") is not None
+    return read_rotary(known if is_said else known.but(rope_parameters=_USUAL_ROTARY))
 
 
 def _rows(moe: MoEConfig) -> Sequence[Row]:
@@ -59,7 +73,7 @@ GPT_OSS = with_experts(
         ),
         settings={**LLAMA.settings, "activation_func_clamp_value": "swiglu_limit"},
         activations={"silu": "quick_geglu"},
-        features=(ROTARY, windows_where(every_second, sliding_window=128)),
+        features=(replace(ROTARY, read=_read_rotary), windows_where(every_second, sliding_window=128)),
         fixed={
             **LLAMA.fixed,
             **biases(qkv=True, output=True, mlp=True),
@@ -84,7 +98,6 @@ GPT_OSS = with_experts(
             **dict.fromkeys(("swiglu_limit", "swiglu_alpha"), Factor),
             "attention_bias": bool,
         },
-        # its own default is YaRN
         write=lambda model: {"rope_scaling": written_rotary(model)["rope_scaling"] or {"rope_type": "default"}},
         refuse=lambda model: ["experts are not clamped"] if model.activation_func_clamp_value is None else [],
         about="gpt-oss: sinks, sliding windows in any layers, YaRN",

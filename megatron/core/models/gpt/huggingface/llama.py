@@ -11,7 +11,7 @@ from megatron.core.conversion.huggingface.biases import BIASES, NO_BIASES, atten
 from megatron.core.conversion.huggingface.format import USUAL_SETTINGS, ModelType
 from megatron.core.conversion.huggingface.known import Feature, Known
 from megatron.core.conversion.huggingface.rotary import ROTARY
-from megatron.core.conversion.huggingface.windows import WINDOW, windows_where, written_layer_types
+from megatron.core.conversion.huggingface.windows import WINDOW, is_used, windows_where, written_layer_types
 from megatron.core.conversion.tables import Row
 from megatron.core.conversion.transforms import PER_HEAD, QUERY_KEY_VALUE, stacked
 
@@ -65,16 +65,17 @@ LLAMA = ModelType(
 
 def _qwen_windows(known: Known) -> list[bool]:
     """Where a window is used, in the layers from ``max_window_layers`` on, unless ``layer_types`` says which."""
-    by_number = bool(known.get("use_sliding_window")) and not known.get("layer_types")
+    by_number = is_used(known) and not known.get("layer_types")
     first = known("max_window_layers") if by_number else known.get("max_window_layers")
     return [by_number and layer >= first for layer in range(known("num_hidden_layers"))]
 
 
-def _written_qwen_windows(model: ModelConfig) -> dict[str, Any]:
+def written_qwen_windows(model: ModelConfig) -> dict[str, Any]:
+    """The layers with windows, and the switch."""
     return {"use_sliding_window": model.window_size is not None, **written_layer_types(model)}
 
 
-QWEN_WINDOWS = windows_where(_qwen_windows, write=_written_qwen_windows, sliding_window=4096, max_window_layers=28)
+QWEN_WINDOWS = windows_where(_qwen_windows, write=written_qwen_windows, sliding_window=4096, max_window_layers=28)
 
 
 def like_llama(
@@ -106,7 +107,7 @@ TYPES = {
         "Qwen2ForCausalLM",
         NO_BIASES,
         QWEN_WINDOWS,
-        defaults={"max_position_embeddings": 32768},
+        defaults={"max_position_embeddings": 32768, "num_key_value_heads": 32},
         add_qkv_bias=True,
         about="Qwen 1.5, 2 and 2.5, dense; sliding windows in any layers; rotary scaling as for llama; tied or not",
         example="Qwen/Qwen2.5-0.5B",
@@ -115,7 +116,7 @@ TYPES = {
         "Qwen3ForCausalLM",
         attention_biases(),
         QWEN_WINDOWS,
-        defaults={"max_position_embeddings": 32768, "head_dim": 128},
+        defaults={"max_position_embeddings": 32768, "num_key_value_heads": 32, "head_dim": 128},
         qk_layernorm=True,
         about=(
             "Qwen 3, dense, with or without biases in attention; sliding windows in any layers; rotary scaling as for "

@@ -11,7 +11,14 @@ from megatron.config.moe import MoEConfig
 from megatron.core.conversion.bounds import Factor
 from megatron.core.conversion.huggingface.biases import NO_BIASES, attention_biases, query_biases
 from megatron.core.conversion.huggingface.known import Known
-from megatron.core.conversion.huggingface.windows import WINDOW, read_window, written_window
+from megatron.core.conversion.huggingface.windows import (
+    WINDOW,
+    every_second,
+    is_used,
+    read_window,
+    windows_where,
+    written_window,
+)
 from megatron.core.conversion.tables import Row
 from megatron.core.models.gpt.huggingface.experts import (
     KINDS,
@@ -20,7 +27,7 @@ from megatron.core.models.gpt.huggingface.experts import (
     shared_rows,
     with_experts,
 )
-from megatron.core.models.gpt.huggingface.llama import LLAMA, OURS, QWEN_WINDOWS, THEIRS, like_llama
+from megatron.core.models.gpt.huggingface.llama import LLAMA, OURS, THEIRS, like_llama, written_qwen_windows
 from megatron.small_files import Between
 
 
@@ -115,15 +122,22 @@ def _qwen2_rows(moe: MoEConfig) -> Sequence[Row]:
     return (*expert_rows(moe, OURS, theirs), *shared_rows(OURS, f"{theirs}.shared_expert"), gate)
 
 
+def _windows_of_qwen2(known: Known) -> list[bool]:
+    """Where a window is used, every second layer below ``max_window_layers``, and not those above as in other Qwens."""
+    by_number = is_used(known) and not known.get("layer_types")
+    return [by_number and each and n < known("max_window_layers") for n, each in enumerate(every_second(known))]
+
+
 _SPARSE = {"decoder_sparse_step": 1, "mlp_only_layers": [], "norm_topk_prob": False}
 QWEN2_MOE = with_experts(
     replace(
         like_llama(
             "Qwen2MoeForCausalLM",
             query_biases("qkv_bias", default=True),
-            QWEN_WINDOWS,
+            windows_where(_windows_of_qwen2, write=written_qwen_windows, sliding_window=4096, max_window_layers=28),
             defaults={
                 "max_position_embeddings": 32768,
+                "num_key_value_heads": 16,
                 "num_experts": 60,
                 "num_experts_per_tok": 4,
                 "moe_intermediate_size": 1408,

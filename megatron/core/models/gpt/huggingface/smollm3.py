@@ -12,6 +12,7 @@ from megatron.core.conversion.huggingface.known import Known
 from megatron.core.conversion.huggingface.windows import (
     FIELDS,
     KINDS,
+    is_used,
     read_layer_types,
     without_later_keys,
     written_layer_types,
@@ -28,9 +29,7 @@ def _read(known: Known) -> dict[str, Any]:
     if listed is not None and len(listed) < count:
         raise known.refuse(_LAYERS, f"it must have a 0 or 1 for each of the {count} layers")
     rotary = [bool(each) for each in listed[:count]] if listed else [(n + 1) % interval != 0 for n in range(count)]
-    used = known.get("use_sliding_window", False) and known.get("sliding_window") is not None
-    if not used and "sliding_attention" in (known.get("layer_types") or ()):
-        raise known.refuse("use_sliding_window", "layer_types has layers with a window")
+    used = is_used(known)
     return {
         **read_layer_types(known, usual=[used and not each for each in rotary]),
         "no_rope_freq": pattern_of(tuple(not each for each in rotary)),

@@ -25,6 +25,7 @@ STARCODER2 = replace(
     features=(ROTARY, even_biases("use_bias", default=True), WINDOW),
     defaults={
         "hidden_act": "gelu_pytorch_tanh",
+        "num_key_value_heads": 2,
         "max_position_embeddings": 4096,
         "norm_epsilon": 1e-5,
         "initializer_range": 0.018042,
