@@ -36,6 +36,8 @@ PROGRAMS = {
     "fill-spans": "tools/fill_spans.py",
 }
 """Command -> its file, below the folder of programs."""
+BY_FILE = {Path(path).stem.replace("_", "-"): path for path in PROGRAMS.values() if path != "tasks/main.py"}
+"""Their other names, those of the files: documents say ``python tools/text_generation_cli.py``."""
 
 
 def programs_folder() -> Path:
@@ -54,9 +56,10 @@ def _run() -> None:
     if command in ("--help", "-h"):
         print("\n".join(_help()))  # noqa: T201  (what --help is for)
         return
-    program = PROGRAMS.get(command.replace("_", "-"))
+    known = {**BY_FILE, **PROGRAMS}
+    program = known.get(command.replace("_", "-"))
     if program is None:
-        raise ConfigError(f"there is no command {command}{did_you_mean(command, PROGRAMS)}; megatron --help lists them")
+        raise ConfigError(f"there is no command {command}{did_you_mean(command, known)}; megatron --help lists them")
     path = str(programs_folder() / program)
     sys.argv = [path, *words]
     runpy.run_path(path, run_name="__main__")

@@ -13,7 +13,7 @@ import pytest
 import setuptools
 from setuptools import Distribution
 
-from megatron.__main__ import PROGRAMS, main, programs_folder
+from megatron.__main__ import BY_FILE, PROGRAMS, main, programs_folder
 from megatron.config.suggestions import did_you_mean
 from tests.architecture.source_tree import ROOT, sources
 
@@ -34,12 +34,23 @@ def test_the_list_of_commands(capsys: pytest.CaptureFixture[str], monkeypatch: p
     assert max(map(len, shown.splitlines())) <= 145
     assert all(f"  {command} " in shown for command in PROGRAMS)
     assert said(["megatron", "preproces-data"], monkeypatch) == 2
-    meant = did_you_mean("preproces-data", PROGRAMS)
+    meant = did_you_mean("preproces-data", {**BY_FILE, **PROGRAMS})
     assert capsys.readouterr().err == (
         f"error: there is no command preproces-data{meant}; megatron --help lists them\n"
     )
     assert said(["megatron", "print_schedule", "--help"], monkeypatch) == 0
     assert capsys.readouterr().out.startswith("usage: print_schedule.py ")
+
+
+def test_a_command_may_have_the_name_of_its_file(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The documents say python tools/train_tokenizer.py and tools/text_generation_cli.py; of a wheel's commands only
+    the first had that name, and the second was "no command".
+    """
+    assert len(BY_FILE) == len(PROGRAMS) - 1  # all but tasks/main.py
+    assert said(["megatron", "text-generation-cli", "--help"], monkeypatch) == 0
+    assert capsys.readouterr().out.startswith("usage: text_generation_cli.py ")
 
 
 @pytest.mark.parametrize("command", sorted({*PROGRAMS} - {"lm-eval"}))  # whose help is the harness's
