@@ -63,16 +63,6 @@ def next_phases(phases: Sequence[Phase], mix: Sequence[MixedSource], *, consumed
     return [*(phase for phase in phases if phase.start < consumed), now]
 
 
-@dataclass(frozen=True)
-class SourceShare:
-    """A source's part of a blend, as asked and as realised; fractions of 1."""
-
-    prefix: str
-    asked: float
-    realised: float
-    num_samples: int
-
-
 class BlendedDataset:
     """Sample i is the next unused sample of the source that ``interleaving`` gives for position i − ``start``.
 
@@ -110,15 +100,6 @@ class BlendedDataset:
             for place, (digest, source, weight) in enumerate(zip(digests, self.sources, self._asked))
         ]
 
-    @property
-    def shares(self) -> list[SourceShare]:
-        """Asked and realised part of each source."""
-        counts, total = self._interleaving.counts, max(len(self._interleaving), 1)
-        return [
-            SourceShare(source.prefix, asked, int(count) / total, int(count))
-            for source, asked, count in zip(self.sources, self._asked, counts)
-        ]
-
     def __len__(self) -> int:
         return self._start + len(self._interleaving)
 
@@ -147,9 +128,10 @@ class BlendedDataset:
 
     def describe(self) -> list[str]:
         """Asked and realised share of each source, a line each."""
+        total = max(len(self._interleaving), 1)
         return [
-            f"{share.realised:7.3%} of the blend (asked {share.asked:.3%}) from {line}"
-            for share, source in zip(self.shares, self.sources)
+            f"{count / total:7.3%} of the blend (asked {asked:.3%}) from {line}"
+            for source, asked, count in zip(self.sources, self._asked, self._interleaving.counts.tolist())
             for line in source.describe()
         ]
 

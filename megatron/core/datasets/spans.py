@@ -11,8 +11,9 @@ order is one shuffled list for the whole run.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
+from functools import partial
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -137,6 +138,13 @@ def mersenne_twister_64(seed: int) -> Iterator[int]:
             yield (word ^ (word >> 43)) & everything
 
 
+def _stored(build: Callable[[], NDArray[Any]], sentences: Sentences, *, digest: str, cache: IndexCache) -> NDArray[Any]:
+    """The spans that ``build`` makes, read from the cache if they are there."""
+    no_documents = np.empty(0, np.int32)
+    rows = len(sentences.lengths)
+    return cache.get(lambda: SampleIndex(no_documents, build()), rows=rows, inputs=(digest,)).samples
+
+
 class SpanOrder(Order):
     """Sample i of a masked data set in our order."""
 
@@ -154,11 +162,8 @@ class SpanOrder(Order):
         # Reseeded for each sample, as creating one takes as long as a sample.
         self._generator = np.random.RandomState(0)
         digest = digest_of("spans", sentences.lengths, sentences.boundaries, seed, copy, sorted(asdict(rules).items()))
-        self._spans = cache.get(
-            lambda: SampleIndex(np.empty(0, np.int32), build_spans(sentences, rules, seed=seed, copy=copy)),
-            rows=len(sentences.lengths),
-            inputs=(digest,),
-        ).samples
+        build = partial(build_spans, sentences, rules, seed=seed, copy=copy)
+        self._spans = _stored(build, sentences, digest=digest, cache=cache)
         super().__init__(digest=digest, samples_per_epoch=len(self._spans), num_samples=num_samples)
         self._shuffled = RecentEpochs(self._shuffle)
 
@@ -187,13 +192,8 @@ class MegatronSpanOrder(Order):
         self._seed, self._generator = seed, np.random.RandomState(0)
         inputs = (sentences.lengths, sentences.boundaries, seed, num_samples, sorted(asdict(rules).items()))
         digest = digest_of("megatron-spans", *inputs)
-        self._spans = cache.get(
-            lambda: SampleIndex(
-                np.empty(0, np.int32), build_megatron_spans(sentences, rules, seed=seed, num_samples=num_samples)
-            ),
-            rows=len(sentences.lengths),
-            inputs=(digest,),
-        ).samples
+        build = partial(build_megatron_spans, sentences, rules, seed=seed, num_samples=num_samples)
+        self._spans = _stored(build, sentences, digest=digest, cache=cache)
         super().__init__(digest=digest, samples_per_epoch=len(self._spans), num_samples=None)
 
     def find(self, index: int) -> Span:

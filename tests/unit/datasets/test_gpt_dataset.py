@@ -242,7 +242,7 @@ def test_sources_without_weights_count_by_their_size(write_documents: WriteDocum
     large = write_documents([[2] * 241], "large")
     splits = build(SplitSizes(400, 0, 0), data_path=(small, large), split="1,0,0")
     assert isinstance(splits.train, BlendedDataset)
-    assert [share.num_samples for share in splits.train.shares] == [100, 300]
+    assert [len(source) for source in splits.train.sources] == [100, 300]
 
 
 def test_a_source_named_twice_gives_different_samples(write_documents: WriteDocuments) -> None:
