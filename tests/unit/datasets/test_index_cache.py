@@ -15,7 +15,9 @@ import pytest
 
 from megatron.core.datasets.index_build import SampleIndex, build_epoch
 from megatron.core.datasets.index_cache import IndexCache, digest_of
-from megatron.core.datasets.sample_order import EpochOrder
+from megatron.core.datasets.packing import BestFitOrder
+from megatron.core.datasets.sample_order import EpochOrder, MegatronOrder
+from megatron.core.datasets.spans import MegatronSpanOrder, Sentences, SpanOrder, SpanRules
 
 LENGTHS = np.arange(1, 300, dtype=np.int32)
 
@@ -204,3 +206,38 @@ def test_run_length_and_batch_size_do_not_change_the_files(tmp_path: Path) -> No
         names.append(sorted(path.name for path in tmp_path.iterdir()))
     assert names[0] == names[1]
     assert len(names[0]) == 3  # two tables and the lock
+
+
+def places(order: Any) -> list[str]:
+    """Where each sample lies."""
+    find = order.pieces if isinstance(order, BestFitOrder) else order.find
+    return [str(find(index)) for index in range(len(order))]
+
+
+def test_runs_with_other_settings_share_a_folder(tmp_path: Path) -> None:
+    """A name that leaves a setting out gives a run of another --seq-length or --mask-prob the samples of the first."""
+    lengths = np.append(np.arange(20, 60), 4).astype(np.int32)  # 198 times 8 tokens: one sample more if none is shared
+    sentences = Sentences(lengths, np.arange(0, len(lengths) + 1, 4)[:11])
+    rules = SpanRules(max_tokens=90, min_sentences=1, short_probability=0.1)
+    stream = {"seed": 1, "seq_length": 8, "num_samples": 300}
+    spans = {"seed": 1, "rules": rules, "num_samples": 30}
+    other_rules = [
+        {"rules": SpanRules(max_tokens=most, min_sentences=least, short_probability=short)}
+        for most, least, short in ((60, 1, 0.1), (90, 3, 0.1), (90, 1, 0.5))
+    ]
+    seeds: list[dict[str, Any]] = [{}, {"seed": 2}, {"copy": 1}]
+    cases: list[tuple[Any, Any, dict[str, Any], list[dict[str, Any]]]] = [
+        (EpochOrder, lengths, stream, [*seeds, {"seq_length": 9}, {"drop_last_partial": False}, {"shared": 0}]),
+        (MegatronOrder, lengths, stream, [{}, {"seed": 2}, {"seq_length": 9}, {"num_samples": 200}]),
+        (BestFitOrder, lengths, stream, [*seeds, {"seq_length": 9}]),
+        (SpanOrder, sentences, spans, [*seeds, *other_rules]),
+        (MegatronSpanOrder, sentences, spans, [{}, {"seed": 2}, {"num_samples": 3}, *other_rules]),
+    ]
+    for kind, documents, settings, changes in cases:
+        for change in changes:
+            stored, fresh = (
+                kind(documents, **(settings | change), cache=IndexCache(folder, least_rows=1))
+                for folder in (tmp_path, None)
+            )
+            assert len(stored) == len(fresh) > 0
+            assert places(stored) == places(fresh), (kind, change)

@@ -146,6 +146,20 @@ def test_bert_masks(prefix: str) -> None:
     assert 0.06 < fates["kept"] / hidden < 0.15
 
 
+def test_what_becomes_of_masked_tokens() -> None:
+    """80 % the mask, 10 % an id and 10 % themselves: a model that sees 12 % of its answers trained without a notice."""
+    vocabulary = MaskingVocabulary.of(TOKENIZER)
+    ordinary = next(id for id in range(77) if id not in (vocabulary.cls, vocabulary.sep, vocabulary.mask))
+    found = list[int | None]()
+    rules = MaskingRules(probability=0.5, longest=1, whole_words=False)
+    random = np.random.RandomState(0)
+    tokens = np.full(40_000, ordinary)
+    choose_stretches(tokens, rules, vocabulary, random, target=len(tokens), replacements=found)
+    assert len(found) == 20_000
+    assert abs(found.count(None) / 20_000 - 0.1) < 0.008
+    assert abs(found.count(vocabulary.mask) / 20_000 - (0.8 + 0.1 / 77)) < 0.01
+
+
 def test_single_sentences_without_the_binary_head(prefix: str) -> None:
     data = bert(prefix, binary_head=False)
     for index in range(50):
