@@ -69,6 +69,15 @@ def test_lengths_that_yarn_is_scaled_by() -> None:
         assert (model.original_max_position_embeddings, model.rotary_scaling_factor) == (original, 64 / original)
 
 
+@pytest.mark.parametrize("name", ["su", "yarn"])
+def test_earlier_names_of_longrope(name: str) -> None:
+    """The first files of Phi-3 have the lists of factors under these; read as YaRN they would be another model."""
+    scaling = {"type": name, "short_factor": [1.0] * 6, "long_factor": [2.0] * 6}
+    older = {**CASES["phi3"], "rope_parameters": None, "rope_scaling": scaling}
+    model = model_from_config(older, where="x")
+    assert (model.position_embedding_type, model.longrope_long_factors) == ("longrope", (2.0,) * 6)
+
+
 def test_the_base_of_windows_that_is_said_twice() -> None:
     """transformers takes the one of their layers, and then the older setting beside it."""
     full, older = {"rope_type": "default", "rope_theta": 100.0}, {**CASES["gemma3"], "rope_local_base_freq": 5.0}

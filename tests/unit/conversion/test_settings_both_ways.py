@@ -246,7 +246,8 @@ OLDER: list[tuple[str, Any]] = [
     ("use_sliding_window", True),
     ("use_sliding_window", False),
 ]
-"""Settings beside those of a file that transformers 5 has written, or in their place."""
+"""Settings beside those of a file that transformers 5 has written, or in place of ``LATER``."""
+LATER = ("rope_parameters", "layer_types", "sliding_window")
 THEIR_OWN = {
     ("olmo3", "rope_theta"),  # transformers 5 has it in full attention alone, 4 had it in all layers
     ("deepseek_v3", "num_key_value_heads"),  # nothing reads it, and its default is that of 128 heads
@@ -259,7 +260,7 @@ def variants_of(config: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
         yield left_out, {name: value for name, value in config.items() if name != left_out}
     for name, value in OLDER:
         yield name, {**config, name: value}
-        without = {each: said for each, said in config.items() if each not in ("rope_parameters", "layer_types")}
+        without = {each: said for each, said in config.items() if each not in LATER}
         yield name, {**without, name: value}
 
 

@@ -176,6 +176,7 @@ QWEN3_MOE = with_experts(
             defaults={
                 "max_position_embeddings": 32768,
                 "num_key_value_heads": 4,
+                "sliding_window": 4096,
                 "num_local_experts": 128,
                 "num_experts_per_tok": 8,
                 "moe_intermediate_size": 768,
