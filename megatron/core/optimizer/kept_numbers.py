@@ -84,7 +84,7 @@ class StochasticallyRounded(Plain):
 
 
 @dataclass(frozen=True, eq=False)
-class Masters:
+class MainParams:
     """fp32 copies of 16-bit weights, to which each step rounds the weights. ``shuttle``: if they are in main memory."""
 
     numbers: Tensor
@@ -92,7 +92,7 @@ class Masters:
     shuttle: Shuttle | None = None
 
     @classmethod
-    def of(cls, weights: Tensor, shuttle: Shuttle | None = None) -> Masters:
+    def of(cls, weights: Tensor, shuttle: Shuttle | None = None) -> MainParams:
         """Of weights as they are."""
         home = weights if shuttle is None else weights.to(CPU)
         return cls(home.float(), weights, shuttle)
@@ -119,7 +119,7 @@ class Remainders:
 
     A master's bits are those of its weight, shifted by 16, plus a remainder from −2¹⁵ to 2¹⁵. Both ends are ties, which
     rounding resolves to even, so ``low`` [elements], int16, is −2¹⁵ for both, and ``ties`` [elements / 8], bits of
-    uint8, marks the upper end. The weights remain masters rounded to nearest, bit for bit as with ``Masters``.
+    uint8, marks the upper end. The weights remain masters rounded to nearest, bit for bit as with ``MainParams``.
     """
 
     weights: Tensor
@@ -162,17 +162,19 @@ class Remainders:
         return torch.arange(8, dtype=torch.uint8, device=self.ties.device)
 
 
-def build_masters(weights: Tensor, shuttle: Shuttle | None, *, as_remainders: bool) -> Plain | Masters | Remainders:
+def build_main_params(
+    weights: Tensor, shuttle: Shuttle | None, *, as_remainders: bool
+) -> Plain | MainParams | Remainders:
     """How the fp32 numbers of ``weights`` are kept: wide weights are their own. ``shuttle``: for steps in main memory,
     which has room for whole masters.
     """
     if weights.dtype in _WIDE:
         return Plain(weights, weights.dtype) if shuttle is None else Distant(weights, weights.dtype, shuttle)
     if shuttle is not None:
-        return Masters.of(weights, shuttle)
+        return MainParams.of(weights, shuttle)
     if as_remainders and weights.dtype == torch.bfloat16:
         return Remainders.of(weights)
-    return Masters.of(weights)
+    return MainParams.of(weights)
 
 
 def _random_halves(start: int, size: int, key: int, device: torch.device) -> Tensor:

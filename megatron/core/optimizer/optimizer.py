@@ -21,7 +21,14 @@ from megatron.config.precision import PrecisionConfig
 from megatron.core.distributed.buffers import FlatBuffer, ParamEntry, Span
 from megatron.core.distributed.param_gather import ParamGather
 from megatron.core.optimizer.grad_norm import GradientStatistics, ModelStatistics
-from megatron.core.optimizer.kept_numbers import Kept, Masters, Plain, Remainders, StochasticallyRounded, build_masters
+from megatron.core.optimizer.kept_numbers import (
+    Kept,
+    MainParams,
+    Plain,
+    Remainders,
+    StochasticallyRounded,
+    build_main_params,
+)
 from megatron.core.optimizer.loss_scaler import build_loss_scaler
 from megatron.core.optimizer.offload import CPU, Shuttle, divided
 from megatron.core.optimizer.update_rules import UPDATE_RULES, Step
@@ -57,7 +64,7 @@ class _Owned:
     buffer: FlatBuffer
     span: Span
     entries: tuple[ParamEntry, ...]
-    main_params: Plain | Masters | Remainders
+    main_params: Plain | MainParams | Remainders
     state: dict[str, Plain]
     shuttle: Shuttle | None
 
@@ -126,7 +133,7 @@ class Optimizer:
         fraction = config.optimizer_offload_fraction if config.optimizer_cpu_offload else 0.0
         for buffer, bucket, span, is_offloaded in divided(spans, fraction):
             by = shuttle if is_offloaded else None
-            masters = build_masters(buffer.own(span), by, as_remainders=config.use_precision_aware_optimizer)
+            masters = build_main_params(buffer.own(span), by, as_remainders=config.use_precision_aware_optimizer)
             state = self._zeros(buffer, span, CPU if is_offloaded else buffer.params.device)
             self._owned.append(_Owned(buffer, span, bucket.entries, masters, state, by))
         self._owned.sort(key=lambda owned: owned.shuttle is not None)  # a device works through its own meanwhile
