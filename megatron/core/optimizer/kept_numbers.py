@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from megatron.core.distributed.buffers import ALIGNMENT, Span
-from megatron.core.optimizer.offload import CPU, Shuttle
+from megatron.core.optimizer.offload import CPU, HostTransfer
 
 _WIDE = (torch.float32, torch.float64)
 
@@ -50,18 +50,18 @@ class Plain:
 
 
 @dataclass(frozen=True, eq=False)
-class Distant(Plain):
+class DeviceWeights(Plain):
     """Wide weights on a device, ``numbers``, for steps in main memory."""
 
-    shuttle: Shuttle
+    transfer: HostTransfer
 
     def read(self, part: Span) -> Tensor:
         """See ``Kept``."""
-        return self.shuttle.fetch(part.of(self.numbers), purpose="weights")()
+        return self.transfer.fetch(part.of(self.numbers), purpose="weights")()
 
     def write(self, part: Span, values: Tensor) -> None:
         """See ``Kept``."""
-        self.shuttle.send(values, part.of(self.numbers))
+        self.transfer.send(values, part.of(self.numbers))
 
 
 @dataclass(frozen=True, eq=False)
@@ -85,17 +85,17 @@ class StochasticallyRounded(Plain):
 
 @dataclass(frozen=True, eq=False)
 class MainParams:
-    """fp32 copies of 16-bit weights, to which each step rounds the weights. ``shuttle``: if they are in main memory."""
+    """fp32 copies of 16-bit weights, which each step rounds to the weights. ``transfer``: if they are in main memory."""
 
     numbers: Tensor
     weights: Tensor
-    shuttle: Shuttle | None = None
+    transfer: HostTransfer | None = None
 
     @classmethod
-    def of(cls, weights: Tensor, shuttle: Shuttle | None = None) -> MainParams:
+    def of(cls, weights: Tensor, transfer: HostTransfer | None = None) -> MainParams:
         """Of weights as they are."""
-        home = weights if shuttle is None else weights.to(CPU)
-        return cls(home.float(), weights, shuttle)
+        home = weights if transfer is None else weights.to(CPU)
+        return cls(home.float(), weights, transfer)
 
     def read(self, part: Span) -> Tensor:
         """See ``Kept``."""
@@ -103,10 +103,10 @@ class MainParams:
 
     def write(self, part: Span, values: Tensor) -> None:
         """See ``Kept``."""
-        if self.shuttle is None:
+        if self.transfer is None:
             part.of(self.weights).copy_(values)
         else:
-            self.shuttle.send(values, part.of(self.weights))
+            self.transfer.send(values, part.of(self.weights))
 
     def stored(self, part: Span) -> tuple[Tensor, Callable[[], None] | None]:
         """See ``Kept``."""
@@ -163,15 +163,15 @@ class Remainders:
 
 
 def build_main_params(
-    weights: Tensor, shuttle: Shuttle | None, *, as_remainders: bool
+    weights: Tensor, transfer: HostTransfer | None, *, as_remainders: bool
 ) -> Plain | MainParams | Remainders:
-    """How the fp32 numbers of ``weights`` are kept: wide weights are their own. ``shuttle``: for steps in main memory,
+    """How the fp32 numbers of ``weights`` are kept: wide weights are their own. ``transfer``: for steps in main memory,
     which has room for whole masters.
     """
     if weights.dtype in _WIDE:
-        return Plain(weights, weights.dtype) if shuttle is None else Distant(weights, weights.dtype, shuttle)
-    if shuttle is not None:
-        return MainParams.of(weights, shuttle)
+        return Plain(weights, weights.dtype) if transfer is None else DeviceWeights(weights, weights.dtype, transfer)
+    if transfer is not None:
+        return MainParams.of(weights, transfer)
     if as_remainders and weights.dtype == torch.bfloat16:
         return Remainders.of(weights)
     return MainParams.of(weights)

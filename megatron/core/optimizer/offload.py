@@ -16,7 +16,7 @@ CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True, eq=False)
-class Shuttle:
+class HostTransfer:
     """Copies chunks between a device and main memory, through staging memory for two chunks each way.
 
     ``overlaps``: copies run while the CPU computes; waiting is for one chunk at a time. ``pins_gradients``,
@@ -30,7 +30,7 @@ class Shuttle:
     _staging: dict[tuple[str, torch.dtype], deque[_Slot]] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, config: OptimizerConfig, device: torch.device) -> Shuttle:
+    def of(cls, config: OptimizerConfig, device: torch.device) -> HostTransfer:
         """As the flags ask for."""
         overlaps = config.overlap_cpu_optimizer_d2h_h2d and device.type != "cpu"
         return cls(device, overlaps, config.pin_cpu_grads, config.pin_cpu_params)
@@ -73,9 +73,9 @@ class _Slot:
             self.memory = torch.empty(like.shape, dtype=like.dtype, device=CPU, pin_memory=pinned)
         self.numbers = self.memory[: like.numel()]
 
-    def begin(self, shuttle: Shuttle) -> None:
-        if shuttle.overlaps:
-            self.copied = torch.Event(shuttle.device)
+    def begin(self, transfer: HostTransfer) -> None:
+        if transfer.overlaps:
+            self.copied = torch.Event(transfer.device)
             self.copied.record()
 
     def finished(self) -> Tensor:

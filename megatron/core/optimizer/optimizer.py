@@ -30,7 +30,7 @@ from megatron.core.optimizer.kept_numbers import (
     build_main_params,
 )
 from megatron.core.optimizer.loss_scaler import build_loss_scaler
-from megatron.core.optimizer.offload import CPU, Shuttle, divided
+from megatron.core.optimizer.offload import CPU, HostTransfer, divided
 from megatron.core.optimizer.update_rules import UPDATE_RULES, Step
 from megatron.core.parallel.context import ParallelContext
 from megatron.core.parallel.sharding import ShardedState
@@ -57,7 +57,7 @@ class UpdateResult:
 class _Owned:
     """A span of a buffer that this rank updates: master weights, gradients and the update rule's state for it.
 
-    ``main_params`` are the weights themselves where those are wide enough. ``shuttle``: where its steps are taken in
+    ``main_params`` are the weights themselves where those are wide enough. ``transfer``: where its steps are taken in
     main memory.
     """
 
@@ -66,7 +66,7 @@ class _Owned:
     entries: tuple[ParamEntry, ...]
     main_params: Plain | MainParams | Remainders
     state: dict[str, Plain]
-    shuttle: Shuttle | None
+    transfer: HostTransfer | None
 
     @property
     def wide(self) -> torch.dtype:
@@ -76,17 +76,17 @@ class _Owned:
     @property
     def is_direct(self) -> bool:
         """Whether a step needs no copies of anything."""
-        in_place = self.shuttle is None and not isinstance(self.main_params, Remainders)
+        in_place = self.transfer is None and not isinstance(self.main_params, Remainders)
         in_place = in_place and self.buffer.grads.dtype == self.wide
         return in_place and all(kept.numbers.dtype == self.wide for kept in self.state.values())
 
     def gradients(self, parts: Sequence[Span]) -> Iterator[Tensor]:
         """Of parts of the span, wide, where the step is taken; from a device the next ones are on their way."""
         gradients = self.span.of(self.buffer.grads)
-        if self.shuttle is None:
+        if self.transfer is None:
             yield from (part.of(gradients).to(self.wide) for part in parts)
             return
-        fetch = partial(self.shuttle.fetch, purpose="gradients")
+        fetch = partial(self.transfer.fetch, purpose="gradients")
         coming = fetch(parts[0].of(gradients))
         for following in (*parts[1:], None):
             arrived, coming = coming, coming if following is None else fetch(following.of(gradients))
@@ -124,7 +124,7 @@ class Optimizer:
         self._statistics = ModelStatistics(buffers, context, frozen=frozen)
         self._owned = []
         self._numbers = {id(buffer): number for number, buffer in enumerate(buffers)}
-        shuttle = Shuttle.of(config, context.device)
+        transfer = HostTransfer.of(config, context.device)
         spans = [
             (buffer, bucket, buffer.shard(bucket) if sharded else bucket.span)
             for buffer in buffers
@@ -132,11 +132,11 @@ class Optimizer:
         ]
         fraction = config.optimizer_offload_fraction if config.optimizer_cpu_offload else 0.0
         for buffer, bucket, span, is_offloaded in divided(spans, fraction):
-            by = shuttle if is_offloaded else None
+            by = transfer if is_offloaded else None
             masters = build_main_params(buffer.own(span), by, as_remainders=config.use_precision_aware_optimizer)
             state = self._zeros(buffer, span, CPU if is_offloaded else buffer.params.device)
             self._owned.append(_Owned(buffer, span, bucket.entries, masters, state, by))
-        self._owned.sort(key=lambda owned: owned.shuttle is not None)  # a device works through its own meanwhile
+        self._owned.sort(key=lambda owned: owned.transfer is not None)  # a device works through its own meanwhile
         self._step = 0
         self._trained_since: dict[str, int] = {}
         self._seed_divisor = 1.0
@@ -225,7 +225,7 @@ class Optimizer:
         if owned.wide == torch.float64:
             owned.span.of(owned.buffer.grads).div_(divisor)  # the kernels take their scale in fp32, too coarse here
         else:
-            device = owned.buffer.grads.device if owned.shuttle is None else CPU
+            device = owned.buffer.grads.device if owned.transfer is None else CPU
             # Filled in on the device: a copy from the host would wait for everything queued there.
             scale = torch.full((), divisor, dtype=torch.float32, device=device)
         chunk = _CPU_CHUNK if owned.buffer.grads.device.type == "cpu" else CHUNK

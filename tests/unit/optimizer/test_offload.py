@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megatron.core.distributed.buffers import FlatBuffer, Span
-from megatron.core.optimizer.offload import Shuttle, divided
+from megatron.core.optimizer.offload import HostTransfer, divided
 from megatron.core.optimizer.optimizer import Optimizer
 from megatron.core.parallel.context import ParallelContext
 from tests.unit.optimizer.test_kept_numbers import NARROW, buffers_of, optimizer_of, take_steps
@@ -68,8 +68,8 @@ def test_whole_parameters_are_offloaded(parts: int, fraction: float) -> None:
 
 def test_staging_memory_is_not_filled_while_it_is_read() -> None:
     """Gradients of a chunk would be those of the next one."""
-    shuttle = Shuttle(ParallelContext.single().device)
+    transfer = HostTransfer(ParallelContext.single().device)
     chunks = torch.arange(12.0).view(3, 4)
-    first, second = (shuttle.fetch(chunk, purpose="gradients") for chunk in chunks[:2])
+    first, second = (transfer.fetch(chunk, purpose="gradients") for chunk in chunks[:2])
     assert torch.equal(first(), chunks[0])
     assert torch.equal(second(), chunks[1])

@@ -397,7 +397,7 @@ def test_frozen_parameters_take_their_weights_alone() -> None:
 
 
 def test_sharded_optimizer() -> None:
-    """MainParams and moments are divided over the replicas, weights and gradients are not."""
+    """Master weights and moments are divided over the replicas, weights and gradients are not."""
     whole, sharded = memory_estimate(big()), memory_estimate(big(use_distributed_optimizer=True))
     assert (sharded.weights, sharded.gradients) == (whole.weights, whole.gradients)
     assert sharded.main_params == pytest.approx(whole.main_params / 8, rel=1e-6)
