@@ -39,7 +39,7 @@ Figures = dict[str, float]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Speaker:
+class ReportingRank:
     """The rank's part in reporting. ``gather``: a collective that returns every rank's value in rank order."""
 
     rank: int = 0
@@ -67,7 +67,7 @@ class Reporter:
     def __init__(
         self,
         config: ReportingConfig,
-        speaker: Speaker,
+        reporting_rank: ReportingRank,
         *,
         train_iters: int,
         scale: SpeedScale,
@@ -80,7 +80,7 @@ class Reporter:
         describe_tallies: TallyReport | None = None,
     ) -> None:
         self.timers = timers
-        self._config, self._speaker = config, speaker
+        self._config, self._speaker = config, reporting_rank
         self._train_iters, self._scale = train_iters, scale
         self._curves, self._clock, self._now, self._out = curves, clock, now, out
         self._terminal, self._describe_tallies = terminal, describe_tallies

@@ -37,7 +37,7 @@ from megatron.training.reporting.flops import SpeedScale, device_peak
 from megatron.training.reporting.memory import check_memory
 from megatron.training.reporting.metrics import Evaluation
 from megatron.training.reporting.profiling import annotated
-from megatron.training.reporting.reporter import Reporter, Speaker
+from megatron.training.reporting.reporter import Reporter, ReportingRank
 from megatron.training.reporting.startup import StartupFacts
 from megatron.training.reporting.timers import Timers
 from megatron.training.run.attention import attention_choices
@@ -193,7 +193,7 @@ def gradient_dtype(config: RunConfig, context: ParallelContext) -> torch.dtype:
 def build_reporter(config: RunConfig, train_spec: TrainSpec, context: ParallelContext) -> Reporter:
     """The run's reporter on this rank."""
     mesh, reporting = context.mesh, config.reporting
-    speaker = Speaker(
+    reporting_rank = ReportingRank(
         rank=mesh.world_rank,
         world_size=mesh.world_size,
         is_first_replica=mesh.rank("dp", "cp") == 0,
@@ -212,12 +212,12 @@ def build_reporter(config: RunConfig, train_spec: TrainSpec, context: ParallelCo
         world_size=mesh.world_size,
         peak=device_peak(context.device, context.dtype) if reporting.log_throughput else None,
     )
-    writers = open_writers(reporting, save=config.checkpoint.save) if speaker.is_last else []
+    writers = open_writers(reporting, save=config.checkpoint.save) if reporting_rank.is_last else []
     curves = Curves(reporting, writers, world_size=mesh.world_size)
     curves.settings({spec.positive.removeprefix("--"): config.value(spec) for spec in config.flags()})
     return Reporter(
         reporting,
-        speaker,
+        reporting_rank,
         train_iters=config.train_iters,
         scale=scale,
         timers=timers,

@@ -14,7 +14,7 @@ from megatron.config.reporting import ReportingConfig
 from megatron.training.reporting.curves import Curves
 from megatron.training.reporting.flops import Peak, SpeedScale
 from megatron.training.reporting.metrics import StepRecord
-from megatron.training.reporting.reporter import Figures, Reporter, Speaker
+from megatron.training.reporting.reporter import Figures, Reporter, ReportingRank
 from megatron.training.reporting.timers import Timers
 
 
@@ -43,12 +43,14 @@ class Recorder:
 class Stage:
     """A reporter with a clock that is set by hand, and what it wrote."""
 
-    def __init__(self, speaker: Speaker | None = None, *, terminal: io.StringIO | None = None, **settings: Any) -> None:
+    def __init__(
+        self, reporting_rank: ReportingRank | None = None, *, terminal: io.StringIO | None = None, **settings: Any
+    ) -> None:
         config = ReportingConfig(**{"log_interval": 2} | settings)
         self.clock, self.out, self.recorder = Clock(), io.StringIO(), Recorder()
         self.reporter = Reporter(
             config,
-            speaker or Speaker(),
+            reporting_rank or ReportingRank(),
             train_iters=10,
             scale=SpeedScale(flops_per_sample=1e12, tokens_per_sample=100, world_size=1, peak=Peak(8.0, "by hand")),
             timers=Timers(level=config.timing_log_level, clock=self.clock),
@@ -135,8 +137,8 @@ def test_only_the_last_rank_prints_the_log_but_all_meet_in_the_collectives() -> 
         meetings.append(times)
         return [times, times]
 
-    speaker = Speaker(rank=0, world_size=2, is_first_replica=False, gather=gather)
-    stage = Stage(speaker, timing_log_level=1)
+    reporting_rank = ReportingRank(rank=0, world_size=2, is_first_replica=False, gather=gather)
+    stage = Stage(reporting_rank, timing_log_level=1)
     stage.steps(1, 2)
     with stage.reporter.aside("evaluate"):
         pass
@@ -151,7 +153,7 @@ def test_memory_of_the_first_replica_is_printed_by_the_last_rank() -> None:
     def gather(values: Figures) -> list[Figures]:
         return [{"resident": 3.0 * 1024 * 1024}, values]
 
-    stage = Stage(Speaker(rank=1, world_size=2, is_first_replica=False, gather=gather))
+    stage = Stage(ReportingRank(rank=1, world_size=2, is_first_replica=False, gather=gather))
     stage.steps(1, 2)
     assert re.findall(r"\[Rank (\d)\] \(after 2 iterations\) memory \(MB\) \| resident: 3.0\n", stage.text) == ["0"]
 
