@@ -13,8 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron.core.inference.invariance import TILE, fewest_queries
+from megatron.core.inference.shared_calls import OneQuery, SharedCall, shared_calls
 from megatron.core.inference.step_plan import PlanRow, RunnerLimits, StepPlan
-from megatron.core.inference.together import OneQuery, SharedCall, shared_calls
 from megatron.core.ops.attention import AttentionOptions, attention
 from megatron.core.ops.attention.cached import CachedHeads
 from megatron.core.ops.attention.cached_calls import CachedBackend, CachedCall, cached_backend
