@@ -29,9 +29,9 @@ from megatron.serving.completions import CompletionAnswer, read_completion
 from megatron.serving.engine_thread import PING, ClientLeftError, EngineThread, Stream
 from megatron.serving.errors import ApiError
 from megatron.serving.generating import Answer, ApiCall, results, usage
-from megatron.serving.guarding import CLIENT_LEFT, Keys, RequestIds, read_body
 from megatron.serving.megatron_api import answer_of, read_megatron
 from megatron.serving.metrics import Metrics
+from megatron.serving.middleware import CLIENT_LEFT, Keys, RequestIds, read_body
 from megatron.serving.model import ServedModel
 from megatron.serving.openapi import document
 from megatron.serving.responses import EventStream, error_response, json_response, watched
