@@ -85,7 +85,7 @@ class StochasticallyRounded(Plain):
 
 @dataclass(frozen=True, eq=False)
 class MainParams:
-    """fp32 copies of 16-bit weights, which each step rounds to the weights. ``transfer``: if they are in main memory."""
+    """fp32 copies of 16-bit weights, which each step rounds to the weights. ``transfer``: for CPU memory."""
 
     numbers: Tensor
     weights: Tensor

@@ -41,7 +41,7 @@ class Part(NamedTuple):
 
 @dataclass(frozen=True)
 class ChatFormat:
-    """How turns are written; ``{role}`` in ``turn_start`` is the reporting_rank. ``learned``: the role that is trained on."""
+    """How turns are written; ``{role}`` in ``turn_start`` is the speaker. ``learned``: the role that is trained on."""
 
     turn_start: str = "<|im_start|>{role}\n"
     turn_end: str = "<|im_end|>\n"

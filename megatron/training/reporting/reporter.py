@@ -80,7 +80,7 @@ class Reporter:
         describe_tallies: TallyReport | None = None,
     ) -> None:
         self.timers = timers
-        self._config, self._speaker = config, reporting_rank
+        self._config, self._rank = config, reporting_rank
         self._train_iters, self._scale = train_iters, scale
         self._curves, self._clock, self._now, self._out = curves, clock, now, out
         self._terminal, self._describe_tallies = terminal, describe_tallies
@@ -94,7 +94,7 @@ class Reporter:
 
     def say(self, text: str) -> None:
         """Print on the last rank, above the progress bar; nothing for an empty text."""
-        if not (self._speaker.is_last and text):
+        if not (self._rank.is_last and text):
             return
         self._progress.clear()
         stream = self._out or sys.stdout
@@ -122,7 +122,7 @@ class Reporter:
         self._progress.clear()
         with self.timers(name, level=0):
             yield
-        times = self._speaker.gather(self.timers.take(name))
+        times = self._rank.gather(self.timers.take(name))
         self.say(timer_report(times, option=self._config.timing_log_option))
         spent = self._clock() - start
         self._interval_start += spent
@@ -136,7 +136,7 @@ class Reporter:
         if step.tallies and self._describe_tallies is not None and self._curves.wants(step.iteration):
             self._curves.scalars(self._describe_tallies(step.tallies)[1], iteration=step.iteration)
         if self._config.log_memory_to_tensorboard and self._curves.wants(step.iteration):
-            self._curves.scalars(memory_scalars(self._speaker.device), iteration=step.iteration)
+            self._curves.scalars(memory_scalars(self._rank.device), iteration=step.iteration)
         if step.iteration % self._config.log_interval == 0:
             self._log_interval(step)
         self._show_progress(step)
@@ -159,7 +159,7 @@ class Reporter:
             self.say(self._describe_tallies(totals.tallies)[0])
         if not self._memory_reported:
             self._report_memory(step.iteration)
-        times = self._speaker.gather(self.timers.take()) if self.timers.level > 0 else []
+        times = self._rank.gather(self.timers.take()) if self.timers.level > 0 else []
         self.say(timer_report(times, option=self._config.timing_log_option, iterations=totals.iterations))
         if self._config.log_timers_to_tensorboard:
             slowest = longest(times, iterations=totals.iterations)
@@ -177,8 +177,8 @@ class Reporter:
 
     def _report_memory(self, iteration: int) -> None:
         """Print the memory of the ranks of the first replica. A collective."""
-        mine = memory_use(self._speaker.device) if self._speaker.is_first_replica else {}
-        for rank, use in enumerate(self._speaker.gather({kind: float(size) for kind, size in mine.items()})):
+        mine = memory_use(self._rank.device) if self._rank.is_first_replica else {}
+        for rank, use in enumerate(self._rank.gather({kind: float(size) for kind, size in mine.items()})):
             if use:
                 self.say(memory_line(use, rank=rank, iteration=iteration))
         self._memory_reported = True
@@ -194,7 +194,7 @@ class Reporter:
         self._progress.show(step.iteration, *losses, f"{speed:,.0f} tokens/s")
 
     def _bar(self, total: int | None, *, initial: int = 0) -> ProgressBar:
-        return ProgressBar(total, initial=initial, stream=self._terminal, enabled=self._speaker.is_last)
+        return ProgressBar(total, initial=initial, stream=self._terminal, enabled=self._rank.is_last)
 
     def evaluating(self, batches: Iterable[Batch], *, total: int | None) -> Iterator[Batch]:
         """The batches of an evaluation, with a progress bar. ``total``: how many; None when unknown."""
