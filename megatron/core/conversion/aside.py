@@ -15,6 +15,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 from megatron.core.files.locks import lock
+from megatron.core.files.writable import leaving_no_empty
 
 _LOCK = "lock"
 _NAME = re.compile(r"\..+\.partial-(.+)-[0-9a-f]{8}")
@@ -22,21 +23,30 @@ _NAME = re.compile(r"\..+\.partial-(.+)-[0-9a-f]{8}")
 
 @contextmanager
 def folder_aside(parent: Path, name: str, *, say: Callable[[str], None]) -> Iterator[Path]:
-    """A path in a new, hidden folder of ``parent`` that vanishes at the end, whatever is in it then.
+    """A path in a new, hidden folder of ``parent`` that vanishes at the end, whatever is in it then; so do ``parent``
+    and folders above it that were made for it, unless something is in them.
 
     Before, folders that killed conversions left in ``parent`` are deleted, or named where they may be in use.
     """
-    parent.mkdir(parents=True, exist_ok=True)
-    delete_leftovers(parent, say=say)
+    with leaving_no_empty(parent):
+        parent.mkdir(parents=True, exist_ok=True)
+        delete_leftovers(parent, say=say)
+        with _locked_aside(parent, name) as folder:
+            yield folder / name
+
+
+@contextmanager
+def _locked_aside(parent: Path, name: str) -> Iterator[Path]:
+    """A new folder in ``parent`` that this process keeps locked for the block."""
     while True:
         folder = parent / f".{name}.partial-{platform.node()}-{os.urandom(4).hex()}"
         with ExitStack() as stack:
             stack.callback(shutil.rmtree, folder, ignore_errors=True)
-            folder.mkdir()
+            folder.mkdir(parents=True)  # another conversion may have deleted the empty parent
             with suppress(FileNotFoundError):  # another conversion deletes what isn't locked yet: then try again
                 lock(stack.enter_context((folder / _LOCK).open("w")), wait=True)
             if (folder / _LOCK).exists():
-                yield folder / name
+                yield folder
                 return
 
 

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import errno
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from itertools import takewhile
 from pathlib import Path
 from tempfile import TemporaryFile
 
@@ -43,3 +46,19 @@ def why_not_writable(folder: Path, *, make: bool = False) -> str | None:
     except OSError as error:
         return f"{error.filename}: {error.strerror}"
     return None
+
+
+@contextmanager
+def leaving_no_empty(folder: AnyPath) -> Iterator[None]:
+    """For a block that makes ``folder`` and its parents: those that were missing and are empty at its end are deleted.
+
+    Object storage has no folders, so nothing is.
+    """
+    there = (folder, *folder.parents) if isinstance(folder, Path) else ()
+    missing = [*takewhile(lambda each: not each.exists(), there)]
+    try:
+        yield
+    finally:
+        with suppress(OSError):  # the first that isn't empty
+            for each in missing:
+                each.rmdir()

@@ -5,11 +5,10 @@ from __future__ import annotations
 import dataclasses
 import logging
 import os
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from datetime import datetime
-from itertools import chain, takewhile
-from pathlib import Path
+from itertools import chain
 from typing import Any
 
 import torch
@@ -23,7 +22,7 @@ from megatron.core.checkpointing.save import PendingSave, begin_save
 from megatron.core.checkpointing.sharded_view import Staging
 from megatron.core.conversion.kept_tokenizer import files_to_keep
 from megatron.core.files.remote_path import AnyPath, RemotePath, path_of
-from megatron.core.files.writable import try_to_write
+from megatron.core.files.writable import leaving_no_empty, try_to_write
 from megatron.core.parallel.collectives import all_reduce
 from megatron.core.parallel.context import ParallelContext
 from megatron.core.parallel.sharding import ShardedState
@@ -143,41 +142,25 @@ def holding_save_folder(config: RunConfig, context: ParallelContext) -> Iterator
     A collective. Raises CheckpointError on all ranks when the folder can't be written, before any training is lost, or
     when another run saves there. Yields a check of whether the folder is still held, which works on rank 0.
     """
-    save, checks, made = config.checkpoint.save, list[StillHeld](), list[Path]()
-    if save is not None:
-        made = run_on_first(lambda: _missing(path_of(save)), context.mesh)
-        try:
-            run_on_all(lambda: try_to_write(path_of(save)), context.mesh)
-        except CheckpointError as error:
-            raise CheckpointError(
-                f"--save {path_of(save)} cannot be written: {error}; name a folder that every rank may write into",
-                exit_code=error.exit_code,
-            ) from error
+    save, checks = config.checkpoint.save, list[StillHeld]()
 
     def still_held() -> None:
         for check in checks:
             check()
 
     with ExitStack() as stack:
-        if context.mesh.world_rank == 0:
-            stack.callback(_delete_empty, made)
+        if save is not None:
+            run_on_first(lambda: stack.enter_context(leaving_no_empty(path_of(save))), context.mesh)
+            try:
+                run_on_all(lambda: try_to_write(path_of(save)), context.mesh)
+            except CheckpointError as error:
+                raise CheckpointError(
+                    f"--save {path_of(save)} cannot be written: {error}; name a folder that every rank may write into",
+                    exit_code=error.exit_code,
+                ) from error
         if save is not None and not config.training.skip_train:
             run_on_first(lambda: checks.append(stack.enter_context(held(path_of(save)))), context.mesh)
         yield still_held
-
-
-def _missing(folder: AnyPath) -> list[Path]:
-    """``folder`` and its parents that don't exist, innermost first; object storage has no folders."""
-    if isinstance(folder, RemotePath):
-        return []
-    return [*takewhile(lambda each: not each.exists(), (folder, *folder.parents))]
-
-
-def _delete_empty(folders: Sequence[Path]) -> None:
-    """Delete ``folders``, innermost first, up to the first that isn't empty."""
-    with suppress(OSError):
-        for folder in folders:
-            folder.rmdir()
 
 
 def run_state(run: Run) -> dict[str, Any]:

@@ -252,7 +252,9 @@ def test_nothing_is_overwritten(llama: Path, tmp_path: Path) -> None:
 def test_a_wrong_conversion_is_not_kept(
     target: Any, llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One matrix a little off: the proof says so, the exit code too, and there is no target."""
+    """One matrix a little off: the proof says so, the exit code too, and there is no target. The folder that it would
+    have been in stayed.
+    """
 
     def slightly_off(folder: Path) -> Any:
         found = read_huggingface(folder)
@@ -263,7 +265,7 @@ def test_a_wrong_conversion_is_not_kept(
 
     monkeypatch.setattr(conversion, "read_huggingface", slightly_off)
     with pytest.raises(ProofError, match="source and target are different models: largest difference") as caught:
-        convert(Conversion("hf", llama, target, tmp_path / "ours"), print)
+        convert(Conversion("hf", llama, target, tmp_path / "new/ours"), print)
     assert caught.value.exit_code != 0
     assert sorted(path.name for path in tmp_path.iterdir()) == ["llama"]
 
