@@ -61,6 +61,11 @@ def written_beside_full(model: ModelConfig) -> dict[str, Any]:
     return found if model.window_size else {"layer_types": found["layer_types"]}
 
 
+def written_on_request(model: ModelConfig) -> dict[str, Any]:
+    """``written_layer_types``, and the switch that ``is_used`` reads."""
+    return {"use_sliding_window": model.window_size is not None, **written_layer_types(model)}
+
+
 def without_later_keys(model: ModelConfig) -> list[str]:
     """Why a model isn't one of these: no window of theirs has keys after the query."""
     return ["windows have keys after the query"] if model.window_size and model.window_size[1] else []

@@ -6,12 +6,11 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from megatron.config.model import ModelConfig
 from megatron.core.conversion.huggingface.biases import BIASES, NO_BIASES, attention_biases
 from megatron.core.conversion.huggingface.format import USUAL_SETTINGS, ModelType
 from megatron.core.conversion.huggingface.known import Feature, Known
 from megatron.core.conversion.huggingface.rotary import ROTARY
-from megatron.core.conversion.huggingface.windows import WINDOW, is_used, windows_where, written_layer_types
+from megatron.core.conversion.huggingface.windows import WINDOW, is_used, windows_where, written_on_request
 from megatron.core.conversion.tables import Row
 from megatron.core.conversion.transforms import PER_HEAD, QUERY_KEY_VALUE, stacked
 
@@ -70,12 +69,7 @@ def _qwen_windows(known: Known) -> list[bool]:
     return [by_number and layer >= first for layer in range(known("num_hidden_layers"))]
 
 
-def written_qwen_windows(model: ModelConfig) -> dict[str, Any]:
-    """The layers with windows, and the switch."""
-    return {"use_sliding_window": model.window_size is not None, **written_layer_types(model)}
-
-
-QWEN_WINDOWS = windows_where(_qwen_windows, write=written_qwen_windows, sliding_window=4096, max_window_layers=28)
+QWEN_WINDOWS = windows_where(_qwen_windows, write=written_on_request, sliding_window=4096, max_window_layers=28)
 
 
 def like_llama(

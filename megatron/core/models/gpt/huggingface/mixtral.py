@@ -17,6 +17,7 @@ from megatron.core.conversion.huggingface.windows import (
     is_used,
     read_window,
     windows_where,
+    written_on_request,
     written_window,
 )
 from megatron.core.conversion.tables import Row
@@ -27,7 +28,7 @@ from megatron.core.models.gpt.huggingface.experts import (
     shared_rows,
     with_experts,
 )
-from megatron.core.models.gpt.huggingface.llama import LLAMA, OURS, THEIRS, like_llama, written_qwen_windows
+from megatron.core.models.gpt.huggingface.llama import LLAMA, OURS, THEIRS, like_llama
 from megatron.small_files import Between
 
 
@@ -125,7 +126,8 @@ def _qwen2_rows(moe: MoEConfig) -> Sequence[Row]:
 def _windows_of_qwen2(known: Known) -> list[bool]:
     """Where a window is used, every second layer below ``max_window_layers``, and not those above as in other Qwens."""
     by_number = is_used(known) and not known.get("layer_types")
-    return [by_number and each and n < known("max_window_layers") for n, each in enumerate(every_second(known))]
+    last = known("max_window_layers") if by_number else known.get("max_window_layers")
+    return [by_number and each and n < last for n, each in enumerate(every_second(known))]
 
 
 _SPARSE = {"decoder_sparse_step": 1, "mlp_only_layers": [], "norm_topk_prob": False}
@@ -134,7 +136,7 @@ QWEN2_MOE = with_experts(
         like_llama(
             "Qwen2MoeForCausalLM",
             query_biases("qkv_bias", default=True),
-            windows_where(_windows_of_qwen2, write=written_qwen_windows, sliding_window=4096, max_window_layers=28),
+            windows_where(_windows_of_qwen2, write=written_on_request, sliding_window=4096, max_window_layers=28),
             defaults={
                 "max_position_embeddings": 32768,
                 "num_key_value_heads": 16,

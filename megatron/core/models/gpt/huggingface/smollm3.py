@@ -3,51 +3,36 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Annotated, Any
+from typing import Annotated
 
 from megatron.config.layer_patterns import pattern_of
-from megatron.config.model import ModelConfig
 from megatron.core.conversion.huggingface.format import ModelType
 from megatron.core.conversion.huggingface.known import Known
-from megatron.core.conversion.huggingface.windows import (
-    FIELDS,
-    KINDS,
-    is_used,
-    read_layer_types,
-    without_later_keys,
-    written_layer_types,
-)
+from megatron.core.conversion.huggingface.windows import is_used, windows_where, written_on_request
 from megatron.core.models.gpt.huggingface.llama import LLAMA
 from megatron.small_files import Between
 
 _LAYERS, _INTERVAL = "no_rope_layers", "no_rope_layer_interval"
 
 
-def _read(known: Known) -> dict[str, Any]:
+def _rotary_layers(known: Known) -> list[bool]:
     """``no_rope_layers`` has a 1 for each layer with rotary positions; without it every fourth layer has none."""
     count, interval, listed = known("num_hidden_layers"), known(_INTERVAL), known.get(_LAYERS)
     if listed is not None and len(listed) < count:
         raise known.refuse(_LAYERS, f"it must have a 0 or 1 for each of the {count} layers")
-    rotary = [bool(each) for each in listed[:count]] if listed else [(n + 1) % interval != 0 for n in range(count)]
+    return [bool(each) for each in listed[:count]] if listed else [(n + 1) % interval != 0 for n in range(count)]
+
+
+def _usual_windows(known: Known) -> list[bool]:
     used = is_used(known)
-    return {
-        **read_layer_types(known, usual=[used and not each for each in rotary]),
-        "no_rope_freq": pattern_of(tuple(not each for each in rotary)),
-    }
-
-
-def _write(model: ModelConfig) -> dict[str, Any]:
-    return {
-        **written_layer_types(model),
-        "use_sliding_window": model.window_size is not None,
-        _LAYERS: [int(model.has_rotary(layer)) for layer in range(model.num_layers)],
-    }
+    return [used and not each for each in _rotary_layers(known)]
 
 
 SMOLLM3 = replace(
     LLAMA,
     architecture="SmolLM3ForCausalLM",
-    by_code=(*FIELDS, "no_rope_freq"),
+    features=(*LLAMA.features, windows_where(_usual_windows, write=written_on_request)),
+    by_code=("no_rope_freq",),
     defaults={
         **LLAMA.defaults,
         "max_position_embeddings": 32768,
@@ -56,14 +41,9 @@ SMOLLM3 = replace(
         "rope_theta": 2000000.0,
         _INTERVAL: 4,
     },
-    kinds={
-        **KINDS,
-        _LAYERS: list[Annotated[int, Between(0, 1)]],
-        _INTERVAL: Annotated[int, Between(1, 100_000)],
-    },
-    read=_read,
-    write=_write,
-    refuse=without_later_keys,
+    kinds={_LAYERS: list[Annotated[int, Between(0, 1)]], _INTERVAL: Annotated[int, Between(1, 100_000)]},
+    read=lambda known: {"no_rope_freq": pattern_of(tuple(not each for each in _rotary_layers(known)))},
+    write=lambda model: {_LAYERS: [int(model.has_rotary(layer)) for layer in range(model.num_layers)]},
     about="SmolLM 3: any layers without rotary positions or with sliding windows; tied or not",
     example="HuggingFaceTB/SmolLM3-3B",
 )
