@@ -91,6 +91,9 @@ def api_call(
         for number, ids in enumerate(checked)
         for choice in range(choices)
     ]
+    fewest = min(request.max_tokens for request in requests)
+    if sampling.min_tokens > fewest:
+        raise ApiError(f"min_tokens {sampling.min_tokens} is more than max_tokens {fewest}", param="min_tokens")
     requests = list(map(model.placed, requests))
     return ApiCall(
         id=id, fields=fields, prompts=checked, requests=requests, choices=choices, seed=None if beams else seed
@@ -114,10 +117,6 @@ def check_together(fields: Mapping[str, Any], *, choices: int) -> None:
         raise ApiError(
             "truncate_prompt_tokens is 0; it must be 1 or more, or -1 for as many as fit",
             param="truncate_prompt_tokens",
-        )
-    if fields["max_tokens"] is not None and fields["min_tokens"] > fields["max_tokens"]:
-        raise ApiError(
-            f"min_tokens {fields['min_tokens']} is more than max_tokens {fields['max_tokens']}", param="min_tokens"
         )
 
 

@@ -29,7 +29,7 @@ class Metrics:
     def __post_init__(self) -> None:
         # Without the times at which counters were made, a series for each that nobody reads.
         disable_created_metrics()  # type: ignore[no-untyped-call]
-        self._prompt = self._counter("prompt_tokens", "Prompt tokens of requests that have begun.")
+        self._prompt = self._counter("prompt_tokens", "Prompt tokens of requests that were read.")
         self._generated = self._counter("generation_tokens", "Generated tokens.")
         self._ended = self._counter("request_success", "Requests that have ended.", "finished_reason")
         self._refused = self._counter("requests_refused", "Requests refused as the queue was full.")
@@ -46,11 +46,12 @@ class Metrics:
 
     def updated(self, progress: Progress, update: Update, now: float) -> None:
         """A request has got an update."""
+        if progress.first_token is None and (update.tokens or update.finish is not None):
+            self._prompt.labels(self.model_name).inc(progress.prompt_tokens)
         if update.tokens:
             self._generated.labels(self.model_name).inc(update.num_generated)
             if progress.first_token is None:
                 self._first.labels(self.model_name).observe(now - progress.arrived)
-                self._prompt.labels(self.model_name).inc(progress.prompt_tokens)
             else:
                 for _ in update.tokens:  # tokens of one step share its time
                     self._between.labels(self.model_name).observe((now - progress.last_token) / len(update.tokens))

@@ -126,6 +126,11 @@ def check_ways(config: GenerateConfig, local: LocalConfig) -> None:
         given.append("--input-jsonl")
     if (local.chat or local.input_jsonl) and len(given) > 1:
         raise ConfigError(f"{' and '.join(given)} are different ways to ask; keep one")
+    if local.min_tokens > config.tokens_to_generate:
+        raise ConfigError(
+            f"--min-tokens {local.min_tokens} is more than --tokens-to-generate {config.tokens_to_generate}: lower the "
+            "one or raise the other"
+        )
     if (local.input_jsonl is None) != (local.output_jsonl is None):
         raise ConfigError("--input-jsonl and --output-jsonl belong together: questions, and the file for their answers")
     if local.system is not None and not local.chat:

@@ -63,6 +63,7 @@ TOGETHER: list[tuple[str, dict[str, Any], str, str]] = [
     (COMPLETIONS, {"prompt": "a", "stream": True, "stream_options": {"include_usage": 1}}, "stream_options", "true or"),
     (COMPLETIONS, {"prompt": "a", "truncate_prompt_tokens": 0}, "truncate_prompt_tokens", "1 or more"),
     (COMPLETIONS, {"prompt": "a", "min_tokens": 9, "max_tokens": 8}, "min_tokens", "more than max_tokens 8"),
+    (COMPLETIONS, {"prompt": "a", "min_tokens": 17}, "min_tokens", "min_tokens 17 is more than max_tokens 16"),
     (COMPLETIONS, {"prompt": "a", "logit_bias": {"x": 1}}, "logit_bias", "keys are token ids"),
     (COMPLETIONS, {"prompt": "a", "logit_bias": {"-1": 1}}, "logit_bias", "keys are token ids"),
     (COMPLETIONS, {"prompt": "a", "logit_bias": {"265": 1}}, "logit_bias", "this model has 0 to 264"),

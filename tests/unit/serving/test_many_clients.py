@@ -296,14 +296,19 @@ def test_a_text_whose_logits_are_no_numbers_fails_alone() -> None:
 
 
 def test_counts_of_metrics_are_those_of_answers() -> None:
-    """Under our names, and under vLLM's with the flag. Requests whose clients had left were not counted."""
+    """Under our names, and under vLLM's with the flag. Prompts that are only scored, and requests
+    whose clients had left, were not counted.
+    """
     for vllm, prefix in ((False, "megatron_"), (True, "vllm:")):
         with served(vllm_metric_names=vllm) as running:
+            scored = {"prompt": "in", "echo": True, "max_tokens": 0}
+            assert ask(running.url, "/v1/completions", scored).json["usage"]["prompt_tokens"] == 1
             usage = ask(running.url, "/v1/completions", {"prompt": "hello", "n": 2, "max_tokens": 7}).json["usage"]
             running.wait_until_idle()
             page = ask(running.url, "/metrics").body.decode()
             label = '{model_name="table"}'
             assert f"{prefix}generation_tokens_total{label} {usage['completion_tokens']}.0" in page
+            assert f"{prefix}prompt_tokens_total{label} {2 * usage['prompt_tokens'] + 1}.0" in page
             assert f"{prefix}num_requests_running{label} 0.0" in page
             assert f"{prefix}time_to_first_token_seconds_count{label} 2.0" in page
             assert f"{prefix}kv_cache_usage_perc{label} 0.0" in page

@@ -262,6 +262,7 @@ def test_all_questions_are_checked_before_the_first_is_answered(batch: Batch) ->
         '{"prompt": "a", "messages": []}': r"is no question",
         json.dumps({"prompt": "sea " * 80}): r"the prompt has \d+ tokens",
         '{"prompt": "a", "text": "b"}': r"the answer has a field text, too, which would replace the line's own",
+        '{"prompt": "a", "min_tokens": 5, "max_tokens": 4}': r"min_tokens 5 is more than max_tokens 4",
         '{"prompt": "a", "logprobs": 3}': r"the field logprobs has no effect here: leave it out",
         '{"prompt": "a", "tokens_to_generate": 3}': r"the field tokens_to_generate has no effect here",
         '{"prompt": "a", "max_tokens": "3"}': r"max_tokens",
@@ -312,6 +313,7 @@ def test_flags_that_exclude_each_other() -> None:
     for words, message in {
         "--chat --prompt a": "--prompt and --chat are different ways to ask; keep one",
         "--input-jsonl a": "--input-jsonl and --output-jsonl belong together",
+        "--prompt a --min-tokens 65": "--min-tokens 65 is more than --tokens-to-generate 64",
         "--system a": "--system is the first message of a conversation, and there is none",
         "--chat-template a --prompt b": "--chat-template writes conversations, and there is none",
     }.items():
