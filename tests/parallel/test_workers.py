@@ -79,7 +79,7 @@ def generates(context: ParallelContext, num_drafts: int = 0) -> list[tuple[list[
         return context.mesh.activity.collective
     runner, draft = [Leader(stage, context.mesh, messages, number=number) for number, stage in enumerate(stages)]
     options = SchedulerOptions(max_tokens=16, num_drafts=num_drafts)
-    engine = Engine(runner, options=options, drafter=DraftModel(draft, LIMITS))
+    engine = Engine(runner, options=options, drafter=DraftModel(draft))
     *results, search = engine.generate([*REQUESTS, SEARCH])
     engine.close()
     found = [(each.ids, [score.logprob for score in each.prompt_logprobs if score is not None]) for each in results]
@@ -112,7 +112,7 @@ def answers(context: ParallelContext, layers: Sequence[int], drafts: int = 0) ->
         return None
     runner, draft = [Leader(stage, mesh, messages, number=number) for number, stage in enumerate(stages)]
     options = SchedulerOptions(max_tokens=16, num_drafts=drafts)
-    engine = Engine(runner, options=options, drafter=DraftModel(draft, limits) if drafts else None)
+    engine = Engine(runner, options=options, drafter=DraftModel(draft) if drafts else None)
     requests = [
         replace(each, prompt=(1,), encoder_prompt=each.prompt[::-1], prompt_logprobs=None)
         for each in (*REQUESTS, SEARCH)

@@ -13,8 +13,7 @@ from weakref import WeakKeyDictionary
 
 from megatron.core.inference.drawing import DrawRow, DrawState, draw
 from megatron.core.inference.scheduler import ScheduledRow, TextState
-from megatron.core.inference.step_plan import ModelRunner, PlanRow, RunnerLimits, StepPlan
-from megatron.errors import ConfigError
+from megatron.core.inference.step_plan import ModelRunner, PlanRow, StepPlan
 
 
 class Drafter(Protocol):
@@ -60,18 +59,11 @@ def _last_place(text: bytes, length: int) -> int:
 class DraftModel:
     """Guesses what a smaller model would say, with the same random numbers.
 
-    ``runner`` has blocks for the same texts, at the same places: it computes every text's tokens just before the model
-    does. ``limits``: of the model, which the smaller one's must equal but for the length.
+    ``runner`` has the model's limits, and blocks for the same texts, at the same places: it computes every text's
+    tokens just before the model does.
     """
 
-    def __init__(self, runner: ModelRunner, limits: RunnerLimits) -> None:
-        for name in ("vocabulary", "num_blocks", "block_size", "max_requests", "max_length"):
-            own, needed = getattr(runner.limits, name), getattr(limits, name)
-            if own != needed and not (name == "max_length" and own > needed):
-                raise ConfigError(
-                    f"the draft model's {name.replace('_', ' ')} is {own}, and the model's is {needed}: name a draft "
-                    "model that was trained with the same vocabulary, and for texts at least as long"
-                )
+    def __init__(self, runner: ModelRunner) -> None:
         self._runner = runner
         self._computed: WeakKeyDictionary[TextState, tuple[int, int]] = WeakKeyDictionary()  # attempt, tokens
 

@@ -61,7 +61,7 @@ def generation_engine(
         prefix_caching=config.inference_dynamic_batching_prefix_caching,
         num_drafts=config.num_speculative_tokens,
     )
-    drafter = DraftModel(drafts[0], limits) if drafts else None
+    drafter = DraftModel(drafts[0]) if drafts else None
     engine = Engine(
         runner, tokenizer=trained.tokenizer, options=options, drafter=drafter, quantization=config.quantization
     )

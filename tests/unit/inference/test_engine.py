@@ -13,7 +13,7 @@ from megatron.core.inference.request import Finish, Request, StopRules
 from megatron.core.inference.sampling import Sampling
 from megatron.core.inference.scheduler import SchedulerOptions
 from megatron.core.tokenizers.base import Tokenizer
-from megatron.errors import ConfigError, DataError, ParallelError
+from megatron.errors import DataError, ParallelError
 from tests.harness.table_model import table
 
 GREEDY = Sampling(temperature=0.0)
@@ -144,7 +144,7 @@ def test_right_drafts_save_steps() -> None:
         Engine(
             table(),
             options=SchedulerOptions(num_drafts=4),
-            drafter=DraftModel(table(is_draft=True), table().limits),
+            drafter=DraftModel(table(is_draft=True)),
         ),
     )
     assert plain.generate([request])[0].ids == drafted.generate([request])[0].ids
@@ -170,11 +170,6 @@ def test_prompt_lookup_finds_the_most_recent_repetition() -> None:
     assert lookup.after([7, 7, 7], 4) == (7,)
     assert lookup.after([1, 2, 3], 4) == ()
     assert lookup.after([256, 1, 0, 256, 3, 1, 256], 4) == ()  # bytes that match between tokens
-
-
-def test_a_draft_model_of_another_vocabulary_is_refused() -> None:
-    with pytest.raises(ConfigError, match="vocabulary is 31, and the model's is 30"):
-        DraftModel(table(vocabulary=31), table().limits)
 
 
 def test_aborts_end_requests_in_any_state() -> None:

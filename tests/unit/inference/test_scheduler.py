@@ -82,7 +82,7 @@ def new_engine(setting: Setting) -> tuple[Engine, Table]:
         )
 
     model = runner(depth=setting.depth)
-    drafter = DraftModel(runner(is_draft=True), model.limits) if setting.has_draft_model else None
+    drafter = DraftModel(runner(is_draft=True)) if setting.has_draft_model else None
     return Engine(model, options=setting.options, drafter=drafter), model
 
 

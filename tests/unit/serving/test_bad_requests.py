@@ -6,9 +6,14 @@ import contextlib
 import gzip
 import http.client
 import json
+import logging
+import re
 import socket
+import time
 from collections.abc import Iterator
 from typing import Any
+
+import pytest
 
 from megatron.serving import megatron_api
 from megatron.serving.fields import CHAT, COMPLETION, DETOKENIZE, TOKENIZE, Field
@@ -277,3 +282,22 @@ def test_keys_are_asked_for_where_it_matters() -> None:
         for key in ("Bearer secret", "bearer  other"):
             assert ask(running.url, "/v1/models", headers={"authorization": key}).status == 200
         assert [ask(running.url, path).status for path in ("/health", "/metrics", "/version")] == [200] * 3
+
+
+def test_each_request_is_a_line_without_texts_and_keys(caplog: pytest.LogCaptureFixture) -> None:
+    """The access log names who asked, what, and how it ended; no_log of /api leaves a line out."""
+    with (
+        caplog.at_level(logging.INFO, "megatron.serving.access"),
+        served(keys=("secret",), no_access_log=False) as running,
+    ):
+        body, key = {"prompts": ["hush"], "tokens_to_generate": 1}, {"authorization": "Bearer secret"}
+        asked = [{**key, "x-request-id": "mine"}, {**key, "x-request-id": "a\tb"}]
+        replies = [ask(running.url, "/api?key=secret", body, method="PUT", headers=each) for each in asked]
+        assert ask(running.url, "/api", {**body, "no_log": True}, headers=key).status == 200
+        assert ask(running.url, "/v1/models").status == 401
+        while len(lines := [each.getMessage() for each in caplog.records if "access" in each.name]) < 3:
+            time.sleep(0.005)
+    assert [line.split()[1:4] for line in lines] == [["PUT", "/api", "200"]] * 2 + [["GET", "/v1/models", "401"]]
+    assert lines[0].endswith(" s mine") and replies[0].headers["x-request-id"] == "mine"
+    assert re.fullmatch("[0-9a-f]{24}", replies[1].headers["x-request-id"]), "an id that would break the log's line"
+    assert not any("hush" in line or "secret" in line for line in lines)

@@ -123,6 +123,13 @@ def test_choices_depend_on_seed_and_number_alone(running: Running) -> None:
     assert again["choices"] == drawn["choices"]
 
 
+def test_cached_tokens_are_those_that_earlier_requests_have_left(running: Running) -> None:
+    """Not those that choices of the same prompt share; whole blocks of 16, up to the last token but one."""
+    for cached in (0, 32):
+        usage = completed(running, prompt=[9] * 40, n=3, max_tokens=1)["usage"]
+        assert (usage["prompt_tokens"], usage["prompt_tokens_details"]["cached_tokens"]) == (40, cached)
+
+
 def test_the_best_are_the_likeliest_a_token(running: Running) -> None:
     """best_of generates more texts than it answers with, and counts them all."""
     fields = {"seed": 3, "temperature": 1, "logprobs": 0, "max_tokens": 6}
