@@ -259,7 +259,7 @@ def answer_of(found: Sequence[Result], call: ApiCall, model: ServedModel) -> dic
     for prompt, result in ((prompt, each) for prompt, one in zip(call.prompts, found) for each in one.answers):
         before = prompt if model.decoder_start is None else []
         segments.append(token_texts(model.tokenizer, [*before, *(token.id for token in result.tokens)]))
-        values = [*result.prompt_logprobs[1:], *(token.logprobs for token in result.tokens)]
+        values = [*result.prompt_logprobs, *(token.logprobs for token in result.tokens)]
         logprobs.append([finite(each.logprob) for each in values if each is not None])
     scores = [finite(beam.score) for result in found for beam in result.beams]
     return {

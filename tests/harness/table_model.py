@@ -77,6 +77,7 @@ class Table:
         return {offset: content for (block, offset), content in self.cache.items() if block == number}
 
     def _place(self, row: PlanRow, position: int) -> tuple[int, int]:
+        assert position < self.limits.max_length, "a model may have no such position"
         block = row.blocks[position // self.limits.block_size]
         assert 0 < block < self.limits.num_blocks
         return block, position % self.limits.block_size

@@ -45,7 +45,12 @@ def test_answers_a_request() -> None:
     assert result.ids == text[3:]
     assert result.finish.reason == "length"
     assert [len(token.logprobs.top) for token in result.tokens if token.logprobs] == [2] * 5
-    assert len(result.prompt_logprobs) == 3
+    scores = [*result.prompt_logprobs, *(token.logprobs for token in result.tokens)]
+    assert len(scores) == len(text) and scores[0] is None
+    for end, score in enumerate(scores[1:], start=1):
+        values = table().logits_after(text[:end]).log_softmax(-1)
+        assert score is not None and score.logprob == pytest.approx(values[text[end]].item(), abs=1e-6)
+        assert score.top[0] == (int(values.argmax()), pytest.approx(values.max().item(), abs=1e-6))
 
 
 def test_the_same_alone_and_crowded() -> None:
@@ -134,19 +139,19 @@ def test_choices_read_their_prompt_once() -> None:
     assert engine.statistics.step_tokens == 21 + 9 * 1 + 10 * 3
     assert (engine.statistics.prefix_queries, engine.statistics.prefix_hits) == (210, 180)
     assert len({tuple(result.ids) for result in results}) > 1
+    [whole] = engine.generate([Request(id="whole blocks", prompt=prompt[:20], max_tokens=4)])
+    assert (
+        whole.cached_tokens == 16
+        and whole.ids == Engine(table()).generate([Request(id="a", prompt=prompt[:20], max_tokens=4)])[0].ids
+    ), "the last token is read again for its logits"
 
 
 def test_right_drafts_save_steps() -> None:
-    """The smaller model is right two times in three."""
+    """The smaller model is right two times in three; no draft is beyond the longest text."""
     request = Request(id="a", prompt=(1, 2, 3), max_tokens=60)
-    plain, drafted = (
-        Engine(table()),
-        Engine(
-            table(),
-            options=SchedulerOptions(num_drafts=4),
-            drafter=DraftModel(table(is_draft=True)),
-        ),
-    )
+    model, draft = table(max_length=63), table(max_length=63, is_draft=True)
+    plain = Engine(table())
+    drafted = Engine(model, options=SchedulerOptions(num_drafts=4), drafter=DraftModel(draft))
     assert plain.generate([request])[0].ids == drafted.generate([request])[0].ids
     assert drafted.statistics.steps < plain.statistics.steps / 2
     numbers = drafted.statistics

@@ -73,6 +73,8 @@ def test_lists_of_logprobs_have_one_length_and_offsets_point_into_the_text(runni
         ends = [*lists["text_offset"][1:], len(choice["text"])]
         pieces = [choice["text"][start:end] for start, end in zip(lists["text_offset"], ends, strict=True)]
         assert "".join(pieces) == choice["text"]
+        for piece, token in zip(pieces, lists["tokens"], strict=True):  # after bytes that are no character, with U+FFFD
+            assert piece.endswith(token) or not token.isascii()
 
 
 def test_a_prompt_is_scored_without_generating(running: Running) -> None:
