@@ -62,7 +62,7 @@ def test_streamed_answers_are_those_that_come_whole(running: Running) -> None:
 def test_lists_of_logprobs_have_one_length_and_offsets_point_into_the_text(running: Running) -> None:
     """lm-eval takes token_logprobs[context:-1]; a list that is longer or shorter shifts every score."""
     for echo, most, wanted in itertools.product((False, True), (1, 7), (0, 1, 5)):
-        answer = completed(running, prompt="the world on", echo=echo, max_tokens=most, logprobs=wanted)
+        answer = completed(running, prompt="the wörld on", echo=echo, max_tokens=most, logprobs=wanted)
         choice = answer["choices"][0]
         lists = choice["logprobs"]
         count = answer["usage"]["completion_tokens"] + echo * answer["usage"]["prompt_tokens"]
