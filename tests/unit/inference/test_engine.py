@@ -120,10 +120,10 @@ def test_stops_at_ids_strings_and_limits() -> None:
         ),
         StopRules(strings=("nowhere",)): (free.text, None),
     }
-    for drafts in (0, 3):
+    for drafts, drafter in ((0, None), (3, None), (3, DraftModel(table(is_draft=True)))):
         for stop, (text, reason) in cases.items():
             options = SchedulerOptions(num_drafts=drafts)
-            [result] = Engine(table(), tokenizer=tokenizer, options=options).generate(
+            [result] = Engine(table(), tokenizer=tokenizer, options=options, drafter=drafter).generate(
                 [Request(id="a", prompt=(1, 2), max_tokens=9, stop=stop)]
             )
             assert (result.text, result.finish.stop) == (text, reason)
@@ -167,6 +167,19 @@ def test_a_younger_text_gives_way_within_a_step() -> None:
     engine = Engine(table(num_blocks=24, block_size=1), options=SchedulerOptions(max_logits=1))
     assert [each.ids for each in engine.generate([old, young])] == alone
     assert engine.statistics.preemptions
+
+
+def test_the_oldest_text_never_waits_for_younger_ones() -> None:
+    """When blocks run out, the youngest begins again; if the oldest did, a text could begin again for ever."""
+    requests = [Request(id=str(number), prompt=(1, number), max_tokens=12) for number in range(3)]
+    engine, steps = Engine(table(num_blocks=9)), list[set[str]]()
+    for request in requests:
+        engine.submit(request)
+    while engine.has_work:
+        steps.append({update.request_id for update in engine.step()})
+    assert engine.statistics.preemptions
+    assert all("0" in step for step in steps[:12]), "a token of the oldest in each step"
+    assert ["0" in step for step in steps].index(False) == 12
 
 
 def test_prompt_lookup_finds_the_most_recent_repetition() -> None:

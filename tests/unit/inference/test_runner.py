@@ -131,6 +131,20 @@ def test_logits_are_those_of_the_whole_text(name: str) -> None:
         torch.testing.assert_close(torch.cat(parts), whole, rtol=0, atol=1e-9)
 
 
+def test_a_beam_goes_on_in_a_copy_of_a_block_that_another_keeps() -> None:
+    """Two continuations of one text, whose third block is copied for the second before either writes to it."""
+    model = gpt(VARIANTS["two groups"])
+    steps, text = runner(model), [3, 1, 4, 1, 5, 9, 2, 6, 5]
+    row = PlanRow(slot=0, start=0, tokens=tuple(text), blocks=(9, 3, 4), logits_from=8)
+    steps.start(StepPlan((row,)))
+    first = replace(row, start=9, tokens=(7,), logits_from=0)
+    second = replace(first, slot=1, tokens=(8,), blocks=(9, 3, 17), copies=4)
+    logits = steps.start(StepPlan((first, second))).logits()
+    for token, found in zip((7, 8), logits, strict=True):
+        whole = model(torch.tensor([[*text, token]])).logits()[0, -1]
+        torch.testing.assert_close(found, whole, rtol=0, atol=1e-9)
+
+
 def test_latent_attention_keeps_latents_only() -> None:
     """The cache of a model with latent attention took as much memory as that of one without."""
     cache = runner(gpt(VARIANTS["latent"]))._cache
