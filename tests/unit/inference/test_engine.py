@@ -50,7 +50,8 @@ def test_answers_a_request() -> None:
     for end, score in enumerate(scores[1:], start=1):
         values = table().logits_after(text[:end]).log_softmax(-1)
         assert score is not None and score.logprob == pytest.approx(values[text[end]].item(), abs=1e-6)
-        assert score.top[0] == (int(values.argmax()), pytest.approx(values.max().item(), abs=1e-6))
+        likeliest, logprob = score.top[0]
+        assert likeliest == int(values.argmax()) and logprob == pytest.approx(values.max().item(), abs=1e-6)
 
 
 def test_the_same_alone_and_crowded() -> None:

@@ -145,6 +145,23 @@ def test_a_beam_goes_on_in_a_copy_of_a_block_that_another_keeps() -> None:
         torch.testing.assert_close(found, whole, rtol=0, atol=1e-9)
 
 
+def test_texts_of_any_lengths_get_their_own_logits_in_one_step() -> None:
+    """The first and the third text share a call, so results don't come in the order of texts."""
+    model = gpt(VARIANTS["two groups"], max_position_embeddings=128)
+    limits = replace(LIMITS, num_blocks=61, max_length=128)
+    steps = CachedRunner(model, model._config, model._context, limits)
+    texts = [torch.randint(VOCABULARY, (length,)).tolist() for length in (6, 71, 7)]
+    rows = [
+        PlanRow(slot=n, start=0, tokens=tuple(text[:-1]), blocks=tuple(range(1 + 20 * n, 21 + 20 * n)), logits_from=0)
+        for n, text in enumerate(texts)
+    ]
+    steps.start(StepPlan(tuple(rows)))
+    last = [replace(row, start=len(row.tokens), tokens=(text[-1],)) for row, text in zip(rows, texts)]
+    logits = steps.start(StepPlan(tuple(last))).logits()
+    for text, found in zip(texts, logits, strict=True):
+        torch.testing.assert_close(found, model(torch.tensor([text])).logits()[0, -1], rtol=0, atol=1e-9)
+
+
 def test_latent_attention_keeps_latents_only() -> None:
     """The cache of a model with latent attention took as much memory as that of one without."""
     cache = runner(gpt(VARIANTS["latent"]))._cache
