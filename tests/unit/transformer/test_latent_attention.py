@@ -128,6 +128,20 @@ def test_a_given_scale_replaces_that_of_yarn() -> None:
     assert (found[0] - found[2]).abs().max() > 1e-3
 
 
+def test_a_window_hides_earlier_tokens() -> None:
+    """With --window-size 3 0 a token sees itself and three before it, as in other attention."""
+    context, config = ParallelContext.single(dtype=torch.float64), dataclasses.replace(ours({}, {}), window_size=(3, 0))
+    layer = LatentAttention(BranchPlace(StackConfig(config, causal=True), context, 0))
+    initialize(layer, context.mesh, seed=3)
+    x = torch.randn(LENGTH, 1, HIDDEN, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    inputs = LayerInputs(StreamKey(0), SideLosses(), rotary=RotaryPositions(config, context)(x, None))
+    with torch.no_grad():
+        before = layer(x, inputs)
+        x[0] += 1.0
+        moved = (layer(x, inputs) - before).abs().amax((1, 2)) > 1e-12
+    assert moved.tolist() == [True] * 4 + [False] * (LENGTH - 4)
+
+
 def test_widths_of_heads_follow() -> None:
     """Rules, estimates and rotary tables read one width, whatever --kv-channels says."""
     config = ours({}, {})
