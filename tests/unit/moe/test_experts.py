@@ -238,6 +238,12 @@ def test_backends_agree(dtype: torch.dtype) -> None:
         for implementation in BACKENDS.values():
             assert implementation.multiply(rows, torch.ones(2, HIDDEN, 8, dtype=dtype), groups).shape == (number, 8)
             assert implementation.outer(rows, rows, groups)[1].count_nonzero() == 0
+    grads, rows, groups = torch.rand(5, 8).to(dtype), torch.rand(5, HIDDEN).to(dtype), Groups(torch.tensor([4, 0, 1]))
+    for implementation in BACKENDS.values():
+        total = torch.ones(3, 8, HIDDEN)
+        implementation.add_outer(total, grads, rows, groups)
+        torch.testing.assert_close(total.to(dtype), (1.0 + implementation.outer(grads, rows, groups).float()).to(dtype))
+        assert torch.equal(total[1], torch.ones(8, HIDDEN))
 
 
 def test_products_in_fp32_of_bf16_experts(monkeypatch: pytest.MonkeyPatch) -> None:
