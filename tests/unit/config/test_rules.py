@@ -167,6 +167,7 @@ GOOD = [
     ("--lr-decay-style WSD --lr-wsd-decay-iters 3 --lr-warmup-iters 2", "", 1),
     ("--weight-decay-incr-style linear --start-weight-decay 0.1 --end-weight-decay 0.2", "", 1),
     ("--recompute-granularity full --recompute-method block --recompute-num-layers 4", "", 1),
+    ("--recompute-modules layernorm --cpu-offloading", "", 1),  # without --recompute-granularity it asks for nothing
     (f"--data-path 0.3 a 0.7 b {FILES}", "--mock-data --vocab-size", 1),
     (f"--data-path a b c {FILES}", "--mock-data", 1),
     (f"--data-path a b {FILES} --split 90,5,5", "--mock-data", 1),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -13,9 +14,10 @@ from megatron.config.model import ModelConfig
 from megatron.core.parallel.context import ParallelContext
 from megatron.core.parallel.rng import StreamKey
 from megatron.core.parallel.side_losses import SideLosses
+from megatron.core.tensor_parallel.initialize import initialize
 from megatron.core.transformer.inputs import LayerInputs
 from megatron.core.transformer.layer import TransformerLayer
-from megatron.core.transformer.stack import FEED_FORWARD, SELF_ATTENTION, Layer, StackConfig
+from megatron.core.transformer.stack import CROSS_ATTENTION, FEED_FORWARD, SELF_ATTENTION, Layer, StackConfig
 
 AFTER, AFTER_MLP = "post_self_attn_layernorm", "post_mlp_layernorm"
 LAYERS: dict[str, Layer] = {
@@ -89,3 +91,16 @@ def test_modules_of_a_layer_have_different_names() -> None:
         stack = StackConfig(config, causal=True, pattern=(branches,))
         with pytest.raises(AssertionError, match="need different names"):
             TransformerLayer(stack, ParallelContext.single(), number=0)
+
+
+def test_every_dropout_of_a_layer_has_a_stream_of_its_own() -> None:
+    """Scores of self-attention and cross-attention would lose the same places, and nothing else show it."""
+    config, context = ModelConfig(num_layers=1, hidden_size=16, num_attention_heads=2), ParallelContext.single()
+    pattern = ((SELF_ATTENTION, CROSS_ATTENTION, FEED_FORWARD),)
+    layer = TransformerLayer(StackConfig(config, causal=True, pattern=pattern), context, number=0)
+    initialize(layer, context.mesh, seed=1)
+    inputs = LayerInputs(StreamKey(0), SideLosses(), encoder_hidden_states=torch.randn(4, 1, 16))
+    with mock.patch.object(type(context.rng), "enter", autospec=True) as enter:
+        layer(torch.randn(3, 1, 16), inputs)
+    places = [call.args[2] for call in enter.call_args_list]
+    assert len({*places}) == len(places) == 5
