@@ -173,11 +173,7 @@ GOOD = [
     (f"--data-path a b {FILES} --split 90,5,5", "--mock-data", 1),
     (f"--train-data-path a --valid-data-path 1 b 2 c {FILES}", "--mock-data", 1),
     (f"--valid-data-path b --skip-train {FILES}", "--mock-data", 1),
-    (
-        "--save a --save-interval 5 --log-progress --keep-last-checkpoints 3 --save-retain-interval 10",
-        "",
-        1,
-    ),
+    ("--save a --save-interval 5 --log-progress --keep-last-checkpoints 3 --save-retain-interval 10", "", 1),
     ("--load a --finetune", "", 1),
     ("--pretrained-checkpoint a --finetune", "", 1),
     ("--load-hf a --finetune --save b --save-interval 5", "", 1),
