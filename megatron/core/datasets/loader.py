@@ -39,7 +39,7 @@ class BatchLoader:
     """
 
     def __init__(self, dataset: SampleDataset, sampler: MicrobatchSampler, *, num_workers: int = 0) -> None:
-        self._loader: DataLoader[Any] = DataLoader(
+        self._loader = _Loader(
             _Batches(dataset),
             batch_size=None,  # the sampler's elements are batches
             sampler=sampler,
@@ -74,6 +74,13 @@ class BatchLoader:
             if isinstance(batch, DataError):
                 raise batch
             yield batch
+
+
+class _Loader(DataLoader[Any]):
+    """torch's, without its warning that names itself where there are fewer cores than ``--num-workers``."""
+
+    def check_worker_number_rationality(self) -> None:
+        """Any number works."""
 
 
 class _Batches(Dataset[Any]):

@@ -71,6 +71,13 @@ def test_batches_do_not_depend_on_workers(num_workers: int) -> None:
     assert batches[0]["loss_mask"].dtype == torch.float32
 
 
+def test_more_workers_than_cores_are_no_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a container of one core, each run with the default of --num-workers began with torch's words on DataLoader."""
+    monkeypatch.setattr(torch._utils, "cpu_count", lambda: 1)
+    loader = build_loader(Numbers(), consumed=36, micro_batch_size=2, num_workers=2)
+    assert first_tokens(loader) == [[36, 37], [38, 39]]
+
+
 def test_resuming_reads_nothing_before_its_position() -> None:
     """A run that resumes after a billion samples starts at once."""
     numbers = Numbers(10**12)
