@@ -86,6 +86,18 @@ def _same_json(before: bytes, after: bytes) -> bool:
         return False
 
 
+@pytest.mark.parametrize("name", ["../iter_0000020/run.json", "/etc/hostname"])
+def test_a_manifest_names_files_of_its_folder_alone(name: str, root: Path) -> None:
+    """A stranger's manifest could have any file of the machine read, and its size told."""
+    folder = root / "iter_0000030"
+    whole = manifest.Manifest.read(folder)
+    changed = manifest.Manifest(whole.iteration, whole.saved_at, {**whole.files, name: manifest.FileRecord(1, 2)})
+    (folder / manifest.MANIFEST).write_text(changed.to_json())
+    with pytest.raises(CheckpointError, match=f"manifest.json names '{name}', which is not a file of the checkpoint"):
+        manifest.Manifest.read(folder)
+    assert find_checkpoint(root).iteration == 20
+
+
 def test_without_verification_only_sizes_count(root: Path) -> None:
     """Reading settings before a launch must not read terabytes; the load itself verifies."""
     damage(root / "iter_0000030" / "__0_0.distcp", "flip")
