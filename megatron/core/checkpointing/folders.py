@@ -67,7 +67,8 @@ def begin(root: AnyPath, iteration: int) -> AnyPath:
 
 
 def publish(folder: AnyPath, iteration: int) -> AnyPath:
-    """Make a checkpoint of a complete folder, whose manifest was written last; returns its path from now on.
+    """Make a checkpoint of a complete folder, whose manifest was written last and durably, and with it the names of the
+    others; returns its path from now on.
 
     Durable when this returns. One of the same iteration makes way, and is removed afterwards.
     """
@@ -78,7 +79,6 @@ def publish(folder: AnyPath, iteration: int) -> AnyPath:
                 remove(superseded)
         return folder
     target = folder.parent / f"iter_{iteration:07d}"
-    sync_path(folder)
     if target.exists():
         target.rename(aside_path(target.parent, iteration, os.urandom(4).hex(), kind="replaced"))
     folder.rename(target)

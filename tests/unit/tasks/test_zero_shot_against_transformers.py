@@ -62,6 +62,24 @@ def test_wikitext(overlap: int | None, gpt2: SmallGPT2, tmp_path: Path) -> None:
     assert found.metrics["adjusted_perplexity"] == pytest.approx(math.exp(expected * (len(ids) - 1) / words), rel=1e-4)
 
 
+def test_lm(gpt2: SmallGPT2, tmp_path: Path) -> None:
+    """Each document on its own, its first token given an end of document; bits by bytes of the text, not characters."""
+    model, tokenizer = gpt2.transformers_model(), gpt2.transformers_tokenizer()
+    texts = [f"{WIKITEXT_AS_TEXT} Überall – 塔", OPENINGS[0]]
+    path = write(tmp_path / "texts.jsonl", "".join(json.dumps({"text": text}) + "\n" for text in texts))
+    found = run_task(ParallelContext.single(), "--task", "LM", "--load", str(gpt2.native), "--valid-data", path).metrics
+    nats, count = 0.0, 0
+    for text in texts:
+        ids = [tokenizer.eos_token_id, *tokenizer(text)["input_ids"]]
+        nats += loss_by_transformers(model, ids, length=64, overlap=32) * (len(ids) - 1)
+        count += len(ids) - 1
+    size = sum(len(text.encode()) for text in texts)
+    assert (found["documents"], found["tokens"], found["bytes"]) == (2, count, size)
+    assert size > sum(map(len, texts))
+    assert found["loss"] == pytest.approx(nats / count, rel=1e-5)
+    assert found["bits_per_byte"] == pytest.approx(nats / size / math.log(2), rel=1e-5)
+
+
 def predicted(model: Any, context: list[int], count: int) -> list[int]:
     """The model's next ``count`` tokens, each the likeliest."""
     ids = list(context)
