@@ -160,6 +160,13 @@ def test_what_becomes_of_masked_tokens() -> None:
     assert abs(found.count(vocabulary.mask) / 20_000 - (0.8 + 0.1 / 77)) < 0.01
 
 
+def test_far_samples_have_numbers_of_their_own(prefix: str) -> None:
+    """Of a seed that holds only a part of the sample's number, every 65,536th sample would be masked alike."""
+    order = bert(prefix).order
+    drawn = [order.random(index).random_sample() for index in (5, 5 + (1 << 16), 5 + (1 << 32))]
+    assert len(set(drawn)) == 3
+
+
 def test_single_sentences_without_the_binary_head(prefix: str) -> None:
     data = bert(prefix, binary_head=False)
     for index in range(50):
