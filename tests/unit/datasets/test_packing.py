@@ -127,6 +127,14 @@ def test_any_documents(lengths: list[int]) -> None:
         assert wanted.total() - seen.total() < (1 if kind is BestFitOrder else SEQUENCE)
 
 
+def test_best_fit_does_not_train_on_the_longest_documents_first(write_documents: WriteDocuments) -> None:
+    """Samples are made in the order of falling size, in which each epoch would begin with the same long documents."""
+    order = dataset(write_documents, list(range(2, 80)), BestFitOrder).order
+    largest = [max(count for _, _, count in order.pieces(index)) for index in range(len(order))]
+    assert len(order) > 50
+    assert largest != sorted(largest, reverse=True)
+
+
 def test_longer_run_keeps_the_prefix(write_documents: WriteDocuments) -> None:
     for kind in (BestFitOrder, PaddingFreeOrder):
         data = dataset(write_documents, LONG, kind)

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from megatron.core.parallel.context import ParallelContext
+from tasks.zero_shot.lambada import sample_of
 from tests.harness.data import shared_data
 from tests.harness.evaluation import OPENINGS, WIKITEXT, WIKITEXT_AS_TEXT, SmallGPT2, run_task, small_gpt2
 
@@ -129,6 +130,12 @@ def test_lambada(strict: bool, gpt2: SmallGPT2, tmp_path: Path) -> None:
     assert found.lines[1].startswith(
         f" validation results on LAMBADA | number correct: {number} | total examples: {total}"
     )
+
+
+def test_lambada_reads_all_the_context_that_the_model_sees() -> None:
+    """One token less, and the accuracy of long passages is another."""
+    sample = sample_of(list(range(99)), [99], limit=64, where="passages.jsonl:1")
+    assert (sample.tokens.tolist(), sample.first_scored) == (list(range(35, 100)), 63)
 
 
 @pytest.fixture(scope="module")
