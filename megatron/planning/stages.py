@@ -1,4 +1,4 @@
-"""How pipeline stages are cut where layers differ or don't divide: by what each layer computes."""
+"""Pipeline stages of models whose layers differ or can't be divided evenly: cut by the FLOPs of each layer."""
 
 from __future__ import annotations
 

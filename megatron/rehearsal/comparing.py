@@ -1,4 +1,4 @@
-"""Whether what several ranks ask of each other fits together, and whether it can end, by the rules of NCCL.
+"""Whether the collectives and messages of several ranks match, without deadlock, by the rules of NCCL.
 
 The members of a communicator must ask for the same operations in the same order, with the same type and size. A
 communicator runs its operations one after the other, each when all its members have reached it; communicators run

@@ -1,4 +1,4 @@
-"""Choices of experts in a rehearsal, where no number is known: every expert is chosen equally often, none dropped."""
+"""Routing in a rehearsal, where tensors have no values: experts get equally many tokens, and none is dropped."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One rank of a run on a pretended accelerator: its model, some steps, an evaluation, a generated text, a save."""
+"""Runs one rank on a pretended accelerator: model, some steps, an evaluation, generation, and a checkpoint."""
 
 from __future__ import annotations
 

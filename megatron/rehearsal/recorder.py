@@ -1,4 +1,4 @@
-"""What a rank asks of the others, as torch's dispatcher sees it, and what NCCL would refuse of it."""
+"""Records the collectives and messages of a rank from torch's dispatcher, and refuses those that NCCL refuses."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The server's pages: which path does what."""
+"""The ASGI application: routes and their handlers."""
 
 from __future__ import annotations
 

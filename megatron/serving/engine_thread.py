@@ -1,4 +1,4 @@
-"""The engine in a thread of its own, and the streams through which the server's event loop hears of its requests."""
+"""The engine in its own thread, and the streams that carry its updates to the server's event loop."""
 
 from __future__ import annotations
 

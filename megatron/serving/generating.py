@@ -1,4 +1,4 @@
-"""From the fields of an OpenAI request to requests of the engine, and what came of them."""
+"""Fields of an OpenAI request to requests of the engine, and their results to answers."""
 
 from __future__ import annotations
 

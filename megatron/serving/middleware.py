@@ -1,4 +1,4 @@
-"""What every request passes: its id, the access log, the key, and limits of its body."""
+"""ASGI middleware: request ids, the access log, API keys, and limits of request bodies."""
 
 from __future__ import annotations
 

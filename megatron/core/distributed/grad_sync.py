@@ -1,4 +1,4 @@
-"""From each rank's share of the gradients to whole gradients, in one visible order: data, partial, shared, tied.
+"""Reduces gradients over ranks in one visible order: data parallelism, partial gradients, shared rows, tied copies.
 
 Gradients stay sums over tokens; the optimizer divides by their number.
 """

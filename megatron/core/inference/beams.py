@@ -1,4 +1,4 @@
-"""Beam search: the likeliest answers of a request, looked for side by side."""
+"""Beam search: the most probable answers of a request."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Keys and values of all texts, in blocks, and what one step of the model sees of them."""
+"""The paged key/value cache of all texts, and the view of it that one step uses."""
 
 from __future__ import annotations
 

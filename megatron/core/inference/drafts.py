@@ -1,4 +1,4 @@
-"""Drafts: guesses of a text's next tokens, which the model verifies side by side in one step.
+"""Speculative decoding: draft tokens, which the model verifies together in one step.
 
 The engine draws each token as it would without drafts, and goes on as long as the drawn token is the draft. So a guess
 changes how many steps a text takes, and never the text.

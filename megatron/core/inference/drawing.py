@@ -1,4 +1,4 @@
-"""Tokens from logits: what each request asked for, by random numbers that depend on the request alone."""
+"""The sampler: next tokens from logits by each request's settings, with random numbers of that request alone."""
 
 from __future__ import annotations
 

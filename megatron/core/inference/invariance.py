@@ -1,4 +1,4 @@
-"""Products with weights in which a row's bits don't depend on its neighbours.
+"""Batch-invariant matrix products: the bits of a row don't depend on the other rows.
 
 Libraries choose their kernels, and with them the order of additions, by the number of rows. Which numbers give the same
 bits differs between processors and shapes, so it is measured once for each weight. Attention needs no rule: the queries

@@ -1,4 +1,4 @@
-"""Products with weights in generation. Each weight is brought once into the form that its kernel reads.
+"""Matrix products of generation. Each weight is packed once into the form that its kernel reads.
 
 Libraries copy a weight into blocks at every call, which costs more than the product where rows are few. Here the
 copy is made when a weight is first used, and kept.

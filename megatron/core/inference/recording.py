@@ -1,4 +1,4 @@
-"""Steps as lists of torch's calls: what a model's Python does between them is done once, and left out afterwards.
+"""Records the torch calls of a decoding step and replays them without the model's Python, as a CUDA graph does.
 
 Between two products a step of few texts spends more time in Python than in torch. Which calls it makes depends on the
 shapes of its tensors alone, so they are recorded, and repeated with the tensors of later steps.

@@ -1,4 +1,4 @@
-"""Computes steps of generation with a trained model and a cache: the part of one rank."""
+"""The model runner of one rank: computes step plans with a trained model and a cache."""
 
 from __future__ import annotations
 

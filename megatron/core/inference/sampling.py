@@ -1,4 +1,4 @@
-"""Settings of how the next token is drawn; drawing.py applies them."""
+"""Sampling settings of a request; drawing.py applies them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Attention of a step in which each text has one token: texts that have as many keys share a call."""
+"""Attention of a decoding step, one token for each text: texts with equal numbers of keys share a call."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rows of tokens on their way to the experts that they chose, and back: one autograd pair, each the other's gradient.
+"""Sends tokens to the ranks of their experts, and combines the results: each function is the other's gradient.
 
 A row goes to every rank that holds a part of its expert: to one over ``ep``, and there to all over ``etp``, whose
 results are parts of a sum. That is one all-to-all with as many bytes as an all-to-all over ``ep`` followed by an

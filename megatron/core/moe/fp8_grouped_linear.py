@@ -1,4 +1,4 @@
-"""The linear layers of experts with products in 8 bits, one expert after the other."""
+"""The linear layers of experts in FP8, one expert after the other."""
 
 from __future__ import annotations
 

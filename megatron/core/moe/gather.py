@@ -1,4 +1,4 @@
-"""The other way to experts on other ranks: every rank gets the tokens of all, and adds up the parts of its own.
+"""The allgather dispatcher: every rank gathers the tokens of all ranks, and results are reduce-scattered.
 
 It sends the same bytes whatever tokens choose, and less than an all-to-all if each token chooses at least as many
 experts as there are ranks. Ranks must hold equally many tokens.

@@ -29,7 +29,7 @@ from megatron.core.transformer.stack import FEED_FORWARD, Branch, BranchPlace
 
 
 class SharedExperts(MLP):
-    """A dense network that sees every token; with a gate, as Qwen2-MoE has, times a number between 0 and 1."""
+    """A dense MLP for every token; with a gate (Qwen2-MoE) multiplied by a learned number between 0 and 1."""
 
     def __init__(self, model: ModelConfig, moe: MoEConfig, context: ParallelContext) -> None:
         width = moe.moe_shared_expert_intermediate_size
@@ -56,7 +56,7 @@ class SharedExperts(MLP):
 
 
 class MoELayer(nn.Module):
-    """A router, the experts that tokens choose, and shared experts that all tokens see."""
+    """A mixture-of-experts layer: router, routed experts, and shared experts for every token."""
 
     def __init__(self, moe: MoEConfig, place: BranchPlace) -> None:
         super().__init__()
@@ -140,7 +140,7 @@ def tallies(moe: MoEConfig, model: ModelConfig) -> dict[str, int]:
 
 
 def expert_layers(moe: MoEConfig, model: ModelConfig) -> tuple[bool, ...]:
-    """For each layer whether it has experts; those of multi-token prediction are as the last one is."""
+    """Whether each layer has experts; layers of multi-token prediction are like the last layer."""
     marked = moe.expert_layers(model.num_layers)
     return marked + marked[-1:] * model.mtp_num_layers
 

@@ -1,4 +1,4 @@
-"""Functions that torch.compile may make one kernel of: pure ones, of tensors and constants, without collectives."""
+"""Functions that torch.compile may fuse: pure functions of tensors and constants, without collectives."""
 
 from __future__ import annotations
 

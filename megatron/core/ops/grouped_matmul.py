@@ -1,4 +1,4 @@
-"""Products of groups of rows with a matrix for each group: what experts consist of, by the first backend that can."""
+"""Grouped matrix products for experts: each group of rows times its own matrix, by the first backend that can."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Numbers in 8 bits with scales: E4M3 and E5M2, scaled as a whole tensor, in blocks of 128, or in blocks of 32.
+"""FP8 quantization: E4M3 and E5M2, with a scale for the whole tensor, blocks of 128, or blocks of 32.
 
 Formulas are those of Transformer Engine's kernels, in exact integer or IEEE arithmetic, so that equal input gives equal
 bytes on every device. Values are clamped before every cast, because casts of values that are too large differ between

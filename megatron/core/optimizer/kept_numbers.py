@@ -1,4 +1,4 @@
-"""Numbers of an optimizer in the formats in which they are kept from step to step; a step works on them in fp32."""
+"""Storage formats of main parameters and moments between steps; a step computes in fp32."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ class MainParams:
 
 @dataclass(frozen=True, eq=False)
 class Remainders:
-    """fp32 masters of bf16 weights, kept as what they are more than the weights: exact, in 17 bits instead of 32.
+    """fp32 masters of bf16 weights, stored as remainders: exact, in 17 bits beside the weight instead of 32.
 
     A master's bits are those of its weight, shifted by 16, plus a remainder from −2¹⁵ to 2¹⁵. Both ends are ties, which
     rounding resolves to even, so ``low`` [elements], int16, is −2¹⁵ for both, and ``ties`` [elements / 8], bits of

@@ -1,4 +1,4 @@
-"""Optimizer state in main memory: the CPU takes the step, to which gradients come and from which weights return."""
+"""Optimizer state in CPU memory: gradients are copied to the CPU, which takes the step, and weights back."""
 
 from __future__ import annotations
 

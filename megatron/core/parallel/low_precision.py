@@ -1,4 +1,4 @@
-"""Which layers of a rank multiply in 8 bits, and what they share."""
+"""Which layers of a rank multiply in FP8, and the state that they share."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Messages of integers from rank 0 to all other ranks, which may wait for the next one for ever."""
+"""Messages of integers from rank 0 to all other ranks, which wait for them without a time-out."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How the layers of a rank multiply by their weights: generation may want results that don't depend on other rows."""
+"""The matrix product of a rank's layers; generation replaces it by one whose rows don't depend on each other."""
 
 from __future__ import annotations
 

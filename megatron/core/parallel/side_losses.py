@@ -1,4 +1,4 @@
-"""What layers report beside hidden states, such as a router's losses and choices: added up by name."""
+"""Side losses and statistics that layers report, such as a router's balancing loss and tokens per expert, by name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How the gradients of weights are computed: at once or later, in a tensor of their own or added to those before."""
+"""How weight gradients are computed: at once or postponed, in a new tensor or added to the gradient buffer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Attention to keys and values of earlier steps: what a layer asks of a cache."""
+"""The interface between an attention layer and a cache of keys and values."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Attention of a few queries of one text to keys that lie in a cache, heads first: the calls a step consists of."""
+"""Attention of a few queries of one text to cached keys, heads first: the calls of a generation step."""
 
 from __future__ import annotations
 

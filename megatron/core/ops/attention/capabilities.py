@@ -1,4 +1,4 @@
-"""What a GPU kernel supports, as a table: who asks for more is told which feature is missing."""
+"""What a GPU kernel supports, as a table; the refusal of a call names the missing feature."""
 
 from __future__ import annotations
 

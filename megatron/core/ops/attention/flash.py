@@ -1,4 +1,4 @@
-"""Attention by a flash kernel of another package: what all of them share, so that each needs a table and two calls.
+"""What flash kernels of other packages share: each adds a table of capabilities and two calls.
 
 Flash kernels take [b, s, n, d], or [tokens, n, d] with the ends of documents. Causal masks and windows are aligned
 *bottom right*: the last query is at the last key. A call whose queries lie elsewhere is cut to the queries that see a
