@@ -163,7 +163,7 @@ def test_a_search_finds_the_likeliest_texts(running: Running) -> None:
         ({"temperature": 0.5}, "temperature has no effect with use_beam_search"),
         ({"stop": "a"}, "stop has no effect with use_beam_search"),
         ({"use_beam_search": False}, "length_penalty has no effect without use_beam_search"),
-        ({"n": 9}, "a search has 9 beams"),
+        ({"n": 9}, "beam search with 9 beams"),
     ):
         reply = ask(running.url, "/v1/completions", {**body, **more})
         assert reply.status == 400 and reply.message.startswith(message), reply.body
