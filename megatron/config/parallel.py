@@ -98,8 +98,8 @@ class ParallelConfig(Settings):
     )
     gradient_accumulation_fusion: bool | None = flag(
         "Add weight gradients to the gradient buffer inside the matrix product that computes them; unless given: where "
-        "it is faster, on GPUs, in fp32, and in bf16 on CPUs that are slow with it. FP8 products, embedding and output "
-        "layer add theirs afterwards.",
+        "it is faster, on GPUs and, in bf16, on CPUs that are slow with it. FP8 products, embedding and output layer "
+        "add theirs afterwards.",
         default=None,
     )
     ddp_pad_buckets_for_high_nccl_busbw: bool = switch(

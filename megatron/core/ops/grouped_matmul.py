@@ -138,11 +138,8 @@ class GroupedMM:
         return found
 
     def add_outer(self, total: Tensor, grads: Tensor, rows: Tensor, groups: Groups) -> None:
-        """See ``Backend``; the kernel cannot add, and on a GPU a product for each group would wait for their sizes."""
-        if is_gpu(total.device):
-            total.add_(self.outer(grads, rows, groups))
-        else:
-            Loop().add_outer(total, grads, rows, groups)
+        """See ``Backend``; the kernel cannot add, and a product for each group would wait for their sizes."""
+        total.add_(self.outer(grads, rows, groups))
 
     def for_generation(self) -> Backend:
         """See ``Backend``."""

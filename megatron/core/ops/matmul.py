@@ -63,7 +63,7 @@ def in_fastest_type(x: Tensor) -> Tensor:
 
 def is_fusion_faster(dtype: torch.dtype, device: torch.device) -> bool:
     """Whether ``add_transposed_times`` to a sum in fp32 is faster than a product of ``dtype`` and its addition."""
-    return device.type != "cpu" or dtype == torch.float32 or is_faster_in_fp32(dtype, device)
+    return device.type != "cpu" or is_faster_in_fp32(dtype, device)
 
 
 def times_transposed(a: Tensor, b: Tensor, bias: Tensor | None = None, *, buffer: Tensor | None = None) -> Tensor:
