@@ -36,6 +36,8 @@ there is one model implementation
     use-mcore-models use-legacy-models
 scales of --fp8-recipe delayed change after every step
     fp8-interval
+products in FP8 add rows of zeros where kernels need them
+    moe-router-padding-for-quantization moe-router-padding-for-fp8
 all layers are PyTorch modules; Transformer Engine is not used
     transformer-impl
 it tunes Transformer Engine's communication overlap, and Transformer Engine is not used

@@ -145,6 +145,8 @@ _OTHERS = {
     ),
     "cpu-optimizer": taken_as(optimizer_cpu_offload=True),
     "checkpoint-in-cpu": taken_as(cpu_offloading=True),
+    "fp8-e4m3": taken_as(fp8_format="e4m3"),
+    "fp8-hybrid": taken_as(fp8_format="hybrid"),
     "moe-layer-recompute": taken_as(recompute_granularity="selective", recompute_modules=("moe",)),
 }
 

@@ -126,9 +126,9 @@ give --load FOLDER: the run resumes from the newest checkpoint there
 encoder and decoder share the model-parallel sizes; leave it out
     encoder-tensor-model-parallel-size encoder-pipeline-model-parallel-size
 {ZERO}
-    fsdp-* use-torch-fsdp2 use-custom-fsdp use-megatron-fsdp keep-fp8-transpose-cache-when-using-custom-fsdp
-    keep-fp8-transpose-cache outer-dp-sharding-strategy enable-full-sharding-in-hsdp fsdp2-config-path
-    torch-fsdp2-no-reshard-after-forward
+    fsdp-* megatron-fsdp-* use-torch-fsdp2 use-custom-fsdp use-megatron-fsdp
+    keep-fp8-transpose-cache-when-using-custom-fsdp keep-fp8-transpose-cache outer-dp-sharding-strategy
+    enable-full-sharding-in-hsdp fsdp2-config-path torch-fsdp2-no-reshard-after-forward
 skipping iterations is not available yet; leave it out
     iterations-to-skip skip-train-iteration-range
 give --window-size with the keys before and after a query
@@ -167,9 +167,9 @@ give --moe-router-num-groups with a group for each device, and --moe-router-grou
     moe-router-topk-limited-devices
 give --expert-tensor-parallel-size
     moe-extended-tp
-train with --bf16: experts in fp8, CUDA graphs of experts and their buffers are not available
-    moe-router-padding-for-quantization moe-router-padding-for-fp8 moe-paged-stash* moe-use-grouped-tensor
-    moe-single-grouped-* moe-mlp-glu-interleave-size moe-expert-rank-capacity-factor
+CUDA graphs of experts, and their buffers, are not available; leave it out
+    moe-paged-stash* moe-use-grouped-tensor moe-single-grouped-* moe-mlp-glu-interleave-size
+    moe-expert-rank-capacity-factor
 choices of experts are not recorded for reinforcement learning; leave it out
     moe-enable-routing-replay
 weights of chosen experts multiply their activations; scaling their inputs instead is not available
@@ -198,7 +198,7 @@ activations are offloaded by layer, not by module: give --cpu-offloading, or --c
 offloading by chunks of a sequence is not available; --cpu-offloading offloads activations by layer
     ds-sequence-parallel-fpdt ds-sequence-parallel-fpdt-chunk-size ds-sequence-parallel-fpdt-offloading
 offloading weights is not available yet; --tensor-model-parallel-size divides them
-    remote-device
+    remote-device cpu-offloading-weights
 lengths in tokens are not available: give --train-samples, --lr-decay-samples and --lr-warmup-samples (tokens divided by
 --seq-length)
     train-tokens lr-decay-tokens lr-warmup-tokens
@@ -212,7 +212,7 @@ that part of multi-token prediction is not available; leave it out
 optimizer state goes to main memory with --optimizer-cpu-offload, a part of it with --optimizer-offload-fraction
     swap-optimizer optimizer-offload-policy optimizer-offload
 CUDA graphs are not available yet; leave it out
-    cuda-graph-* enable-cuda-graph external-cuda-graph cuda-graph-impl
+    cuda-graph-* enable-cuda-graph external-cuda-graph cuda-graph-impl optimizer-cuda-graph
 a non-persistent checkpoint is not available yet; use --save and --save-interval
     non-persistent-save-interval non-persistent-ckpt-type non-persistent-global-ckpt-dir non-persistent-local-ckpt-dir
     non-persistent-local-ckpt-algo replication replication-jump replication-factor

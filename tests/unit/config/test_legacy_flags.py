@@ -186,6 +186,11 @@ def test_values_that_ask_for_what_happens_anyway() -> None:
             "--checkpoint-activations: taken as --recompute-granularity full",
         ),
         (
+            "--fp8-hybrid --bf16",
+            {"fp8_format": "hybrid"},
+            "--fp8-hybrid: taken as --fp8-format hybrid",
+        ),
+        (
             "--activations-checkpoint-method block",
             {"recompute_granularity": "full", "recompute_method": "block"},
             "--activations-checkpoint-method block: taken as --recompute-granularity full --recompute-method block",
