@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
@@ -14,6 +15,7 @@ from megatron.config.fp8 import Fp8Config
 from megatron.core.ops.fp8_matmul import multiply
 from megatron.core.ops.quantize import BLOCK, E4M3, E5M2, Quantized, blockwise, bytes_of, mxfp8
 from megatron.core.parallel import collectives
+from megatron.core.parallel.collectives import Handle
 from megatron.core.parallel.context import ParallelContext
 from megatron.core.tensor_parallel import fp8_linear, regions
 from megatron.core.tensor_parallel.fp8_linear import delayed_scaling
@@ -42,7 +44,7 @@ def sent_by_a_column_layer(
 ) -> tuple[dict[torch.dtype, int], list[tuple[int, int]]]:
     """Elements that are gathered, by type, and elements and bytes of an element of what is kept."""
     layer, sent, kept = layer_of(context, recipe), dict[torch.dtype, int](), list[Tensor]()
-    gather, start = collectives.all_gather, collectives.all_gather_into_async
+    gather, start = collectives.all_gather, collectives.all_gather_async
 
     def note(x: Tensor) -> None:
         sent[x.dtype] = sent.get(x.dtype, 0) + x.numel()
@@ -51,19 +53,16 @@ def sent_by_a_column_layer(
         note(x)
         return gather(x, *others)
 
-    def started(out: Tensor, x: Tensor, *others: Any) -> Any:
+    def started(x: Tensor, *others: Any) -> Any:
         note(x)
-        return start(out, x, *others)
+        return start(x, *others)
 
     def keep(x: Tensor) -> Tensor:
         kept.append(x)
         return x
 
     x = torch.randn(length // 2, 1, WIDTH, dtype=torch.bfloat16, requires_grad=True)
-    with (
-        mock.patch.object(fp8_linear, "all_gather", gathered),
-        mock.patch.object(regions, "all_gather_into_async", started),
-    ):
+    with mock.patch.multiple(fp8_linear, all_gather=gathered, all_gather_async=started):
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
             out = layer(x)
         out.sum().backward()
@@ -89,6 +88,34 @@ def test_parts_of_the_sequence_that_cut_blocks_are_kept_and_gathered_in_bf16() -
     ):
         assert sent == {torch.uint8: part + part // 32, torch.bfloat16: part}
         assert kept == [(part, 2)]
+
+
+def order_of_a_backward_pass(context: ParallelContext) -> list[str]:
+    """What a layer does, in order."""
+    layer, done = layer_of(context, "tensorwise"), list[str]()
+
+    def noted(what: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def note(*given: Any, **named: Any) -> Any:
+            done.append(what)
+            return function(*given, **named)
+
+        return note
+
+    out = layer(torch.randn(LENGTH // 2, 1, WIDTH, dtype=context.dtype, requires_grad=True))
+    scatter = noted("begin to sum", collectives.reduce_scatter_async)
+    with (
+        mock.patch.multiple(fp8_linear, reduce_scatter_async=scatter, multiply=noted("multiply", multiply)),
+        mock.patch.object(Handle, "wait", noted("wait", Handle.wait)),
+    ):
+        out.sum().backward()
+    return done
+
+
+def test_input_gradients_are_summed_while_the_weight_s_is_computed() -> None:
+    """As of layers in bf16: with FP8 ranks waited for the sum, and only then computed."""
+    for done in run_ranks(order_of_a_backward_pass, tp=2, sequence_parallel=True, dtype=torch.bfloat16):
+        assert [each for each in done if each != "wait"] == ["multiply", "begin to sum", "multiply"]
+        assert done[-1] == "wait"
 
 
 def gathered_by_a_row_layer(context: ParallelContext, recipe: str, wgrad: bool) -> dict[torch.dtype, int]:

@@ -18,7 +18,7 @@ from megatron.core.moe.grouped_linear import GroupedLinear
 from megatron.core.ops import matmul
 from megatron.core.ops.grouped_matmul import Groups, Loop
 from megatron.core.ops.matmul import transposed_times
-from megatron.core.parallel.collectives import Handle, all_reduce, reduce_scatter_into_async
+from megatron.core.parallel.collectives import Handle, all_reduce, reduce_scatter_async
 from megatron.core.parallel.context import ParallelContext
 from megatron.core.parallel.recompute import recomputed
 from megatron.core.tensor_parallel import linear as linear_module
@@ -107,7 +107,7 @@ def order_of_a_backward_pass(context: ParallelContext) -> tuple[list[str], bool]
     with torch.no_grad():
         layer.weight.fill_(context.mesh.rank("tp") + 1.0)
     part = torch.ones(LENGTH // 2, 1, WIDTH, dtype=context.dtype, requires_grad=True)
-    scatter, wait, product = reduce_scatter_into_async, Handle.wait, transposed_times
+    scatter, wait, product = reduce_scatter_async, Handle.wait, transposed_times
 
     def note(what: str, function: Callable[..., Any]) -> Callable[..., Any]:
         def noted(*given: Any, **named: Any) -> Any:
@@ -118,7 +118,7 @@ def order_of_a_backward_pass(context: ParallelContext) -> tuple[list[str], bool]
 
     out = layer(part)
     with (
-        patch.object(linear_module, "reduce_scatter_into_async", note("begin to sum", scatter)),
+        patch.object(linear_module, "reduce_scatter_async", note("begin to sum", scatter)),
         patch.object(linear_module, "transposed_times", note("multiply", product)),
         patch.object(Handle, "wait", note("wait", wait)),
     ):

@@ -147,7 +147,7 @@ def mx_exponents(largest: Tensor, fmt: torch.dtype = E4M3) -> Tensor:
     # A division in fp32 by a number that isn't a power of two is what the kernels replace by this product.
     bits = (largest * largest.new_full((), 1.0 / LARGEST[fmt])).view(torch.int32)
     exponent, mantissa = (bits >> _EXPONENT_BITS) & 0xFF, bits & _MANTISSA
-    rounds_up = (mantissa > 0) & (exponent != 254) & ~((exponent == 0) & (mantissa <= 0x400000))
+    rounds_up = (mantissa > 0) & ~((exponent == 0) & (mantissa <= 0x400000))  # no finite number reaches 254
     found = exponent + rounds_up.int()
     found = torch.where(largest.isinf(), torch.full_like(found, 254), found)
     return torch.where(largest.isnan(), torch.full_like(found, 255), found).to(torch.uint8)

@@ -131,6 +131,16 @@ def all_gather_into_async(out: Tensor, x: Tensor, mesh: Mesh, *axes: Axis) -> Ha
     return Handle(out, [_gather_tensor(out, x, group=group, async_op=True)], _waiting("all-gather", mesh, axes))
 
 
+def all_gather_async(x: Tensor, mesh: Mesh, *axes: Axis) -> Handle[Tensor]:
+    """Start ``all_gather`` along the first dimension."""
+    group, mine = mesh.group(*axes), x.contiguous()
+    if group is None:
+        return Handle(x)
+    out = mine.new_empty(mesh.size(*axes) * mine.shape[0], *mine.shape[1:])
+    work = _gather_tensor(out, mine, group=group, async_op=True)
+    return Handle(out, [work], _waiting("all-gather", mesh, axes), sent=mine)
+
+
 def reduce_scatter(x: Tensor, mesh: Mesh, *axes: Axis, dim: int = 0) -> Tensor:
     """Sum ``x`` over the group and keep this rank's equal part along ``dim``."""
     group = mesh.group(*axes)
@@ -143,6 +153,16 @@ def reduce_scatter(x: Tensor, mesh: Mesh, *axes: Axis, dim: int = 0) -> Tensor:
     with _waiting("reduce-scatter", mesh, axes):
         _scatter_tensor(out, source, group=group)
     return out
+
+
+def reduce_scatter_async(x: Tensor, mesh: Mesh, *axes: Axis) -> Handle[Tensor]:
+    """Start ``reduce_scatter`` along the first dimension."""
+    group, whole = mesh.group(*axes), x.contiguous()
+    if group is None:
+        return Handle(x)
+    out = whole.new_empty(whole.shape[0] // mesh.size(*axes), *whole.shape[1:])
+    work = _scatter_tensor(out, whole, group=group, async_op=True)
+    return Handle(out, [work], _waiting("reduce-scatter", mesh, axes), sent=whole)
 
 
 def reduce_scatter_into_async(out: Tensor, x: Tensor, mesh: Mesh, *axes: Axis) -> Handle[Tensor]:

@@ -31,12 +31,18 @@ from megatron.core.ops.quantize import (
     tensorwise,
     with_scale,
 )
-from megatron.core.parallel.collectives import all_gather, all_reduce, reduce_scatter
+from megatron.core.parallel.collectives import (
+    Handle,
+    all_gather,
+    all_gather_async,
+    all_reduce,
+    reduce_scatter,
+    reduce_scatter_async,
+)
 from megatron.core.parallel.context import ParallelContext
 from megatron.core.parallel.grid import Axis
 from megatron.core.parallel.recompute import will_be_recomputed
 from megatron.core.tensor_parallel.delayed_scaling import DelayedScaling
-from megatron.core.tensor_parallel.regions import gathering
 
 Axes = tuple[Axis, ...]
 
@@ -236,8 +242,8 @@ class Fp8Linear:
     def backward(
         self, grad: Tensor, weight: Tensor, weights: Operand, kept: Quantized | Tensor, *, gathers: bool, at_once: bool
     ) -> Tensor:
-        """The gradient of the input; that of the weight ``at_once`` or when the schedule says. The input is gathered
-        meanwhile.
+        """The gradient of the input; that of the weight ``at_once`` or when the schedule says. With sequence
+        parallelism the input is gathered while the first is computed, and that is summed while the second is.
         """
         quantizer, rows, mesh = self.quantizer, grad.flatten(0, -2), self.context.mesh
         trains = weight.requires_grad
@@ -247,10 +253,9 @@ class Fp8Linear:
             found = Operand(whole_grad := _gathered(found.across, self.context), whole_grad.transposed())
         grad_x = quantizer.multiply(found.across, weights.along, grad.dtype)
         grad_x = grad_x.view(-1, *grad.shape[1:-1], grad_x.shape[-1])
-        if gathers:
-            grad_x = reduce_scatter(grad_x, mesh, "tp")
+        scattering = reduce_scatter_async(grad_x, mesh, "tp") if gathers else Handle(grad_x)
         if not trains:
-            return grad_x
+            return scattering.wait()
         whole = arriving()
         if self.quantizer.wgrad:
             work = partial(self._add_gradient, weight, found.along, whole, grad.dtype)
@@ -258,7 +263,7 @@ class Fp8Linear:
             assert isinstance(whole, Tensor)
             work = partial(_accumulate, weight, lambda: transposed_times(rows, whole))
         self.context.weight_gradients.do(work, at_once=at_once)
-        return grad_x
+        return scattering.wait()
 
     def _add_gradient(self, weight: Tensor, grad: Quantized | None, x: Quantized | Tensor, dtype: torch.dtype) -> None:
         """Compute ``gradᵀ·x`` and let autograd accumulate it."""
@@ -350,12 +355,7 @@ def _gathered(part: Quantized, context: ParallelContext) -> Quantized:
 def _start_gathering(part: Quantized | Tensor, context: ParallelContext) -> Callable[[], Quantized | Tensor]:
     """Start gathering the rows of all tensor-parallel ranks; what is returned waits for them."""
     if isinstance(part, Tensor):
-        return _rows_of_all(part, context)
-    data = _rows_of_all(bytes_of(part.data), context)
-    scales = None if part.block is None else _rows_of_all(part.scales, context)
-    return lambda: Quantized(data().view(part.data.dtype), part.scales if scales is None else scales(), part.block)
-
-
-def _rows_of_all(part: Tensor, context: ParallelContext) -> Callable[[], Tensor]:
-    handle = gathering(part, context)
-    return lambda: handle.wait().view(-1, *part.shape[1:])
+        return all_gather_async(part, context.mesh, "tp").wait
+    data = all_gather_async(bytes_of(part.data), context.mesh, "tp")
+    scales = Handle(part.scales) if part.block is None else all_gather_async(part.scales, context.mesh, "tp")
+    return lambda: Quantized(data.wait().view(part.data.dtype), scales.wait(), part.block)

@@ -13,11 +13,11 @@ from torch import Tensor
 
 from megatron.core.ops import matmul
 from megatron.core.ops.matmul import add_transposed_times, is_faster_in_fp32, multiplied, transposed_times
-from megatron.core.parallel.collectives import Handle, all_gather, reduce_scatter_into_async
+from megatron.core.parallel.collectives import Handle, all_gather, all_gather_async, reduce_scatter_async
 from megatron.core.parallel.context import ParallelContext
 from megatron.core.parallel.recompute import will_be_recomputed
 from megatron.core.tensor_parallel.fp8_linear import Fp8Linear
-from megatron.core.tensor_parallel.regions import enter, gathering
+from megatron.core.tensor_parallel.regions import enter
 
 
 def linear(
@@ -77,27 +77,20 @@ class _Linear(torch.autograd.Function):
         gathers: bool,
     ) -> Tensor:
         ctx.save_for_backward(*(() if add_gradient is None else (x,)))
-        ctx.shape = x.shape
         ctx.weight, ctx.add_gradient, ctx.context, ctx.gathers = weight, add_gradient, context, gathers
         ctx.at_once = will_be_recomputed()
         return matmul.linear(all_gather(x, context.mesh, "tp") if gathers else x, weight, bias)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        context: ParallelContext = ctx.context
-        handles = [gathering(x, context) if ctx.gathers else Handle(x) for x in ctx.saved_tensors]
+        context, gathers, rows = ctx.context, ctx.gathers, grad.flatten(0, -2)
+        handles = [all_gather_async(x, context.mesh, "tp") if gathers else Handle(x) for x in ctx.saved_tensors]
         grad_x = multiplied(torch.matmul, grad, ctx.weight)
-        scattered, flat_grad = Handle(grad_x), grad_x.reshape(-1)
-        if ctx.gathers:
-            mine = grad_x.new_empty(ctx.shape)
-            scattered = reduce_scatter_into_async(mine.view(-1), flat_grad, context.mesh, "tp")
-            grad_x = mine
-        rows = grad.flatten(0, -2)
+        scattering = reduce_scatter_async(grad_x, context.mesh, "tp") if gathers else Handle(grad_x)
         for whole in handles:
-            work = partial(ctx.add_gradient, rows, whole.wait().reshape(-1, ctx.shape[-1]))
+            work = partial(ctx.add_gradient, rows, whole.wait().flatten(0, -2))
             context.weight_gradients.do(work, at_once=ctx.at_once)
-        scattered.wait()
-        return grad_x, rows.sum(0) if ctx.needs_input_grad[1] else None, None, None, None, None
+        return scattering.wait(), rows.sum(0) if ctx.needs_input_grad[1] else None, None, None, None, None
 
 
 @torch.no_grad()

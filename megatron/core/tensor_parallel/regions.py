@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.core.parallel.collectives import Handle, all_gather, all_gather_into_async, all_reduce, reduce_scatter
+from megatron.core.parallel.collectives import all_gather, all_reduce, reduce_scatter
 from megatron.core.parallel.context import ParallelContext
 
 
@@ -136,12 +136,6 @@ def all_rows(x: Tensor, context: ParallelContext, *, rows: int) -> Tensor:
     if context.sequence_parallel or context.mesh.size("tp") == 1:
         return x
     return _AllRows.apply(x, context, rows)  # type: ignore[no-untyped-call, no-any-return]
-
-
-def gathering(x: Tensor, context: ParallelContext) -> Handle[Tensor]:
-    """Start gathering ``x`` of all tensor-parallel ranks, outside of autograd; the result is flat."""
-    flat = x.new_empty(context.mesh.size("tp") * x.numel())
-    return all_gather_into_async(flat, x.contiguous().view(-1), context.mesh, "tp")
 
 
 def sequence_slice(x: Tensor, context: ParallelContext, *, dim: int = 0) -> Tensor:
