@@ -10,7 +10,7 @@ losses of a small model on the GPU, and at layouts of several GPUs, with those o
 tests/gpu; ``speed`` times steps of Llama-like models against plain PyTorch (benchmarks/gpu_plain.py), which keeps fp32
 weights as we keep fp32 masters, casts them to bf16, and takes flash-attn where it is installed. Each turn is a process
 of its own, and contenders take turns; printed are medians of steps. A stage that fails doesn't end the others: the exit
-code is 1. Everything is saved as JSON.
+code is 1. Everything is saved as JSON, after each stage.
 """
 
 from __future__ import annotations
@@ -357,8 +357,8 @@ def parsed(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--samples", type=int, default=8, help="samples of a step for each rank (default 8)")
     parser.add_argument("--precision", choices=["bf16", "fp32"], default="bf16")
     parser.add_argument("--ranks", type=int, help="default: all GPUs; on a CPU 2")
-    parser.add_argument("--rounds", type=int, default=3, help="turns of each contender (default 3)")
-    parser.add_argument("--steps", type=int, default=10, help="measured steps of a turn (default 10)")
+    parser.add_argument("--rounds", type=int, help="turns of each contender (default 3; on a CPU 1)")
+    parser.add_argument("--steps", type=int, help="measured steps of a turn (default 10; on a CPU 2)")
     parser.add_argument("--contenders", nargs="+", choices=CONTENDERS, metavar="NAME", help="default all")
     parser.add_argument("--checks", nargs="+", choices=[*CHECKS], metavar="NAME", help="of kernels; default all")
     parser.add_argument("--layouts", nargs="+", choices=[*LAYOUTS], metavar="NAME", help="of training; default all")
@@ -375,6 +375,7 @@ def parsed(argv: Sequence[str]) -> argparse.Namespace:
     on_cpu = options.device == "cpu"
     options.backend = "gloo" if on_cpu else None
     options.sizes = options.sizes or (["tiny"] if on_cpu else ["1B", "3B", "8B"])
+    options.rounds, options.steps = options.rounds or (1 if on_cpu else 3), options.steps or (2 if on_cpu else 10)
     if options.rehearse:
         options.ranks = options.ranks or 1
     else:
@@ -400,7 +401,7 @@ def main(argv: Sequence[str]) -> int:
         except Exception as error:  # of the benchmark's own; the other stages still say what they find
             report.failures.append(f"{name}: {type(error).__name__}: {error}")
             report.say(f"   FAILED  {report.failures[-1]}")
-    options.json.write_text(json.dumps(report.found | {"failures": report.failures}, indent=1))
+        options.json.write_text(json.dumps(report.found | {"failures": report.failures}, indent=1))
     report.say(f"== {len(report.failures)} failures; saved in {options.json}")
     for failure in report.failures:
         report.say(f"   {failure}")
