@@ -259,4 +259,5 @@ def _shards(run: RunConfig, parameter: nn.Parameter) -> int:
 
 
 def _costs(run: RunConfig, train_spec: TrainSpec, model: nn.Module) -> Costs:
-    return costs_of(model, train_spec.workload(run, planned_context(run)))
+    workload = train_spec.workload(run, planned_context(run))
+    return costs_of(model, replace(workload, splits_backward=PipelineSettings.of(run).splits_backward))

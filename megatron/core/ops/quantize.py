@@ -2,7 +2,8 @@
 
 Formulas are those of Transformer Engine's kernels, in exact integer or IEEE arithmetic, so that equal input gives equal
 bytes on every device. Values are clamped before every cast, because casts of values that are too large differ between
-devices and versions of torch. No function here has a gradient.
+devices and versions of torch. Scales have a dimension where they multiply values, so that torch does it in their type,
+fp32, without a wide copy of bf16 values. No function here has a gradient.
 """
 
 from __future__ import annotations
@@ -104,14 +105,16 @@ def scale_of(
 
 
 def to_codes(scaled: Tensor, fmt: torch.dtype) -> Tensor:
-    """Round to the nearest code, ties to even; values beyond the format become its largest, NaN stays NaN."""
+    """Round to the nearest code, ties to even; values beyond the format become its largest, NaN stays NaN. Overwrites
+    ``scaled``.
+    """
     limit = LARGEST[fmt]
-    return scaled.clamp(-limit, limit).to(fmt)
+    return scaled.clamp_(-limit, limit).to(fmt)
 
 
 def with_scale(x: Tensor, scale: Tensor, fmt: torch.dtype) -> Quantized:
     """The matrix times one given ``scale``, fp32 []: tensorwise from the amax of now, delayed from those before."""
-    return Quantized(to_codes(_wide(x) * scale, fmt), scale.reciprocal())
+    return Quantized(to_codes(x * scale.view(1), fmt), scale.reciprocal())
 
 
 def tensorwise(x: Tensor, fmt: torch.dtype, *, largest: Tensor | None = None) -> Quantized:
@@ -125,7 +128,7 @@ def blockwise(x: Tensor, fmt: torch.dtype, *, rows: int = 1) -> Quantized:
     """
     block = (rows, BLOCK)
     scale = scale_of(_amax_of_blocks(x, block), fmt, of_input=x.dtype, powers_of_two=True)
-    return Quantized(to_codes(_wide(x) * _spread(scale, block, x), fmt), scale.reciprocal(), block)
+    return Quantized(to_codes(x * _spread(scale, block, x), fmt), scale.reciprocal(), block)
 
 
 def mxfp8(x: Tensor, fmt: torch.dtype = E4M3) -> Quantized:
@@ -135,7 +138,7 @@ def mxfp8(x: Tensor, fmt: torch.dtype = E4M3) -> Quantized:
     block = (1, MX_BLOCK)
     exponents = mx_exponents(_amax_of_blocks(x, block), fmt)
     inverse = power_of_two((254 - exponents.int()).clamp(min=0).to(torch.uint8))
-    return Quantized(to_codes(_wide(x) * _spread(inverse, block, x), fmt), exponents, block)
+    return Quantized(to_codes(x * _spread(inverse, block, x), fmt), exponents, block)
 
 
 def mx_exponents(largest: Tensor, fmt: torch.dtype = E4M3) -> Tensor:
@@ -182,10 +185,10 @@ def codes_of_part(
     of its blocks, is multiplied by.
     """
     if block is None:
-        return bytes_of(to_codes(_wide(part) * scale, fmt))
+        return bytes_of(to_codes(part * scale.view(1), fmt))
     rows, first, offset = _rows_around(part, start, shape, block)
     here = scale[first : first + -(-len(rows) // block[0])]
-    codes = to_codes(_wide(rows) * _spread(here, block, rows), fmt)
+    codes = to_codes(rows * _spread(here, block, rows), fmt)
     return bytes_of(codes).flatten()[offset : offset + part.numel()]
 
 
@@ -199,11 +202,6 @@ def _rows_around(part: Tensor, start: int, shape: tuple[int, int], block: tuple[
     offset = start - first * of_blocks
     around.view(-1)[offset : offset + part.numel()] = part.detach()
     return around, first, offset
-
-
-def _wide(x: Tensor) -> Tensor:
-    """In the type in which scales are applied: fp32, or fp64 for fp64."""
-    return x if x.dtype == torch.float64 else x.float()
 
 
 def _amax_of_blocks(x: Tensor, block: tuple[int, int]) -> Tensor:

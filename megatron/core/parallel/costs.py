@@ -18,7 +18,8 @@ class Workload:
     ``batch``: sequences, of ``length`` tokens before ranks divide them. ``encoder_length``: tokens that cross-attention
     sees. ``has_padding``: an attention mask says which tokens are real. ``has_documents``: attention stays within
     documents. ``predicted``: the share of the tokens whose loss is computed. ``stream_itemsize``: bytes of an element
-    of the residual stream. ``visit``: called with each module whose costs are computed, and the microbatch it sees.
+    of the residual stream. ``splits_backward``: the schedule computes gradients of weights later, and keeps what they
+    need. ``visit``: called with each module whose costs are computed, and the microbatch it sees.
     """
 
     context: ParallelContext
@@ -29,6 +30,7 @@ class Workload:
     has_padding: bool = False
     has_documents: bool = False
     predicted: float = 1.0
+    splits_backward: bool = False
     visit: Callable[[nn.Module, Workload], None] | None = field(default=None, compare=False, repr=False)
 
     @property

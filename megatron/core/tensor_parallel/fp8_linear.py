@@ -94,6 +94,12 @@ class Fp8Quantizer:
         """Numbers that share a scale in the direction of a product; None: all of them."""
         return {"blockwise": BLOCK, "mxfp8": MX_BLOCK}.get(self.recipe)
 
+    def bytes_to_quantize(self, itemsize: int) -> int:
+        """Of a number of ``itemsize`` bytes, at most, beside itself: in fp32 and its code; where blocks have scales,
+        its scale in fp32, too, and in the second direction the code of the first and a transposed copy.
+        """
+        return 4 + 1 if self.block is None else 4 + 4 + 1 + itemsize
+
     def quantize(self, x: Tensor, role: Role, *, across: bool = True, along: bool = True) -> Operand:
         """A matrix for the products that need it. May be a collective of the ranks that hold its parts."""
         (found,) = self.quantize_all([x], role, across=across, along=along)

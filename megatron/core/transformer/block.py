@@ -59,21 +59,13 @@ class RecomputePlan:
         return frozenset(self.modules if self.granularity == "selective" else ())
 
     def runs(self, count: int) -> list[tuple[int, int, bool]]:
-        """Layers ``0 … count-1`` of a stage as consecutive (start, stop, recomputed?) runs; those that begin before
-        layer ``offloaded`` are offloaded.
+        """Layers ``0 … count-1`` of a stage as consecutive (start, stop, recomputed?) runs, of one layer unless several
+        are recomputed together. Those that begin before layer ``offloaded`` are offloaded.
         """
-        if self.granularity != "full":
-            return self._kept(0, count)
-        if self.method == "block":
-            first = min(self.num_layers, count)
-            return [(i, i + 1, True) for i in range(first)] + self._kept(first, count)
-        return [(i, min(i + self.num_layers, count), True) for i in range(0, count, self.num_layers)]
-
-    def _kept(self, start: int, stop: int) -> list[tuple[int, int, bool]]:
-        """One run; with offloading, a run for each layer, as copies of one layer go on beside the next."""
-        if self.offloaded:
-            return [(i, i + 1, False) for i in range(start, stop)]
-        return [(start, stop, False)] if start < stop or start == 0 else []
+        if self.granularity == "full" and self.method == "uniform":
+            return [(i, min(i + self.num_layers, count), True) for i in range(0, count, self.num_layers)]
+        first = min(self.num_layers, count) if self.granularity == "full" else 0
+        return [(i, i + 1, i < first) for i in range(count)]
 
 
 class TransformerBlock(nn.Module):
@@ -119,13 +111,15 @@ class TransformerBlock(nn.Module):
     def costs(self, workload: Workload) -> Costs:
         """A recomputed run of layers keeps its input; its working memory is what its layers would keep. An offloaded
         one keeps nothing here, but what two of them keep is here while one is computed and the next comes or goes.
+
+        In the backward pass of a run, those behind it have freed what they kept, unless the schedule splits that pass.
         """
         layers = [costs_of(layer, workload) for layer in self.layers.values()]
-        found, aside = costs_of(self.final_layernorm, workload), list[int]()
+        found, aside = Costs(), list[int]()
         given, plan = workload.rows * self._hidden_size * workload.stream_itemsize, self._recompute
         offloads = workload.rows * self._hidden_size >= plan.least_offloaded
         stays = given if layers and "0" not in self.layers else 0  # what another stage sent, until its gradient is sent
-        for start, stop, recompute in plan.runs(len(layers)):
+        for start, stop, recompute in reversed(plan.runs(len(layers))):
             run = sum(layers[start:stop], start=Costs())
             if recompute:
                 run = run.recomputed(given)
@@ -133,7 +127,9 @@ class TransformerBlock(nn.Module):
                 here = run.replayed + (stays if start == 0 else 0)
                 aside.append(run.kept - here)
                 run = dataclasses.replace(run, kept=here, offloaded=run.kept - here)
-            found += run
+            freed = 0 if workload.splits_backward else found.kept
+            found += dataclasses.replace(run, working=max(0, run.working - freed))
+        found += costs_of(self.final_layernorm, workload)
         both = max((one + other for one, other in zip(aside, [*aside[1:], 0])), default=0)
         return dataclasses.replace(found, working=found.working + max(0, both - found.kept))
 

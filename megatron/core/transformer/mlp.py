@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from megatron.config.model import ModelConfig
 from megatron.core.ops.activation import gated_activation, plain_activation
 from megatron.core.parallel.context import ParallelContext
-from megatron.core.parallel.costs import Costs, Workload, total_of
+from megatron.core.parallel.costs import Costs, Workload, costs_of
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.initialization import input_init, output_init
 from megatron.core.transformer.inputs import LayerInputs
@@ -42,11 +42,15 @@ class MLP(nn.Module):
 
     def costs(self, workload: Workload) -> Costs:
         """Keeps the activation's input; a plain ReLU keeps its output instead, which is the second matmul's input,
-        unless that is a copy in 8 bits.
+        unless that is a copy in 8 bits. To quantize the gradient of the widest tensor, its input's, needs most, when
+        the rest has been freed.
         """
         given, given_on = (linear.weight.shape[dim] for linear, dim in ((self.linear_fc1, 0), (self.linear_fc2, 1)))
         shares = self._kind == "relu" and not self._gated and not self._context.keeps_bytes
         kept = 0 if shares else workload.tokens * given * workload.itemsize
-        matmuls = total_of((self.linear_fc1, self.linear_fc2), workload)
+        first, second = (costs_of(each, workload) for each in (self.linear_fc1, self.linear_fc2))
+        matmuls, fp8 = first + second, self.linear_fc1.fp8
         gradients = workload.tokens * (given + given_on) * workload.itemsize
-        return dataclasses.replace(matmuls, kept=matmuls.kept + kept, working=matmuls.working + gradients)
+        wide = 0 if fp8 is None else workload.itemsize + fp8.quantizer.bytes_to_quantize(workload.itemsize)
+        working = max(matmuls.working + gradients, workload.tokens * given * wide - kept - second.kept)
+        return dataclasses.replace(matmuls, kept=matmuls.kept + kept, working=working)
