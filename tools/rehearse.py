@@ -54,11 +54,11 @@ def main(argv: Sequence[str]) -> int:
     from megatron.rehearsal.accelerator import unavailable
     from megatron.rehearsal.ranks import rehearse_ranks
     from megatron.rehearsal.report import problems, report
-    from megatron.rehearsal.settings import rehearsed
+    from megatron.rehearsal.settings import left_out, rehearsed
 
     if reason := unavailable():
         raise ConfigError(f"{reason}")
-    train_spec = family_of(config.extra).train_spec
+    train_spec, remarks = family_of(config.extra).train_spec, left_out(config)
     config = rehearsed(
         config, train_spec, vocab_size=vocabulary_size(config), steps=wanted.steps, full=wanted.every_microbatch
     )
@@ -67,7 +67,7 @@ def main(argv: Sequence[str]) -> int:
     found = rehearse_ranks(
         config, train_spec, ranks, steps=wanted.steps, memory=round(1e9 * (config.command.device_memory_gb or 80))
     )
-    print(report(config, train_spec, found))
+    print(report(config, train_spec, found, remarks=remarks))
     return 1 if problems(found) else 0
 
 

@@ -54,8 +54,8 @@ from megatron.training.step import train_step as train_step
 @dataclass(frozen=True, kw_only=True)
 class Rehearsed:
     """What a rank did. ``operations``: of the whole rehearsal, and of its last step. ``waits``: in the last step, by
-    place in the program. ``states``, ``highest``: bytes that are held between steps, and at most in one. ``save``:
-    which boxes of which tensors it would write to a checkpoint, were it alone.
+    place in the program. ``states``, ``highest``: bytes that are held between steps, and at most in one; ``weights``,
+    ``gradients``: of ``states``. ``save``: which boxes of which tensors it would write to a checkpoint, were it alone.
     """
 
     pipeline_rank: int
@@ -66,6 +66,8 @@ class Rehearsed:
     refused: Sequence[str]
     waits: Counter[str]
     states: int
+    weights: int
+    gradients: int
     highest: int
     save: SavePlan
 
@@ -104,6 +106,9 @@ def rehearse(task: Task, *, failed: Callable[[Exception], None]) -> Rehearsed:
             del microbatches
             states = held.held
         of_step, in_step, highest = recorder.operations[begun:], Counter(waits.places), held.highest
+        own = [each for buffer in run.buffers for each in (buffer.params, buffer.codes, buffer.shards)]
+        weights = _bytes([*own, *(each for model in run.models for each in model.parameters())])
+        gradients = _bytes([buffer.grads for buffer in run.buffers])
         if run.config.training.eval_iters:
             for name in data.evaluated("valid")[:1]:
                 found = data.evaluation_batches("valid", evaluation=0, name=name)
@@ -121,9 +126,17 @@ def rehearse(task: Task, *, failed: Callable[[Exception], None]) -> Rehearsed:
         refused=recorder.refused,
         waits=in_step,
         states=states,
+        weights=weights,
+        gradients=gradients,
         highest=highest,
         save=save,
     )
+
+
+def _bytes(tensors: Sequence[Tensor | None]) -> int:
+    """Of the storages in which they lie."""
+    storages = [each.untyped_storage() for each in tensors if each is not None]
+    return sum({each._cdata: each.nbytes() for each in storages}.values())
 
 
 @contextmanager

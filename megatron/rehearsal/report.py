@@ -11,7 +11,7 @@ from megatron.config.run import RunConfig
 from megatron.core.checkpointing.save import SavePlanner
 from megatron.core.models.train_spec import TrainSpec
 from megatron.core.parallel.launch import mesh_of
-from megatron.planning.estimate import rank_peak
+from megatron.planning.estimate import MemoryEstimate, rank_peak
 from megatron.rehearsal.comparing import compared, disagreements, incomplete_beginnings, stuck
 from megatron.rehearsal.rank import Rehearsed
 from megatron.rehearsal.recorder import Operation
@@ -50,8 +50,10 @@ def unsaved(found: Mapping[int, Rehearsed]) -> list[str]:
     ]
 
 
-def report(config: RunConfig, train_spec: TrainSpec, found: Mapping[int, Rehearsed]) -> str:
-    """Sections of text: what would fail, and for each rehearsed rank its waits, operations and memory."""
+def report(
+    config: RunConfig, train_spec: TrainSpec, found: Mapping[int, Rehearsed], *, remarks: Sequence[str] = ()
+) -> str:
+    """Sections of text: what would fail, ``remarks``, and for each rehearsed rank its waits, operations and memory."""
     wrong, (whole, used) = problems(found), compared({rank: each.operations for rank, each in found.items()})
     unseen = f"; --ranks all compares the other {used - whole}" if whole < used else ""
     in_turn = stuck({rank: each.operations for rank, each in found.items()}, one_queue=True) is None
@@ -62,26 +64,40 @@ def report(config: RunConfig, train_spec: TrainSpec, found: Mapping[int, Rehears
                 "values, on a pretended accelerator",
                 *(wrong or ["no fault was found"]),
                 f"{whole} of {used} process group{plural_s(used)} compared{unseen}",
-                *(["--compile was left out: shapes are the same without it"] if config.training.compile else []),
+                *remarks,
                 *(["every operation would end even if a device ran one at a time"] if whole and in_turn else []),
             ]
         )
     ]
     for rank, each in found.items():
         mesh = mesh_of(config.parallel, world_size=config.world_size, rank=rank)
-        estimate = rank_peak(config, train_spec, mesh.rank("pp"))
         sections.append(
             "\n   ".join(
                 [
                     f"== rank {rank} ({mesh.describe()}), its last step, of {config.num_microbatches(0)} microbatches",
                     *_waits(each.waits),
                     *_operations(each.last_step),
-                    f"memory: at most {gigabytes(each.highest)} (estimated {gigabytes(estimate.total)}), between steps "
-                    f"{gigabytes(each.states)} ({gigabytes(estimate.states)})",
+                    *_memory(each, rank_peak(config, train_spec, mesh.rank("pp"))),
                 ]
             )
         )
     return "\n\n".join(sections)
+
+
+def _memory(counted: Rehearsed, estimate: MemoryEstimate) -> list[str]:
+    """Counted bytes, and in brackets the estimate: in all, and by kind."""
+    of_optimizer = counted.states - counted.weights - counted.gradients
+    kinds = {
+        "weights": (counted.weights, estimate.weights),
+        "gradients": (counted.gradients, estimate.gradients),
+        "optimizer": (of_optimizer, estimate.main_params + estimate.moments),
+        "activations and copies": (counted.highest - counted.states, estimate.total - estimate.states),
+    }
+    return [
+        f"memory: at most {gigabytes(counted.highest)} (estimated {gigabytes(estimate.total)}), between steps "
+        f"{gigabytes(counted.states)} ({gigabytes(estimate.states)})",
+        ", ".join(f"{name} {gigabytes(here)} ({gigabytes(there)})" for name, (here, there) in kinds.items()),
+    ]
 
 
 def _waits(places: Counter[str]) -> list[str]:

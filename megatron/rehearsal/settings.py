@@ -8,6 +8,7 @@ from typing import Any
 from megatron.config.optimizer import OptimizerConfig
 from megatron.config.run import RunConfig
 from megatron.core.models.train_spec import TrainSpec
+from megatron.core.ops.attention.registry import KERNELS
 from megatron.planning.estimate import stage_costs
 from megatron.planning.schedule import schedule_facts
 from megatron.planning.shrinking import without_files
@@ -21,13 +22,26 @@ def rehearsed(run: RunConfig, train_spec: TrainSpec, *, vocab_size: int, steps: 
     plain = without_files(run, vocab_size=vocab_size, steps=steps)
     plain = dataclasses.replace(
         plain,
-        model=dataclasses.replace(run.model, vocab_size=vocab_size),
+        model=dataclasses.replace(
+            run.model,
+            vocab_size=vocab_size,
+            attention_backend="auto" if run.model.attention_backend in KERNELS else run.model.attention_backend,
+        ),
         precision=run.precision,
         optimizer=_with_constant_rate(run.optimizer),
         training=dataclasses.replace(plain.training, eval_iters=min(run.training.eval_iters, 1)),
     )
     plain = with_stages(plain, train_spec)
     return plain if full else _with_microbatches(plain, _fewest_microbatches(plain, train_spec))
+
+
+def left_out(run: RunConfig) -> list[str]:
+    """A sentence for each setting that a rehearsal can't follow."""
+    backend = run.model.attention_backend
+    return [
+        *(["--compile was left out: shapes are the same without it"] if run.training.compile else []),
+        *([f"--attention-backend {backend} was taken as auto: only torch's kernels run here"] * (backend in KERNELS)),
+    ]
 
 
 def _with_constant_rate(optimizer: OptimizerConfig) -> OptimizerConfig:

@@ -56,7 +56,10 @@ LAYOUTS = {
         "--ranks all",
     ),
     "optimizer in main memory": (2, "--optimizer-cpu-offload --overlap-cpu-optimizer-d2h-h2d --ranks all"),
-    "pp2 of 1,024 ranks": (1024, "--pipeline-model-parallel-size 2 --global-batch-size 512 --rank 700"),
+    "pp2 of 1,024 ranks": (
+        1024,
+        "--attention-backend flash_attn_3 --pipeline-model-parallel-size 2 --global-batch-size 512 --rank 700",
+    ),
 }
 
 
@@ -72,6 +75,12 @@ def test_a_layout_runs_and_its_memory_is_what_is_estimated(layout: str) -> None:
     for highest, estimated, held, states in found:
         assert float(highest) == pytest.approx(float(estimated), rel=0.03 if "activations" in layout else 0.12)
         assert float(held) == pytest.approx(float(states), rel=0.02)
+    assert ("--attention-backend flash_attn_3 was taken as auto" in said) == (ranks == 1024)  # it isn't installed here
+    kinds = re.findall(r"weights (\S+) MB \((\S+) MB\), gradients (\S+) MB \((\S+) MB\), optimizer", said)
+    assert len(kinds) == len(found)
+    for kind in kinds:
+        counted, there = [float(each) for each in kind[::2]], [float(each) for each in kind[1::2]]
+        assert counted == pytest.approx(there, rel=0.05)  # buckets are padded, and MB printed with one digit
     sizes = 2 * 2 if "experts" in flags else 0  # of each microbatch's all-to-all in each layer
     chunks = 4 if "--optimizer-cpu-offload" in flags else 0  # of gradients on their way to main memory
     assert f"waits for the device {1 + sizes + chunks} time" in said
