@@ -249,6 +249,12 @@ def subject(flags: Sequence[str], one: str, more: str) -> str:
     return f"{' and '.join(flags)} {one if len(flags) == 1 else more}"
 
 
+def not_available(flags: Sequence[str], where: str) -> str:
+    """``--a and --b are not available with …; leave them out``. ``where``: with or for what."""
+    it = "it" if len(flags) == 1 else "them"
+    return f"{subject(flags, 'is', 'are')} not available {where}; leave {it} out"
+
+
 def plural_s(count: int | None) -> str:
     """The ending of a noun after ``count``: nothing for one."""
     return "" if count == 1 else "s"

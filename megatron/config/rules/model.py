@@ -6,7 +6,7 @@ from collections.abc import Collection
 
 from megatron.config.attention_backends import WITHOUT_DROPOUT
 from megatron.config.family import Rule, rule
-from megatron.config.flags import changed, flag_of, subject
+from megatron.config.flags import changed, flag_of, not_available, subject
 from megatron.config.latent_attention import LatentAttentionConfig
 from megatron.config.layer_patterns import window_layers
 from megatron.config.model import LAYER_BIASES
@@ -56,7 +56,7 @@ def biases_have_one_name(run: RunConfig) -> str | None:
 def fields_are_of_the_family(run: RunConfig) -> str | None:
     """Not every family has every part."""
     given = _typed(run, run.family.fields_of_others)
-    return f"{subject(given, 'is', 'are')} not available for {run.family.title}; leave it out" if given else None
+    return not_available(given, f"for {run.family.title}") if given else None
 
 
 def windows_are_of_the_family(run: RunConfig) -> str | None:
@@ -110,7 +110,7 @@ def latent_attention_fits(run: RunConfig) -> str | None:
         f"--clip-qkv {model.clip_qkv}": model.clip_qkv is not None,
     }
     named = [flag for flag, given in others.items() if given]
-    return f"{subject(named, 'is', 'are')} not available with --multi-latent-attention; leave it out" if named else None
+    return not_available(named, "with --multi-latent-attention") if named else None
 
 
 def formats_need_the_precision_aware_optimizer(run: RunConfig) -> str | None:
@@ -132,7 +132,7 @@ def later_tokens_are_plainly_embedded(run: RunConfig) -> str | None:
     given, later = _typed(run, ("embedding_norm", "word_embedding_size")), run.model.mtp_num_layers
     if not given or not later:
         return None
-    return f"{subject(given, 'is', 'are')} not available with --mtp-num-layers {later}; leave it out"
+    return not_available(given, f"with --mtp-num-layers {later}")
 
 
 def _typed(run: RunConfig, fields: Collection[str]) -> list[str]:

@@ -32,7 +32,8 @@ class KeyValueCache:
     """Keys and values of every layer, ``[groups, places, width]``: position p of a text lies at the place that its
     block table gives. Block 0 is never written: its zeros stand for keys behind a text.
 
-    ``encoded``: for each request's slot the encoder's output ``[T, 1, h]``, and by layer the keys and values of it.
+    ``encoder_outputs``: for each request's slot the encoder's hidden states ``[T, 1, h]``, and by layer their keys and
+    values.
     """
 
     def __init__(
@@ -53,7 +54,7 @@ class KeyValueCache:
             else table(heads.groups, heads.value_width)
             for layer, heads in layers.items()
         }
-        self.encoded: dict[int, tuple[Tensor, dict[int, Encoded]]] = {}
+        self.encoder_outputs: dict[int, tuple[Tensor, dict[int, Encoded]]] = {}
         self._gathered: dict[str, Tensor] = {}
         self._views: dict[int, tuple[tuple[int, ...], Tensor, Tensor]] = {}
         self._how: dict[tuple[int, bool], tuple[CachedBackend, int]] = {}
@@ -181,9 +182,9 @@ class CachedStep:
         """See ``AttentionCache``."""
         results = []
         for row, start, stop in zip(self._rows, self._ends, self._ends[1:]):
-            encoded, layers = self._cache.encoded[row.slot]
+            hidden_states, layers = self._cache.encoder_outputs[row.slot]
             if layer not in layers:
-                layers[layer] = project(encoded)
+                layers[layer] = project(hidden_states)
             results.append(attention(q[start:stop], *layers[layer], options, backend=self._backend))
         return torch.cat(results)
 

@@ -110,7 +110,7 @@ class CachedRunner:
             self.run(plan, [] if is_first else [each.zero_() for each in self.buffers(plan)])
         size = self.limits.block_size
         self._cache.clear(torch.arange(size, 2 * size, device=self.device))
-        self._cache.encoded.clear()
+        self._cache.encoder_outputs.clear()
         if releases:
             kinds = (ColumnParallelLinear, RowParallelLinear, ReplicatedLinear, OutputLayer)
             layers = [module for module in self._model.modules() if isinstance(module, kinds)]
@@ -147,24 +147,24 @@ class CachedRunner:
         parts: list[Tensor] | list[None] = [None] * len(plan.rows)
         if hidden is not None:
             parts = list(hidden.split_with_sizes([len(row.tokens) for row in plan.rows]))
-        encoded = [self._encoded(row, part) for row, part in zip(plan.rows, parts) if row.encoder]
+        encoder_hidden_states = [self._encode(row, part) for row, part in zip(plan.rows, parts) if row.encoder]
         rows = [row for row in plan.rows if not row.encoder]
         going_on = [part for row, part in zip(plan.rows, parts) if part is not None and not row.encoder]
         output = self._run(rows, torch.cat(going_on) if going_on else None) if rows else self._nothing()
         if self._context.mesh.rank("pp") == self._context.mesh.size("pp") - 1:
             return output
         texts = iter(output.split_with_sizes([len(row.tokens) for row in rows]) if rows else ())
-        reads = iter(encoded)
+        reads = iter(encoder_hidden_states)
         (buffer,) = self.buffers(plan)
         return torch.cat([next(reads if row.encoder else texts).to(buffer.dtype) for row in plan.rows], out=buffer)
 
-    def _encoded(self, row: PlanRow, hidden: Tensor | None) -> Tensor:
+    def _encode(self, row: PlanRow, hidden: Tensor | None) -> Tensor:
         """An encoder prompt through the stage; stages of the decoder keep the encoder's output."""
         assert isinstance(self._model, EncoderDecoder), "only models with an encoder get encoder prompts"
-        encoded = self._model.encode(torch.tensor([row.tokens], device=self.device), hidden)
+        encoder_hidden_states = self._model.encode(torch.tensor([row.tokens], device=self.device), hidden)
         if self._has_cache:
-            self._cache.encoded[row.slot] = (encoded.to(self._context.dtype), {})
-        return encoded
+            self._cache.encoder_outputs[row.slot] = (encoder_hidden_states.to(self._context.dtype), {})
+        return encoder_hidden_states
 
     def _run(self, rows: Sequence[PlanRow], hidden: Tensor | None) -> Tensor:
         """One pass through the model: logits ``[wanted, vocabulary]``, or hidden states for the next stage."""

@@ -192,7 +192,7 @@ class MegatronLMModel:
         x: Tensor,
         bias: Tensor,
         *,
-        encoded: Tensor | None = None,
+        encoder_hidden_states: Tensor | None = None,
         seen: Tensor | None = None,
         routed: Callable[[Tensor, Layer], Tensor] | None = None,
     ) -> Tensor:
@@ -208,8 +208,10 @@ class MegatronLMModel:
             attention = partial(kind, scores=scores)
             has_router = routed is not None and "mlp.router.weight" in layer.ranks[0]
             branches = [(_INPUT_NORM, attention), (_MLP_NORM, routed if routed and has_router else self._mlp)]
-            if encoded is not None and seen is not None:
-                branches.insert(1, (_CROSS_NORM, partial(self._crossing, encoded=encoded, scores=seen)))
+            if encoder_hidden_states is not None and seen is not None:
+                branches.insert(
+                    1, (_CROSS_NORM, partial(self._crossing, encoder_hidden_states=encoder_hidden_states, scores=seen))
+                )
             for names, branch in branches:
                 normed = self._norm(x, layer.ranks[0], *names)
                 x = (normed if behind else x) + branch(normed, layer)
@@ -337,13 +339,15 @@ class MegatronLMModel:
             attention_factor=1.0,
         )
 
-    def _crossing(self, x: Tensor, layer: Layer, *, encoded: Tensor, scores: Tensor) -> Tensor:
+    def _crossing(self, x: Tensor, layer: Layer, *, encoder_hidden_states: Tensor, scores: Tensor) -> Tensor:
         """The same for attention to what an encoder made."""
         ranks = layer.ranks
         parts, heads = [], self._heads // len(ranks)
         for shard in ranks:
             (query,) = self._kinds_of(_linear(x, shard, "linear_q", "inter_attention.query"), 1, heads)
-            key, value = self._kinds_of(_linear(encoded, shard, "linear_kv", "inter_attention.key_value"), 2, heads)
+            key, value = self._kinds_of(
+                _linear(encoder_hidden_states, shard, "linear_kv", "inter_attention.key_value"), 2, heads
+            )
             offset = pick(shard, "cross_attention.core_attention.softmax_offset")
             mixed = self._mix(query, key, value, scores, offset=offset)
             parts.append(_linear(mixed.flatten(2), shard, *_CROSS_PROJECTION, bias=False))

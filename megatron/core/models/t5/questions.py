@@ -38,10 +38,12 @@ class DecoderQuestion:
     def ask_megatron_lm(self, model: MegatronLMModel) -> Answer:
         """The same, over the padded vocabulary."""
         seen, x = padding(self.real), model.embedded(self.tokens)
-        encoded = model.run("encoder", x, seen + _relative("encoder", x.shape[1], model))
+        encoder_hidden_states = model.run("encoder", x, seen + _relative("encoder", x.shape[1], model))
         x = model.embedded(self.decoder_tokens)
         bias = future(x.shape[1]) + _relative("decoder", x.shape[1], model)
-        return {"words": model.words(model.run("decoder", x, bias, encoded=encoded, seen=seen))}
+        return {
+            "words": model.words(model.run("decoder", x, bias, encoder_hidden_states=encoder_hidden_states, seen=seen))
+        }
 
     def ask_ours(self, stage: nn.Module, handed: Mapping[str, Tensor]) -> Answer:
         """The same."""
