@@ -99,8 +99,8 @@ def test_ranks_do_not_repeat_what_the_first_says(
 
 def test_more_ranks_than_heads_are_refused_with_what_would_work(checkpoints: str) -> None:
     said = run(GENERATE, "", "--load", checkpoints, "--prompt", "1", ranks=3, expect=1)
-    assert "the 4 heads (4 for keys and values) and the 128 columns of its MLPs are not divisible by 3: start" in said
-    assert "start 1, 2 or 4" in said
+    assert "3 ranks were started, and the 4 heads (4 for keys and values) and the 128 columns of its MLPs of" in said
+    assert "are not divisible by 3, the ranks that divide each layer: start 1, 2 or 4" in said
 
 
 @pytest.mark.parametrize(

@@ -109,31 +109,37 @@ def test_stages_must_divide_ranks_and_layers(folders: dict[str, Path]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("flags", "parts", "message"),
+    ("flags", "parts", "widths", "start"),
     [
         (
             "--num-experts 4 --moe-ffn-hidden-size 6",
             4,
-            "the 6 columns of its experts are not divisible by 4: start 1 or 2",
+            "the 6 columns of its experts",
+            "start 1 or 2",
         ),
         (
             "--num-experts 4 --moe-ffn-hidden-size 8 --moe-shared-expert-intermediate-size 9",
             2,
-            "the 9 columns of its shared experts are not divisible by 2: start 1",
+            "the 9 columns of its shared experts",
+            "start 1",
         ),
-        ("--ffn-hidden-size 30", 4, "the 30 columns of its MLPs are not divisible by 4: start 1 or 2"),
+        ("--ffn-hidden-size 30", 4, "the 30 columns of its MLPs", "start 1 or 2"),
         (
             "",
             3,
-            r"the 4 heads \(4 for keys and values\) and the 64 columns of its MLPs are not divisible by 3: start 1, 2",
+            r"the 4 heads \(4 for keys and values\) and the 64 columns of its MLPs",
+            "start 1, 2",
         ),
     ],
 )
-def test_layers_must_divide_over_ranks(flags: str, parts: int, message: str) -> None:
+def test_layers_must_divide_over_ranks(flags: str, parts: int, widths: str, start: str) -> None:
     """A width of experts that doesn't was a traceback on every rank."""
     saved = tiny_config(f"--mock-data --num-attention-heads 4 --num-layers 2 {flags}")
     choice = TrainedModelConfig(load="runs/mine")
-    with pytest.raises(ConfigError, match=f"{parts} ranks were started, .* of the model in runs/mine {message}"):
+    told = (
+        f"{parts} ranks were started, and {widths} of the model in runs/mine are not divisible by {parts}, .*: {start}"
+    )
+    with pytest.raises(ConfigError, match=told):
         _for_inference(saved, choice, parts, 1)
     assert _for_inference(saved, choice, 2, 2).parallel.tensor_model_parallel_size == 1
 
