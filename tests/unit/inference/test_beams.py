@@ -157,6 +157,6 @@ def test_copies_read_before_they_write() -> None:
     before = {layer: (cache.keys[layer].clone(), cache.values[layer].clone()) for layer in layers}
     cache.copy([(2, 3), (1, 2)])
     for layer, (keys, values) in before.items():
-        for now, old in ((cache.keys[layer], keys), (cache.values[layer], values)):
-            assert torch.equal(now[:, 6:8], old[:, 4:6]) and torch.equal(now[:, 4:6], old[:, 2:4])
-            assert torch.equal(now[:, :4], old[:, :4]) and torch.equal(now[:, 8:], old[:, 8:])
+        for after, old in ((cache.keys[layer], keys), (cache.values[layer], values)):
+            assert torch.equal(after[:, 6:8], old[:, 4:6]) and torch.equal(after[:, 4:6], old[:, 2:4])
+            assert torch.equal(after[:, :4], old[:, :4]) and torch.equal(after[:, 8:], old[:, 8:])

@@ -203,7 +203,7 @@ def test_bodies_that_are_no_json_object_are_refused() -> None:
 
 
 def test_a_body_far_over_the_limit_gets_its_answer() -> None:
-    """All of it is taken, or a client that only sends for now would find its connection reset, and no answer."""
+    """All of it is taken, or a client that is still sending would find its connection reset, and no answer."""
     with served(max_body_size_mb=1) as running:
         host = running.url.removeprefix("http://")
         with contextlib.closing(http.client.HTTPConnection(host, timeout=60)) as connection:
