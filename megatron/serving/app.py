@@ -142,7 +142,10 @@ class Server:
     async def _results(self, request: HttpRequest, call: ApiCall) -> list[Result]:
         await self._check(call)
         seconds = self.config.request_timeout
-        with self.thread.open(call.requests) as stream, watched(stream, request.receive, seconds=seconds):
+        with (
+            self.thread.open(call.requests, is_live=False) as stream,
+            watched(stream, request.receive, seconds=seconds),
+        ):
             return await results(stream, call.requests)
 
     async def _check(self, call: ApiCall) -> None:

@@ -48,14 +48,28 @@ class Stream:
     """The updates of a few requests, in the order of steps: ``async for update in stream``.
 
     Raises ApiError (500) for a request that failed. ``fail``: what ends it before its requests have ended.
+    ``is_live``: its reader gets each update at once; otherwise all of them when the last request has ended, since a
+    reader that wakes for each token takes time from the engine's thread.
     """
 
     unfinished: int
+    is_live: bool = True
     _items: asyncio.Queue[Update | BaseException | object] = field(default_factory=asyncio.Queue)
+    _held: list[Update] = field(default_factory=list)
+    _to_end: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._to_end = self.unfinished
 
     def put(self, update: Update) -> None:
-        """Hand over an update."""
-        self._items.put_nowait(update)
+        """Hand over an update, now or with the last one."""
+        self._held.append(update)
+        finish = update.finish
+        self._to_end -= finish is not None
+        if self.is_live or self._to_end == 0 or (finish is not None and finish.reason == "error"):
+            for each in self._held:
+                self._items.put_nowait(each)
+            self._held.clear()
 
     def fail(self, error: BaseException) -> None:
         """Raise ``error`` where the stream is read, after what has come before it."""
@@ -137,14 +151,14 @@ class EngineThread:
                 raise ApiError(str(error), code="cannot_be_answered") from None
 
     @contextmanager
-    def open(self, requests: Sequence[Request]) -> Iterator[Stream]:
+    def open(self, requests: Sequence[Request], *, is_live: bool = True) -> Iterator[Stream]:
         """The stream of checked ``requests``; those that are unfinished at the end of the block are aborted.
 
         Raises ApiError for more requests than the queue ever has room for (400), when it has no room now (429), and
         when the engine is gone or about to end (503).
         """
         self._check_room(len(requests))
-        stream, now = Stream(len(requests)), time.monotonic()
+        stream, now = Stream(len(requests), is_live), time.monotonic()
         for request in requests:
             self._open[request.id] = Progress(stream, now, len(request.encoder_prompt or request.prompt))
         self._commands.put(list(requests))

@@ -31,7 +31,9 @@ class Metrics:
         disable_created_metrics()  # type: ignore[no-untyped-call]
         self._prompt = self._counter("prompt_tokens", "Prompt tokens of requests that were read.")
         self._generated = self._counter("generation_tokens", "Generated tokens.")
-        self._ended = self._counter("request_success", "Requests that have ended.", "finished_reason")
+        labels = ("model_name", "finished_reason")
+        about = "Requests that have ended."
+        self._ended = Counter(self.prefix + "request_success", about, labels, registry=self.registry)
         self._refused = self._counter("requests_refused", "Requests refused as the queue was full.")
         self._first = self._histogram("time_to_first_token_seconds", "From arrival to the first token.", _FIRST_TOKEN)
         self._between = self._histogram("inter_token_latency_seconds", "From one token to the next.", _BETWEEN)
@@ -47,20 +49,20 @@ class Metrics:
     def updated(self, progress: Progress, update: Update, now: float) -> None:
         """A request has got an update."""
         if progress.first_token is None and (update.tokens or update.finish is not None):
-            self._prompt.labels(self.model_name).inc(progress.prompt_tokens)
+            self._prompt.inc(progress.prompt_tokens)
         if update.tokens:
-            self._generated.labels(self.model_name).inc(update.num_generated)
+            self._generated.inc(update.num_generated)
             if progress.first_token is None:
-                self._first.labels(self.model_name).observe(now - progress.arrived)
+                self._first.observe(now - progress.arrived)
             else:
                 for _ in update.tokens:  # tokens of one step share its time
-                    self._between.labels(self.model_name).observe((now - progress.last_token) / len(update.tokens))
+                    self._between.observe((now - progress.last_token) / len(update.tokens))
         if update.finish is not None:
             self._ended.labels(self.model_name, update.finish.reason).inc()
-            self._whole.labels(self.model_name).observe(now - progress.arrived)
-            self._decode.labels(self.model_name).observe(now - (progress.first_token or now))
-            self._prompts.labels(self.model_name).observe(progress.prompt_tokens)
-            self._texts.labels(self.model_name).observe(progress.generated + update.num_generated)
+            self._whole.observe(now - progress.arrived)
+            self._decode.observe(now - (progress.first_token or now))
+            self._prompts.observe(progress.prompt_tokens)
+            self._texts.observe(progress.generated + update.num_generated)
 
     def aborted(self, count: int) -> None:
         """Requests have ended before their texts: the client has left, or their time was over."""
@@ -68,17 +70,18 @@ class Metrics:
 
     def refused(self) -> None:
         """A request was refused as the queue was full."""
-        self._refused.labels(self.model_name).inc()
+        self._refused.inc()
 
     def page(self) -> bytes:
         """What Prometheus reads."""
         return generate_latest(self.registry)
 
-    def _counter(self, name: str, about: str, *labels: str) -> Counter:
-        return Counter(self.prefix + name, about, ("model_name", *labels), registry=self.registry)
+    def _counter(self, name: str, about: str) -> Counter:
+        return Counter(self.prefix + name, about, ("model_name",), registry=self.registry).labels(self.model_name)
 
     def _histogram(self, name: str, about: str, edges: tuple[float, ...]) -> Histogram:
-        return Histogram(self.prefix + name, about, ("model_name",), buckets=edges, registry=self.registry)
+        whole = Histogram(self.prefix + name, about, ("model_name",), buckets=edges, registry=self.registry)
+        return whole.labels(self.model_name)
 
 
 @dataclass(frozen=True)
