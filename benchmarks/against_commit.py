@@ -1,10 +1,11 @@
-"""Training of this checkout against that of an earlier commit, on the CPU: the same command in turns, as a ratio.
+"""Training of this checkout against that of an earlier commit, on the CPU: the same command at once, as a ratio.
 
     python -m benchmarks.against_commit 8ef631c
     python -m benchmarks.against_commit v1.0 --script pretrain_t5.py -- --decoder-seq-length 64
 
-The earlier commit is checked out beside a temporary folder (``git worktree``). Each round trains with both, in changing
-order, and compares the medians of their seconds per iteration, so that whatever else the machine does falls on both.
+The earlier commit is checked out beside a temporary folder (``git worktree``). Each round trains with both, at the same
+time on cores of their own, which they swap from round to round, and compares the medians of their seconds per
+iteration, so that whatever else the machine does falls on both; with too few cores they take turns in changing order.
 Printed are the median ratio of all rounds and a 95 % interval from their ranks (binomial, without any assumption about
 the noise), and whether the losses are equal to the last printed digit. Flags after ``--`` are added to both commands.
 """
@@ -21,10 +22,12 @@ import argparse
 import contextlib
 import math
 import re
+import shutil
 import statistics
 import subprocess
 import tempfile
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parents[1]
@@ -50,12 +53,15 @@ def checkout(commit: str) -> Iterator[Path]:
             subprocess.run([*git, "remove", "--force", str(path)], check=True)
 
 
-def train(folder: Path, script: str, flags: Sequence[str], *, ranks: int) -> tuple[float, list[str]]:
-    """Median milliseconds of an iteration, and the printed losses."""
+def train(
+    folder: Path, script: str, flags: Sequence[str], *, ranks: int, cores: Sequence[int] = ()
+) -> tuple[float, list[str]]:
+    """Median milliseconds of an iteration on ``cores``, or wherever the system puts it, and the printed losses."""
+    on_cores = ["taskset", "--cpu-list", ",".join(map(str, cores))] if cores else []
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"] if ranks > 1 else []
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(folder)}
     done = subprocess.run(
-        [sys.executable, *launcher, str(folder / script), *FLAGS.split(), *flags],
+        [*on_cores, sys.executable, *launcher, str(folder / script), *FLAGS.split(), *flags],
         capture_output=True,
         text=True,
         env=environment,
@@ -78,6 +84,19 @@ def interval(ratios: Sequence[float]) -> tuple[float, float]:
     return ordered[max(rank - 1, 0)], ordered[count - max(rank, 1)]
 
 
+def both(folders: Sequence[Path], script: str, flags: Sequence[str], *, ranks: int) -> list[tuple[float, list[str]]]:
+    """``train`` of both folders: at once where there are cores for that, otherwise one after the other."""
+    cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
+    if len(cores) < 2 * ranks or shutil.which("taskset") is None:
+        return [train(folder, script, flags, ranks=ranks) for folder in folders]
+    with ThreadPoolExecutor(2) as threads:
+        runs = [
+            threads.submit(train, folder, script, flags, ranks=ranks, cores=cores[at * ranks :][:ranks])
+            for at, folder in enumerate(folders)
+        ]
+        return [run.result() for run in runs]
+
+
 def main() -> None:
     """Print each round, and what follows from all."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -91,7 +110,7 @@ def main() -> None:
     with checkout(asked.commit) as earlier:
         for number in range(asked.rounds):
             order = (earlier, HERE) if number % 2 else (HERE, earlier)
-            found = {folder: train(folder, asked.script, asked.flags, ranks=asked.ranks) for folder in order}
+            found = dict(zip(order, both(order, asked.script, asked.flags, ranks=asked.ranks)))
             (now, losses), (before, earlier_losses) = found[HERE], found[earlier]
             ratios.append(now / before)
             same = "equal losses" if losses == earlier_losses else f"other losses: {losses[-1]}, {earlier_losses[-1]}"

@@ -7,8 +7,9 @@
 The engine in this process and the same engine over HTTP take turns with random prompts, each time new ones, and greedy
 texts of one length. Clients are threads of another process. Printed are tokens a second by the clock, and processor
 time of this process a token, in which other work on the machine and the clients hardly count: its ratio to the engine's
-is what HTTP adds. The last column has what other threads than the engine's spend for each second of it, with one thread
-for torch the steadiest of these numbers. Then: time to the first token and between tokens, one client after the other
+is what HTTP adds, the median of all rounds with a 95 % interval. Then two numbers that hardly depend on the machine's
+moods: what other threads than the engine's spend for each second of it, and the model's steps, of which prompts that
+arrive one by one take a few more. Then: time to the first token and between tokens, one client after the other
 and all at once; and time to the first token of prompts with a beginning that was read before.
 """
 
@@ -35,6 +36,7 @@ from itertools import pairwise
 
 import torch
 
+from benchmarks.against_commit import interval
 from benchmarks.generation import DTYPES, Prompts, Shape, build, runner_of
 from megatron.core.inference.engine import Engine
 from megatron.core.inference.request import Request
@@ -102,6 +104,7 @@ class Turns:
     clock: list[float] = field(default_factory=list)
     processor: list[float] = field(default_factory=list)
     engine: list[float] = field(default_factory=list)
+    steps: list[int] = field(default_factory=list)
 
 
 def engine_of(model: GPTModel, shape: Shape, *, requests: int) -> Engine:
@@ -141,20 +144,26 @@ def served(engine: Engine, tokenizer: NullTokenizer) -> Iterator[int]:
 
 
 def compare(
-    contenders: dict[str, Callable[[Prompts], float]], new: Callable[[], Prompts], *, rounds: int
+    contenders: dict[str, Callable[[Prompts], float]],
+    new: Callable[[], Prompts],
+    *,
+    rounds: int,
+    engines: Sequence[Engine],
 ) -> dict[str, Turns]:
     """Each contender in each round, with new prompts, after a round that does not count."""
     turns = {name: Turns() for name in contenders}
     for number in range(rounds + 1):
-        for name, contender in contenders.items():
+        for name, contender in list(contenders.items())[:: 1 if number % 2 else -1]:
             prompts = new()
             before, engine_before = time.process_time(), engine_seconds()
+            steps_before = sum(engine.statistics.steps for engine in engines)
             seconds = contender(prompts)
             spent, engine_spent = time.process_time() - before, engine_seconds() - engine_before
             if number:
                 turns[name].clock.append(seconds)
                 turns[name].processor.append(spent)
                 turns[name].engine.append(engine_spent)
+                turns[name].steps.append(sum(engine.statistics.steps for engine in engines) - steps_before)
     return turns
 
 
@@ -168,15 +177,18 @@ def engine_seconds() -> float:
 def report(turns: dict[str, Turns], tokens: int) -> None:
     """A table; ratios are of a round's turns to that of the engine alone, by median."""
     first, *_ = turns.values()
-    print(f"  {'':<28}{'tokens/s':>9}{'ratio':>8}{'ms of CPU a token':>20}{'ratio':>8}{'least':>8}{'others':>8}")
+    titles = f"{'ms of CPU a token':>19}{'ratio':>7}{'interval':>16}{'others':>8}{'steps':>7}"
+    print(f"  {'':<22}{'tokens/s':>9}{'ratio':>7}{titles}")
     for name, each in turns.items():
         clock = statistics.median(mine / own for mine, own in zip(first.clock, each.clock))
-        processor = statistics.median(own / mine for mine, own in zip(first.processor, each.processor))
-        least = min(each.processor) / min(first.processor)
+        ratios = [own / mine for mine, own in zip(first.processor, each.processor)]
         rate, spent = tokens / statistics.median(each.clock), 1e3 * statistics.median(each.processor) / tokens
         shares = [whole / engine - 1 for whole, engine in zip(each.processor, each.engine) if each is not first]
-        said = f"{statistics.median(shares):>8.1%}" if shares else ""
-        print(f"  {name:<28}{rate:>9.0f}{clock:>8.2f}{spent:>20.2f}{processor:>8.3f}{least:>8.3f}{said}")
+        low, high = interval(ratios)
+        within = f"{low:.3f} to {high:.3f}" if each is not first else ""
+        others = f"{statistics.median(shares):.1%}" if shares else ""
+        ratio, steps = statistics.median(ratios), statistics.median(each.steps)
+        print(f"  {name:<22}{rate:>9.0f}{clock:>7.2f}{spent:>19.2f}{ratio:>7.3f}{within:>16}{others:>8}{steps:>7.0f}")
 
 
 def show(name: str, times: Sequence[Times], tokens: int) -> None:
@@ -229,7 +241,7 @@ def main() -> None:
             "HTTP, whole answers": lambda prompts: asked(prompts, stream=False).whole,
             "HTTP, streams": lambda prompts: asked(prompts).whole,
         }
-        report(compare(contenders, new, rounds=rounds), tokens)
+        report(compare(contenders, new, rounds=rounds, engines=(alone, inside)), tokens)
         print(f"  {'':<28}{'tokens/s':>9}{'first ms':>9}{'p90':>9}{'between':>9}{'p90':>9}")
         few = -(-clients // 4)
         found = [(asked(new()[:few], at_once=1), asked(new())) for _ in range(-(-rounds // 2))]
