@@ -224,7 +224,7 @@ def _pipeline(config: RunConfig, mesh: Mesh) -> Counter[str]:
     if mesh.size("pp") == 1:
         return Counter()
     settings, rank, model = PipelineSettings.of(config), mesh.rank("pp"), config.model
-    at = [seat.rank for seat in settings.placement.seats]
+    at = [location.rank for location in settings.placement.locations]
     assert len(at) == mesh.size("pp") * chunks_per_rank(config)
     ways = sum((one, other).count(rank) for one, other in itertools.pairwise(at) if one != other)
     activation = config.data.seq_length * config.training.micro_batch_size * model.hidden_size * 4

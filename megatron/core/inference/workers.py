@@ -78,8 +78,8 @@ class EveryRanksRunner:
 
     def __init__(self, stages: Sequence[ModelStage], mesh: Mesh, placement: Placement) -> None:
         self.limits: RunnerLimits = stages[0].limits
-        self._stages, self._mesh, self._seats = stages, mesh, placement.seats
-        between = [(seat.rank, following.rank) for seat, following in pairwise(placement.seats)]
+        self._stages, self._mesh, self._locations = stages, mesh, placement.locations
+        between = [(location.rank, following.rank) for location, following in pairwise(placement.locations)]
         routes = [(source, target) for source, target in between if source != target]
         self._transport = Transport(mesh, stages[0].device, routes=routes)
 
@@ -87,18 +87,18 @@ class EveryRanksRunner:
     def start(self, plan: StepPlan) -> RunningStep:
         """Compute this rank's stages of a plan, and get the last stage's logits."""
         here, sending, result = self._mesh.rank("pp"), list[Handle[Sequence[Tensor]]](), list[Tensor]()
-        for number, seat in enumerate(self._seats):
-            if seat.rank != here:
+        for number, location in enumerate(self._locations):
+            if location.rank != here:
                 continue
-            stage = self._stages[seat.chunk]
-            if number and (source := self._seats[number - 1].rank) != here:
+            stage = self._stages[location.chunk]
+            if number and (source := self._locations[number - 1].rank) != here:
                 result = list(self._transport.receive(stage.buffers(plan), source).wait())
             result = stage.run(plan, result)
-            if seat is not self._seats[-1] and (target := self._seats[number + 1].rank) != here:
+            if location is not self._locations[-1] and (target := self._locations[number + 1].rank) != here:
                 sending.append(self._transport.send(result, target))
         for handle in sending:
             handle.wait()
-        last = self._seats[-1].rank
+        last = self._locations[-1].rank
         if here != last:
             shape, first = (plan.num_logits, self.limits.vocabulary), self._stages[0]
             result = [torch.empty(shape, dtype=first.logits_dtype, device=first.device)]

@@ -36,7 +36,7 @@ class Action:
 
 
 @dataclass(frozen=True)
-class Seat:
+class StageLocation:
     """The place of a stage: a pipeline rank, and the number of one of the rank's chunks."""
 
     rank: int
@@ -45,39 +45,39 @@ class Seat:
 
 @dataclass(frozen=True)
 class Placement:
-    """The seat of every stage, in the order of the model."""
+    """The location of every stage, in the order of the model."""
 
-    seats: tuple[Seat, ...]
+    locations: tuple[StageLocation, ...]
 
     @classmethod
     def looped(cls, num_ranks: int, num_chunks: int = 1) -> Placement:
         """Stages on ranks in turn, one round a chunk: 0 1 2 3 0 1 2 3."""
-        return cls(tuple(Seat(rank, chunk) for chunk in range(num_chunks) for rank in range(num_ranks)))
+        return cls(tuple(StageLocation(rank, chunk) for chunk in range(num_chunks) for rank in range(num_ranks)))
 
     @classmethod
     def vee(cls, num_ranks: int) -> Placement:
         """Down the ranks and up again, 0 1 2 3 3 2 1 0: the last stage beside the first (arXiv:2405.15362)."""
-        down = [Seat(rank, 0) for rank in range(num_ranks)]
-        return cls((*down, *(Seat(rank, 1) for rank in reversed(range(num_ranks)))))
+        down = [StageLocation(rank, 0) for rank in range(num_ranks)]
+        return cls((*down, *(StageLocation(rank, 1) for rank in reversed(range(num_ranks)))))
 
     @property
     def num_stages(self) -> int:
         """Parts of the model."""
-        return len(self.seats)
+        return len(self.locations)
 
     @property
     def num_ranks(self) -> int:
         """Ranks of the pipeline."""
-        return 1 + max(seat.rank for seat in self.seats)
+        return 1 + max(location.rank for location in self.locations)
 
     @property
     def num_chunks(self) -> int:
         """Stages of a rank."""
-        return 1 + max(seat.chunk for seat in self.seats)
+        return 1 + max(location.chunk for location in self.locations)
 
     def stages_of(self, rank: int) -> list[int]:
         """The stages that ``rank`` holds, by chunk."""
-        mine = {seat.chunk: stage for stage, seat in enumerate(self.seats) if seat.rank == rank}
+        mine = {location.chunk: stage for stage, location in enumerate(self.locations) if location.rank == rank}
         return [mine[chunk] for chunk in range(len(mine))]
 
 

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from megatron.core.pipeline_parallel.actions import Action, PipelineSchedule, Placement, Seat
+from megatron.core.pipeline_parallel.actions import Action, PipelineSchedule, Placement, StageLocation
 from megatron.core.pipeline_parallel.simulate import Simulation, simulate
 
 
@@ -24,8 +24,8 @@ class Message:
     microbatch: int
     from_stage: int
     to_stage: int
-    source: Seat
-    target: Seat
+    source: StageLocation
+    target: StageLocation
 
     def __str__(self) -> str:
         return f"{self.content} of microbatch {self.microbatch} from stage {self.from_stage} to stage {self.to_stage}"
@@ -114,8 +114,8 @@ def _message(action: Action, stage: int, placement: Placement) -> Message | None
     if action.kind == "W" or not 0 <= neighbour < placement.num_stages:
         return None
     content: Literal["stage_inputs", "gradients"] = "stage_inputs" if action.kind == "F" else "gradients"
-    seats = placement.seats
-    return Message(content, action.microbatch, stage, neighbour, seats[stage], seats[neighbour])
+    locations = placement.locations
+    return Message(content, action.microbatch, stage, neighbour, locations[stage], locations[neighbour])
 
 
 def _blocking(rank: _Rank) -> Transfers:

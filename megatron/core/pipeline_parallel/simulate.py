@@ -147,12 +147,14 @@ def _ready(
         neighbour, own = stage + 1, done.get(("F", stage, microbatch), -1.0)
         if own < 0.0:
             return None
-    if not 0 <= neighbour < len(placement.seats):
+    if not 0 <= neighbour < len(placement.locations):
         return own
     arrived = done.get(("F" if kind == "F" else "I", neighbour, microbatch))
     if arrived is None:
         return None
-    return max(own, arrived + (transfer if placement.seats[neighbour].rank != placement.seats[stage].rank else 0.0))
+    return max(
+        own, arrived + (transfer if placement.locations[neighbour].rank != placement.locations[stage].rank else 0.0)
+    )
 
 
 def _describe(

@@ -37,5 +37,5 @@ class Plans:
 
 def routes(placement: Placement) -> set[tuple[int, int]]:
     """Pairs of ranks (source, target) between which messages are sent, in both directions."""
-    pairs = {(one.rank, next_one.rank) for one, next_one in zip(placement.seats, placement.seats[1:])}
+    pairs = {(one.rank, next_one.rank) for one, next_one in zip(placement.locations, placement.locations[1:])}
     return {pair for one, other in pairs if one != other for pair in ((one, other), (other, one))}

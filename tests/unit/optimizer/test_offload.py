@@ -11,7 +11,7 @@ from megatron.core.distributed.buffers import FlatBuffer, Span
 from megatron.core.optimizer.offload import HostTransfer, divided
 from megatron.core.optimizer.optimizer import Optimizer
 from megatron.core.parallel.context import ParallelContext
-from tests.unit.optimizer.test_kept_numbers import NARROW, buffers_of, optimizer_of, take_steps
+from tests.unit.optimizer.test_storage import NARROW, buffers_of, optimizer_of, take_steps
 
 OFFLOADED = {"optimizer_cpu_offload": True, "overlap_cpu_optimizer_d2h_h2d": True}
 

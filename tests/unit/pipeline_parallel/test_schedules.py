@@ -129,7 +129,7 @@ def test_interleaving_starts_early_enough_to_hide_messages(ranks: int) -> None:
 
 def test_stages_are_placed_once() -> None:
     """A stage without a rank would be a lost part of the model."""
-    assert [(seat.rank, seat.chunk) for seat in Placement.vee(3).seats] == [
+    assert [(location.rank, location.chunk) for location in Placement.vee(3).locations] == [
         (0, 0),
         (1, 0),
         (2, 0),

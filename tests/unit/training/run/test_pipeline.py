@@ -33,7 +33,7 @@ def test_settings_and_schedules_agree_on_stages(name: str) -> None:
     run = parse(f"--num-layers 9 --pipeline-model-parallel-size 3 {SCHEDULES[name]}", ranks=3)
     settings = PipelineSettings.of(run)
     assert settings.name == name
-    assert [shape.rank for shape in model_stages(run)] == [seat.rank for seat in settings.placement.seats]
+    assert [shape.rank for shape in model_stages(run)] == [location.rank for location in settings.placement.locations]
     assert settings.schedule(4).placement == settings.placement
 
 
