@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Literal
 
 from megatron.config.flags import Settings, derive, flag, switch
@@ -78,6 +79,11 @@ class OptimizerConfig(Settings):
         "'decoder.layers.[0-3].*'. Frozen parameters have no gradient and no optimizer state.",
         default=(),
     )
+    lr_multipliers: tuple[str, ...] = flag(
+        "Quoted PATTERN=FACTOR pairs: parameters whose names match PATTERN, as --freeze gives it, are trained at "
+        "FACTOR times the learning rate of the others, such as 'embedding.*=0.1'. The first pair that matches counts.",
+        default=(),
+    )
     clip_grad: float = flag("Clip the gradient norm to this value; 0 turns clipping off.", default=1.0, at_least=0)
     adam_beta1: float = flag("Adam's decay of the first moment.", default=0.9, at_least=0, below=1)
     adam_beta2: float = flag("Adam's decay of the second moment.", default=0.999, at_least=0, below=1)
@@ -148,3 +154,11 @@ class OptimizerConfig(Settings):
             derive(self, "decoupled_min_lr", self.min_lr)
         derive(self, "start_weight_decay", self.weight_decay)
         derive(self, "end_weight_decay", self.weight_decay)
+
+
+def pattern_and_factor(pair: str) -> tuple[str, float]:
+    """Pattern of names and factor of one of ``lr_multipliers``. Raises ValueError for what is no such pair."""
+    pattern, _, factor = pair.rpartition("=")
+    if not pattern or not 0 < float(factor) < math.inf:
+        raise ValueError(pair)
+    return pattern, float(factor)

@@ -20,8 +20,8 @@ from megatron.planning.estimate import (
     stage_costs,
 )
 from megatron.planning.fitting import what_fits
-from megatron.planning.freezing import check_freezing
 from megatron.planning.model import latents_sent
+from megatron.planning.parameter_patterns import check_patterns
 from megatron.planning.schedule import schedule_facts
 from megatron.planning.stages import with_stages
 
@@ -32,10 +32,10 @@ def dry_run_report(run: RunConfig, train_spec: TrainSpec, *, files: Sequence[str
     """Sections of text about a checked run. ``files``: lines about its files.
 
     Raises ConfigError when neither the settings nor the tokenizer's files give the size of the vocabulary, and for
-    patterns of ``--freeze`` that match nothing or everything.
+    patterns of parameters that match nothing, or freeze everything.
     """
     run = with_stages(run.with_vocab_size(vocabulary_size(run)), train_spec)
-    check_freezing(run, train_spec)
+    check_patterns(run, train_spec)
     memory = memory_estimate(run, train_spec)
     title = f"memory of {'one' if run.parallel.pipeline_model_parallel_size == 1 else 'the fullest'} rank, estimated"
     sections = {

@@ -41,6 +41,10 @@ VARIANTS: dict[str, dict[str, Any]] = {
     | STILL
     | {"family": "gated", "num_layers": 4, "freeze": ("embedding.*", "output_layer.*", "*layernorm*", "*.linear_*")},
     "gates": LLAMA | STILL | {"family": "gated", "num_layers": 4, "freeze": ("embedding.*", "*.gated_mlp.*")},
+    "embedding, with other learning rates of layers": LLAMA
+    | STILL
+    | FIVE
+    | {"freeze": EMBEDDING, "lr_multipliers": ("decoder.layers.[02].*=0.3", "*.weight=1.7")},
     "bert's body": SMALL | STILL | FIVE | {"family": "bert", "freeze": ("embedding.*", "encoder.*")},
 }
 LAYOUTS: dict[str, Layout] = {
@@ -72,7 +76,11 @@ def reference(variant: str) -> Observed:
         VARIANTS,
         LAYOUTS,
         always=("tp2 sp dp2 zero, recompute full",),
-        more={"first half": LAYOUTS, "tied embedding": ("tp2 sp pp2 zb-v dp2 zero",)},
+        more={
+            "first half": LAYOUTS,
+            "tied embedding": ("tp2 sp pp2 zb-v dp2 zero",),
+            "embedding, with other learning rates of layers": ("tp2 sp pp2 zb-v dp2 zero",),
+        },
         slow=("tp2 sp pp2 dp2 zero",),  # two others are of the same eight ranks, with harder schedules
     ),
 )

@@ -101,6 +101,7 @@ def train(context: ParallelContext, settings: Mapping[str, Any], layout: Layout)
     context = replace(context, cp_comm_types=layout.cp_comm_types, cp_sizes=layout.cp_sizes)
     settings = dict(settings)
     family, freeze = FAMILIES[settings.pop("family", "gpt")], settings.pop("freeze", ())
+    multipliers = settings.pop("lr_multipliers", ())
     published = settings.pop("published", None)
     fp8 = Fp8Config(**settings.pop("fp8", {}))
     family = family_of_published(published) if published else family
@@ -128,7 +129,7 @@ def train(context: ParallelContext, settings: Mapping[str, Any], layout: Layout)
         initial=parts_of(model_state(*models), context.mesh),
     )
 
-    policies = parameter_policies(named_parameters(models), OptimizerConfig(freeze=freeze))
+    policies = parameter_policies(named_parameters(models), OptimizerConfig(freeze=freeze, lr_multipliers=multipliers))
     buffers = build_buffers(
         named_parameters(models),
         context,

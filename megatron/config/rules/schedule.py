@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from megatron.config.family import Rule, rule
 from megatron.config.flags import flag_of
+from megatron.config.optimizer import pattern_and_factor
 from megatron.config.rules.sizes import LENGTHS, length_in
 from megatron.config.run import RunConfig
 
@@ -21,6 +22,19 @@ def learning_rates_are_ordered(run: RunConfig) -> str | None:
         ):
             if highest is not None and value is not None and value > highest:
                 return f"{flag} {value:g} is more than --{name} {highest:g}; use at most {highest:g}"
+    return None
+
+
+def learning_rate_factors_are_numbers(run: RunConfig) -> str | None:
+    """Each learning-rate multiplier is a pattern and a positive number."""
+    for pair in run.optimizer.lr_multipliers:
+        try:
+            pattern_and_factor(pair)
+        except ValueError:
+            return (
+                f"--lr-multipliers {pair} is not PATTERN=FACTOR with a factor above 0, such as 'embedding.*=0.1'; "
+                "parameters that must keep their values are named with --freeze"
+            )
     return None
 
 
@@ -110,6 +124,7 @@ RULES: tuple[Rule, ...] = (
         lambda run: run.optimizer.lr is None and not run.training.skip_train,
     ),
     learning_rates_are_ordered,
+    learning_rate_factors_are_numbers,
     one_unit_each,
     one_warmup,
     warmup_ends_before_decay,

@@ -8,7 +8,7 @@ from fnmatch import fnmatchcase
 
 from torch import nn
 
-from megatron.config.optimizer import OptimizerConfig
+from megatron.config.optimizer import OptimizerConfig, pattern_and_factor
 from megatron.core.parallel.sharding import Sharding, sharding_of
 
 _QUERY_AND_KEY_NORMS = ("*.q_layernorm.*", "*.k_layernorm.*")
@@ -20,12 +20,14 @@ class ParameterPolicy:
 
     ``is_trained``: a frozen parameter, or one that was built without a gradient, has no gradient, no optimizer state
     and no reduction. ``decays``: weight decay applies to it. ``is_decoupled``: it has the learning rate of
-    ``--decoupled-lr``. ``update_rule``: how a step moves it, a name among ``optimizer.update_rules.UPDATE_RULES``.
+    ``--decoupled-lr``. ``lr_multiplier``: its learning rate over that of the schedule, from ``--lr-multipliers``.
+    ``update_rule``: how a step moves it, a name among ``optimizer.update_rules.UPDATE_RULES``.
     """
 
     is_trained: bool
     decays: bool
     is_decoupled: bool
+    lr_multiplier: float
     update_rule: str
 
 
@@ -38,6 +40,7 @@ def parameter_policies(
 ) -> dict[str, ParameterPolicy]:
     """The policy of every parameter of this rank."""
     config, policies = config or OptimizerConfig(), {}
+    factors = [pattern_and_factor(pair) for pair in config.lr_multipliers]
     for name, parameter in named_parameters:
         sharding = sharding_of(parameter)
         name = sharding.tied or name
@@ -46,6 +49,7 @@ def parameter_policies(
             is_trained=parameter.requires_grad and not matches(name, config.freeze),
             decays=_is_matrix(sharding) or decays_too,
             is_decoupled=config.decoupled_lr is not None and _is_vocabulary_table(sharding),
+            lr_multiplier=next((factor for pattern, factor in factors if matches(name, [pattern])), 1.0),
             update_rule=config.optimizer,
         )
     return policies

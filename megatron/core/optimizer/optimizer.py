@@ -214,6 +214,7 @@ class Optimizer:
         for owned in self._owned:
             policy = owned.buffer.policy
             rate = decoupled_lr if policy.is_decoupled and decoupled_lr is not None else lr
+            rate *= policy.lr_multiplier
             decay = weight_decay if policy.decays else 0.0
             self._move(owned, divisor / min(clip, 1.0), lr=rate, weight_decay=decay)
         self.gather.start()

@@ -21,7 +21,7 @@ from megatron.core.parallel.mesh import Mesh
 from megatron.core.parallel.sharding import ShardedState
 from megatron.core.tokenizers.base import Tokenizer
 from megatron.errors import CheckpointError
-from megatron.planning.freezing import FreezingChange
+from megatron.planning.parameter_patterns import FreezingChange
 from megatron.training.checkpoints.published import load_published
 from megatron.training.run.run import Progress, Run
 

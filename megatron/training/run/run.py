@@ -30,7 +30,7 @@ from megatron.core.tensor_parallel.fp8_linear import delayed_scaling, weight_qua
 from megatron.core.tokenizers.base import Tokenizer
 from megatron.core.tokenizers.build import build_tokenizer
 from megatron.planning.estimate import active_parameters, flops_per_sample, frozen_parameters, whole_costs
-from megatron.planning.freezing import check_freezing
+from megatron.planning.parameter_patterns import check_patterns
 from megatron.planning.stages import with_stages
 from megatron.training.reporting.curves import Curves, open_writers
 from megatron.training.reporting.flops import SpeedScale, device_peak
@@ -99,7 +99,7 @@ def build_run(
     """
     tokenizer = build_tokenizer(config.tokenizer)
     config = with_stages(config.with_vocab_size(tokenizer.vocab_size), train_spec)
-    check_freezing(config, train_spec)
+    check_patterns(config, train_spec)
     check_fp8(config, context.device)
     check_memory(config, train_spec, context)
     reporter = build_reporter(config, train_spec, context)

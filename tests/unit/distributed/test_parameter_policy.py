@@ -84,6 +84,33 @@ def test_tables_move_at_their_own_rate() -> None:
     }
 
 
+def test_multipliers_of_the_learning_rate_are_found_by_name() -> None:
+    """A layer that is to learn slower moved as fast as the others, or its weight decay did: both follow the rate. The
+    first pair that matches counts, and a table has its own rate times the factor.
+    """
+    shardings = {
+        "embedding.words": Sharding((4, 4), pad_multiple=4, split={0: "tp"}),
+        "layers.0.weight": Sharding((4, 4)),
+        "layers.1.weight": Sharding((4, 4)),
+        "norm": Sharding((4,)),
+    }
+    config = OptimizerConfig(
+        decoupled_lr=0.5, clip_grad=0, lr_multipliers=("layers.0.*=0.25", "layers.*=2", "embed*=0.5")
+    )
+    named = {name: made(sharding, torch.float64) for name, sharding in shardings.items()}
+    context = ParallelContext.single(dtype=torch.float64)
+    policies = parameter_policies(named.items(), config)
+    buffers = build_buffers(named.items(), context, grad_dtype=torch.float64, policies=policies)
+    optimizer = Optimizer(buffers, config, PrecisionConfig(), context, sharded=False)
+    for parameter in named.values():
+        parameter.main_grad.fill_(1.0)  # type: ignore[attr-defined]
+    optimizer.update(count=1, lr=0.1, weight_decay=0.1, decoupled_lr=0.5)
+    rates = {"embedding.words": 0.25, "layers.0.weight": 0.025, "layers.1.weight": 0.2, "norm": 0.1}
+    for name, rate in rates.items():
+        decayed = 1 - rate * 0.1 * (name != "norm")
+        assert math.isclose(named[name].mean().item(), decayed - rate, rel_tol=1e-6), name
+
+
 def test_patterns_are_of_global_names() -> None:
     """A tied copy on the last stage has the name under which both are saved; case counts, as on a command line."""
     parameter = made(Sharding((4, 4), tied="embedding.word_embeddings.weight"))

@@ -1,4 +1,4 @@
-"""Checks of ``--freeze``, and what a resume with other patterns changes.
+"""Checks of patterns of names (``--freeze``, ``--lr-multipliers``), and what a resume with other patterns changes.
 
 Names are those of the model built without values, so all ranks and a dry run find the same ones.
 """
@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Any
 
+from megatron.config.optimizer import pattern_and_factor
 from megatron.config.run import RunConfig
 from megatron.core.distributed.parameter_policy import matches
 from megatron.core.models.train_spec import TrainSpec
@@ -20,24 +21,42 @@ from megatron.small_files import check_kinds
 _MOST_NAMED = 8
 
 
-def check_freezing(run: RunConfig, train_spec: TrainSpec) -> None:
-    """Raise ConfigError for a pattern that matches no parameter of the model, and when all are frozen."""
-    patterns = run.optimizer.freeze
-    names = {*parameter_sizes(run, train_spec)} if patterns else set()
-    for pattern in patterns:
-        if not any(matches(name, [pattern]) for name in names):
-            prefixes = {f"{name[:at]}.*" for name in names for at, letter in enumerate(name) if letter == "."}
-            near = get_close_matches(pattern, sorted(names | prefixes), n=4)
-            roots = sorted({f"{name.partition('.')[0]}.*" for name in names})
-            raise ConfigError(
-                f"--freeze {pattern} matches no parameter of the model; "
-                + (f"close patterns that do: {', '.join(near)}" if near else f"these do: {', '.join(roots)}")
-            )
-    if patterns and all(matches(name, patterns) for name in names):
+def check_patterns(run: RunConfig, train_spec: TrainSpec) -> None:
+    """Raise ConfigError for a pattern that matches no parameter of the model, for a learning-rate multiplier of
+    parameters that are all frozen or all have an earlier one, and when all parameters are frozen.
+    """
+    frozen, pairs = run.optimizer.freeze, run.optimizer.lr_multipliers
+    names = {*parameter_sizes(run, train_spec)} if frozen or pairs else set()
+    for pattern in frozen:
+        _check_matches("--freeze", pattern, names)
+    if frozen and all(matches(name, frozen) for name in names):
         raise ConfigError(
-            f"--freeze {' '.join(patterns)} freezes all {len(names)} parameter tensors of the model, so nothing would "
+            f"--freeze {' '.join(frozen)} freezes all {len(names)} parameter tensors of the model, so nothing would "
             "be trained: leave out a pattern, or evaluate with --skip-train and without --freeze"
         )
+    rest = {name for name in names if not matches(name, frozen)}
+    for pair in pairs:
+        pattern, _ = pattern_and_factor(pair)
+        _check_matches("--lr-multipliers", pattern, names)
+        concerned = {name for name in rest if matches(name, [pattern])}
+        if not concerned:
+            raise ConfigError(
+                f"--lr-multipliers {pair} has no effect: its parameters are frozen or match an earlier pair; "
+                "leave it out, or give it first"
+            )
+        rest -= concerned
+
+
+def _check_matches(flag: str, pattern: str, names: set[str]) -> None:
+    if any(matches(name, [pattern]) for name in names):
+        return
+    prefixes = {f"{name[:at]}.*" for name in names for at, letter in enumerate(name) if letter == "."}
+    near = get_close_matches(pattern, sorted(names | prefixes), n=4)
+    roots = sorted({f"{name.partition('.')[0]}.*" for name in names})
+    raise ConfigError(
+        f"{flag} {pattern} matches no parameter of the model; "
+        + (f"close patterns that do: {', '.join(near)}" if near else f"these do: {', '.join(roots)}")
+    )
 
 
 @dataclass(frozen=True)
