@@ -9,7 +9,7 @@ prompts, and all new tokens. Printed are generated tokens a second, by median an
 thread the clock is the processor time of this thread, so other work on the machine hardly counts.
 
 ``unequal``: prompts of 8 to 512 tokens, most of them short; contenders without a scheduler pad them on the left.
-At the end: how long reading a prompt takes against the forward pass of training, what drawing with top-p takes of a
+At the end: how long reading a prompt takes against the forward pass of training, what sampling with top-p takes of a
 step, and the memory of the cache against its formula.
 """
 
@@ -295,7 +295,7 @@ def report(turns: dict[str, Turns], tokens: int) -> None:
 
 
 def parts(model: GPTModel, shape: Shape, *, rounds: int, count: int, length: int) -> None:
-    """Print reading of prompts, drawing, and the cache's memory."""
+    """Print reading of prompts, sampling, and the cache's memory."""
     runner = runner_of(model, shape, requests=8)
     prompt = prompts_of(1, shape, unequal=False, length=length)[0]
     row = PlanRow(
@@ -315,7 +315,7 @@ def parts(model: GPTModel, shape: Shape, *, rounds: int, count: int, length: int
         runner.seconds, began = 0.0, now()
         run(runner, prompts_of(8, shape, unequal=False, length=16), count, Sampling(top_p=0.9))
         shares.append(1 - runner.seconds / (now() - began))
-    print(f"8 rows drawn with top-p 0.9: {statistics.median(shares[1:]):.0%} of a step is not the model")
+    print(f"8 rows sampled with top-p 0.9: {statistics.median(shares[1:]):.0%} of a step is not the model")
     print(
         f"cache: {runner.cache_bytes} bytes; {runner.limits.num_blocks * BLOCK} tokens x 2 x layers x width x size are "
         f"{runner.limits.num_blocks * BLOCK * 2 * shape.layers * shape.hidden * next(model.parameters()).itemsize}"

@@ -20,7 +20,7 @@ import numpy as np
 
 from megatron.config.flags import Settings, flag
 from megatron.config.trained_model import TrainedModelConfig
-from megatron.core.inference.masks import MASK, around_masks, check_length, check_masks
+from megatron.core.inference.fill_mask import MASK, around_masks, check_length, check_masks
 from megatron.core.models.t5.config import T5Config
 from megatron.core.models.trained_model_flags import parse_with_trained_model
 from megatron.core.parallel.environment import errors_once_per_node, launch_environment

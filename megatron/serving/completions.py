@@ -6,8 +6,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from megatron.core.inference.detokenizer import token_texts
 from megatron.core.inference.request import TokenLogprobs, Update
-from megatron.core.inference.text import token_texts
 from megatron.serving.errors import ApiError
 from megatron.serving.fields import COMPLETION, read_fields
 from megatron.serving.generating import Answer, ApiCall, api_call, check_together, ending

@@ -232,7 +232,7 @@ SAMPLING = (
     Field(
         "use_beam_search",
         _SWITCH,
-        "Search for the most probable texts instead of drawing them, with as many beams as best_of or n says; the "
+        "Search for the most probable texts instead of sampling them, with as many beams as best_of or n says; the "
         "answer is the n best. Needs no seed and no temperature, top_k, top_p, min_p and stop, and no stream.",
         False,
     ),

@@ -24,7 +24,7 @@ class ApiCall:
     """An HTTP request, read: its ``fields``, its ``prompts`` as token ids, and the engine's ``requests`` for them:
     ``choices`` continuations of each, prompt by prompt.
 
-    ``seed``: the one that was given, or drawn; None for a search, which draws nothing. ``answered``: how many of the
+    ``seed``: the one that was given, or drawn; None for a search, which samples nothing. ``answered``: how many of the
     continuations the answer holds.
     """
 
@@ -128,16 +128,16 @@ def check_beams(fields: Mapping[str, Any]) -> None:
         return
     if fields["stream"]:
         raise ApiError("use_beam_search cannot be streamed, since the best are known at the end", param="stream")
-    drawing: dict[str, tuple[Any, ...]] = {"temperature": (0, 1), "top_p": (1,), "top_k": (0, -1), "min_p": (0,)}
-    drawing |= {"seed": (None,), "stop": ([],)}
-    for name, neutral in drawing.items():
+    neutral_values: dict[str, tuple[Any, ...]] = {"temperature": (0, 1), "top_p": (1,), "top_k": (0, -1), "min_p": (0,)}
+    neutral_values |= {"seed": (None,), "stop": ([],)}
+    for name, neutral in neutral_values.items():
         if fields[name] not in neutral:
-            why = "whose texts end with tokens (stop_token_ids)" if name == "stop" else "which draws no tokens"
+            why = "whose texts end with tokens (stop_token_ids)" if name == "stop" else "which samples no tokens"
             raise ApiError(f"{name} has no effect with use_beam_search, {why}: leave it out", param=name)
 
 
 def sampling_of(fields: Mapping[str, Any], model: ServedModel) -> Sampling:
-    """How tokens are drawn; raises ApiError for ids that the model doesn't have."""
+    """How tokens are sampled; raises ApiError for ids that the model doesn't have."""
     bias = {_token_id(key, model): value for key, value in fields["logit_bias"].items()}
     allowed = fields["allowed_token_ids"]
     if allowed is not None:

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron.config.suggestions import did_you_mean
+from megatron.core.inference.detokenizer import token_texts
 from megatron.core.inference.request import BeamSearch, Request, Result, StopRules
 from megatron.core.inference.sampling import Sampling
-from megatron.core.inference.text import token_texts
 from megatron.serving.errors import ApiError
 from megatron.serving.fields import MOST_PROMPTS, Field
 from megatron.serving.generating import ApiCall
@@ -145,7 +145,7 @@ _REPLACED = {
     "max_len": "max_len is no longer used.  Replace with tokens_to_generate",
     "sentences": "sentences is no longer used.  Replace with prompts",
 }
-_DRAWING = ("temperature", "top_k", "top_p", "random_seed", "stop_on_double_eol", "stop_on_eol")
+_SAMPLING = ("temperature", "top_k", "top_p", "random_seed", "stop_on_double_eol", "stop_on_eol")
 
 
 def checked_fields(body: Mapping[str, Any]) -> dict[str, Any]:
@@ -184,8 +184,8 @@ def _check_beams(fields: Mapping[str, Any], given: Mapping[str, Any]) -> None:
     _require(len(fields["prompts"]) == 1, "prompts", "When doing beam_search, batch size must be 1")
     _require(fields["tokens_to_generate"] > 0, "tokens_to_generate", "beam_width needs tokens_to_generate above 0")
     neutral = {field.name: field.default for field in SETTINGS}
-    for name in _DRAWING:
-        message = f"{name} has no effect with beam_width, which draws no tokens and is ended by tokens: leave it out"
+    for name in _SAMPLING:
+        message = f"{name} has no effect with beam_width, which samples no tokens and is ended by tokens: leave it out"
         _require(fields[name] == neutral[name], name, message)
 
 

@@ -11,7 +11,7 @@ from megatron.errors import ConfigError
 API_KEY_VARIABLE = "MEGATRON_API_KEY"
 FLAGS_OF_REQUESTS = dict.fromkeys(
     ("--temperature", "--top_k", "--top-k", "--top_p", "--top-p", "--greedy", "--out-seq-length", "--num-samples"),
-    LegacyFlag("ignored", "each request says how its text is drawn, and how long it may be"),
+    LegacyFlag("ignored", "each request says how its tokens are sampled, and how long it may be"),
 )
 """Flags of launch lines of Megatron-LM's server."""
 

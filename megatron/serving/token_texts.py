@@ -23,7 +23,7 @@ class TokenTexts:
         return f"token_id:{token}" if self.as_ids else self.tokenizer.detokenize([token])
 
     def ranked(self, logprobs: TokenLogprobs, token: int, *, most: int) -> dict[str, float]:
-        """Texts and log-probabilities of the ``most`` likeliest tokens and of the one that was drawn.
+        """Texts and log-probabilities of the ``most`` likeliest tokens and of the one that was sampled.
 
         Of tokens with one text, the likelier stays.
         """

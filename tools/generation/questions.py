@@ -126,13 +126,13 @@ def _request(generator: Generator, record: dict[str, Any], *, number: int) -> Re
     if "top_k" in sampling:
         sampling["top_k"] = max(0, sampling["top_k"])
     stop = own.get("stop", request.stop.strings)
-    most, drawing = own.get("max_tokens", request.max_tokens), dataclasses.replace(request.sampling, **sampling)
-    if drawing.min_tokens > most:
-        raise DataError(f"min_tokens {drawing.min_tokens} is more than max_tokens {most}")
+    most, settings = own.get("max_tokens", request.max_tokens), dataclasses.replace(request.sampling, **sampling)
+    if settings.min_tokens > most:
+        raise DataError(f"min_tokens {settings.min_tokens} is more than max_tokens {most}")
     return dataclasses.replace(
         request,
         max_tokens=most,
         seed=own.get("seed", request.seed),
-        sampling=drawing,
+        sampling=settings,
         stop=dataclasses.replace(request.stop, strings=(stop,) if isinstance(stop, str) else tuple(stop)),
     )

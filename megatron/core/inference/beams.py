@@ -9,10 +9,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatron.core.inference.drawing import NOT_FINITE, NOTHING_LEFT, DrawState, token_logprobs
+from megatron.core.inference.detokenizer import token_texts
 from megatron.core.inference.request import Beam, BeamSearch, Finish, GeneratedToken, Request, TokenLogprobs
+from megatron.core.inference.sampler import NOT_FINITE, NOTHING_LEFT, SamplerState, token_logprobs
 from megatron.core.inference.scheduler import TextState
-from megatron.core.inference.text import token_texts
 from megatron.core.tokenizers.base import Tokenizer
 
 
@@ -94,7 +94,7 @@ class BeamAnswer:
             raise ValueError(NOT_FINITE)
         scores = whole.to(torch.promote_types(whole.dtype, torch.float32)).log_softmax(dim=-1)
         for number, each in enumerate(self.texts):
-            state = DrawState(self._request)
+            state = SamplerState(self._request)
             if state.is_edited:
                 for token in each.tokens[len(self._request.prompt) :]:
                     state.append(token)

@@ -12,8 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megatron.core.inference.decode_attention import OneQuery, SharedCall, shared_calls
 from megatron.core.inference.invariance import TILE, fewest_queries
-from megatron.core.inference.shared_calls import OneQuery, SharedCall, shared_calls
 from megatron.core.inference.step_plan import PlanRow, RunnerLimits, StepPlan
 from megatron.core.ops.attention import AttentionOptions, attention
 from megatron.core.ops.attention.cached import CachedHeads

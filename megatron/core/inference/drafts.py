@@ -1,6 +1,6 @@
 """Speculative decoding: draft tokens, which the model verifies together in one step.
 
-The engine draws each token as it would without drafts, and goes on as long as the drawn token is the draft. So a guess
+The engine samples each token as it would without drafts, and goes on as long as that is the draft. So a guess
 changes how many steps a text takes, and never the text.
 """
 
@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Protocol
 from weakref import WeakKeyDictionary
 
-from megatron.core.inference.drawing import DrawRow, DrawState, draw
+from megatron.core.inference.sampler import SampleRow, SamplerState, sample
 from megatron.core.inference.scheduler import ScheduledRow, TextState
 from megatron.core.inference.step_plan import ModelRunner, PlanRow, StepPlan
 
@@ -19,7 +19,7 @@ from megatron.core.inference.step_plan import ModelRunner, PlanRow, StepPlan
 class Drafter(Protocol):
     """Guesses tokens."""
 
-    def propose(self, rows: Sequence[ScheduledRow], states: Sequence[DrawState]) -> None:
+    def propose(self, rows: Sequence[ScheduledRow], states: Sequence[SamplerState]) -> None:
         """Set ``drafts`` of the rows of a step, up to ``room`` of them. ``states``: of the rows' requests."""
         ...
 
@@ -33,7 +33,7 @@ class PromptLookup:
     def __init__(self, *, longest: int = 4, shortest: int = 2) -> None:
         self._lengths = range(longest, shortest - 1, -1)
 
-    def propose(self, rows: Sequence[ScheduledRow], states: Sequence[DrawState]) -> None:
+    def propose(self, rows: Sequence[ScheduledRow], states: Sequence[SamplerState]) -> None:
         """See ``Drafter``."""
         for row in rows:
             if row.room:
@@ -67,15 +67,15 @@ class DraftModel:
         self._runner = runner
         self._computed: WeakKeyDictionary[TextState, tuple[int, int]] = WeakKeyDictionary()  # attempt, tokens
 
-    def propose(self, rows: Sequence[ScheduledRow], states: Sequence[DrawState]) -> None:
+    def propose(self, rows: Sequence[ScheduledRow], states: Sequence[SamplerState]) -> None:
         """See ``Drafter``."""
         texts = [(row, state) for row, state in zip(rows, states, strict=True) if not row.encoder]
         plan_rows = [row.plan_row() for row in rows if row.encoder] + [self._known(row) for row, _ in texts]
         drafting = [pair for pair in texts if pair[0].room]
         while plan_rows:
             logits = self._runner.start(StepPlan(tuple(plan_rows))).logits()
-            drawn = draw(logits, [DrawRow(state, row.drafts) for row, state in drafting]) if drafting else []
-            for (row, _), guess in zip(drafting, drawn, strict=True):
+            sampled = sample(logits, [SampleRow(state, row.drafts) for row, state in drafting]) if drafting else []
+            for (row, _), guess in zip(drafting, sampled, strict=True):
                 row.drafts += (guess.token,) if guess.error is None else ()
                 row.room = row.room if guess.error is None else len(row.drafts)
             drafting = [pair for pair in drafting if len(pair[0].drafts) < pair[0].room]

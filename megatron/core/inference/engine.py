@@ -11,8 +11,8 @@ from torch import Tensor
 
 from megatron.config.flags import plural_s
 from megatron.core.inference.beams import BeamAnswer
+from megatron.core.inference.detokenizer import IncrementalDetokenizer
 from megatron.core.inference.drafts import Drafter, PromptLookup
-from megatron.core.inference.drawing import Drawn, DrawRow, DrawState, draw, token_logprobs
 from megatron.core.inference.request import (
     Beam,
     BeamSearch,
@@ -23,10 +23,10 @@ from megatron.core.inference.request import (
     TokenLogprobs,
     Update,
 )
+from megatron.core.inference.sampler import SampledToken, SampleRow, SamplerState, sample, token_logprobs
 from megatron.core.inference.scheduler import ScheduledRow, Scheduler, SchedulerOptions, TextState
 from megatron.core.inference.step_plan import ModelRunner, RunningStep, StepPlan
-from megatron.core.inference.stopping import StopWatch
-from megatron.core.inference.text import TextStream
+from megatron.core.inference.stop_strings import StopStrings
 from megatron.core.tokenizers.base import Tokenizer
 from megatron.errors import DataError
 
@@ -58,16 +58,16 @@ class _Answer:
     """What a request has got so far, and since its last update."""
 
     def __init__(self, text: TextState, tokenizer: Tokenizer | None) -> None:
-        self.text, self.drawing = text, DrawState(text.request)
+        self.text, self.sampler = text, SamplerState(text.request)
         self.prompt_logprobs: list[TokenLogprobs | None] = [] if text.request.prompt_logprobs is None else [None]
         request, self._tokenizer = text.request, tokenizer
         self.beams = None if request.beams is None else BeamAnswer(text, request.beams)
-        self._watch = StopWatch(request.stop.strings, include_string=request.stop.include_string)
-        self._stream = None
+        self._stops = StopStrings(request.stop.strings, include_string=request.stop.include_string)
+        self._detokenizer = None
         if tokenizer is not None:
             hidden = tokenizer.special_ids if request.skip_special_tokens else frozenset[int]()
             before = () if request.encoder_prompt else request.prompt  # a decoder's text is a whole one
-            self._stream = TextStream(tokenizer, before, hidden=hidden)
+            self._detokenizer = IncrementalDetokenizer(tokenizer, before, hidden=hidden)
         self._tokens: list[GeneratedToken] = []
         self._new_text = ""
 
@@ -76,19 +76,19 @@ class _Answer:
         """Whether a request that asks for nothing but the prompt's log-probabilities has them."""
         return self.text.request.max_tokens == 0 and not self.text.is_scoring
 
-    def append(self, drawn: Drawn) -> Finish | None:
+    def append(self, sampled: SampledToken) -> Finish | None:
         """Add a token; what ends the text, if the token does."""
-        request, token = self.text.request, drawn.token
-        self.drawing.append(token)
+        request, token = self.text.request, sampled.token
+        self.sampler.append(token)
         is_end = token in request.stop.token_ids
-        text = "" if is_end or self._stream is None else self._stream.add(token)
-        self._tokens.append(GeneratedToken(token, drawn.logprobs, text))
+        text = "" if is_end or self._detokenizer is None else self._detokenizer.add(token)
+        self._tokens.append(GeneratedToken(token, sampled.logprobs, text))
         if is_end:
             return Finish("stop", stop=token)
-        self._new_text += self._watch.add(text, may_stop=self.drawing.num_drawn > request.sampling.min_tokens)
-        if self._watch.matched is not None:
-            return Finish("stop", stop=self._watch.matched)
-        return Finish("length") if self.drawing.num_drawn == request.max_tokens else None
+        self._new_text += self._stops.add(text, may_stop=self.sampler.num_generated > request.sampling.min_tokens)
+        if self._stops.matched is not None:
+            return Finish("stop", stop=self._stops.matched)
+        return Finish("length") if self.sampler.num_generated == request.max_tokens else None
 
     def update(self, finish: Finish | None = None) -> Update:
         """What is new. The text that was held back is shown at the end, unless a stop string has ended the text."""
@@ -96,8 +96,8 @@ class _Answer:
         if self.beams is not None and finish is not None and finish.reason in ("stop", "length"):
             beams = self.beams.found(self._tokenizer)
             self._new_text, self._tokens, finish = beams[0].text, list(beams[0].tokens), beams[0].finish
-        elif finish is not None and self._stream is not None and self._watch.matched is None:
-            self._new_text += self._watch.finish() + self._stream.finish()
+        elif finish is not None and self._detokenizer is not None and self._stops.matched is None:
+            self._new_text += self._stops.finish() + self._detokenizer.finish()
         update = Update(
             request_id=self.text.request.id,
             text=self._new_text,
@@ -223,7 +223,7 @@ class Engine:
         while len(self._in_flight) < self._runner.depth and (rows := self._scheduler.next_step()):
             if self._drafter is not None:
                 guessing = [row for row in rows if row.text.places is None]
-                self._drafter.propose(guessing, [self._answers[row.text.request.id].drawing for row in guessing])
+                self._drafter.propose(guessing, [self._answers[row.text.request.id].sampler for row in guessing])
             plan = StepPlan(tuple(row.plan_row() for row in rows))
             self._steps += 1
             self._step_tokens += plan.num_tokens
@@ -235,8 +235,8 @@ class Engine:
         return updates
 
     def _advance(self, rows: Sequence[ScheduledRow], logits: Tensor) -> list[Update]:
-        """Take the logits of a step: score prompts, draw tokens, end texts."""
-        updates, drawing, places = [], list[tuple[_Answer, ScheduledRow]](), list[int]()
+        """Take the logits of a step: score prompts, sample tokens, end texts."""
+        updates, sampling, places = [], list[tuple[_Answer, ScheduledRow]](), list[int]()
         first = 0
         for row in rows:
             end = first + row.num_logits
@@ -245,22 +245,22 @@ class Engine:
                 self._score(answer, row, logits[first:end])
                 if answer.has_ended:
                     updates.append(self._finished(answer, Finish("length")))
-                elif row.draws and answer.beams is not None:
+                elif row.is_sampled and answer.beams is not None:
                     updates += self._search(answer, answer.beams, row.text, logits[end - 1])
-                elif row.draws:
-                    drawing.append((answer, row))
+                elif row.is_sampled:
+                    sampling.append((answer, row))
                     places += range(end - 1 - len(row.drafts), end)
                 elif answer.prompt_logprobs:
                     updates.append(answer.update())
             first = end
-        if not drawing:
+        if not sampling:
             return updates
         wanted = [
-            DrawRow(answer.drawing, row.drafts[:n]) for answer, row in drawing for n in range(1 + len(row.drafts))
+            SampleRow(answer.sampler, row.drafts[:n]) for answer, row in sampling for n in range(1 + len(row.drafts))
         ]
-        drawn = iter(draw(logits if len(places) == len(logits) else logits[places], wanted))
-        for answer, row in drawing:
-            finish = self._accept(answer, row, [next(drawn) for _ in range(1 + len(row.drafts))])
+        sampled = iter(sample(logits if len(places) == len(logits) else logits[places], wanted))
+        for answer, row in sampling:
+            finish = self._accept(answer, row, [next(sampled) for _ in range(1 + len(row.drafts))])
             updates.append(answer.update() if finish is None else self._finished(answer, finish))
         return updates
 
@@ -287,11 +287,11 @@ class Engine:
             answer.prompt_logprobs += token_logprobs(logits[:count], targets, top=top)
             text.num_scored += count
 
-    def _accept(self, answer: _Answer, row: ScheduledRow, drawn: Sequence[Drawn]) -> Finish | None:
+    def _accept(self, answer: _Answer, row: ScheduledRow, sampled: Sequence[SampledToken]) -> Finish | None:
         """Add tokens to a text as long as the drafts are right; what ends it, if something does."""
         tokens: list[int] = []
         finish: Finish | None = None
-        for number, each in enumerate(drawn):
+        for number, each in enumerate(sampled):
             if each.error is not None:
                 finish = Finish("error", error=each.error)
                 break

@@ -27,7 +27,7 @@ class StopRules:
 
 @dataclass(frozen=True, kw_only=True)
 class BeamSearch:
-    """Look for the ``width`` likeliest answers instead of drawing one.
+    """Look for the ``width`` likeliest answers instead of sampling one.
 
     As many beams go on at once; one that has come to its end competes with the others by its score: the sum of its
     tokens' log-probabilities, divided by their number to the power of ``length_penalty``. The search ends when no beam
@@ -49,7 +49,7 @@ class Request:
     the likeliest tokens are reported for each generated one beside itself; None: no log-probabilities.
     ``prompt_logprobs``: the same for the tokens of the prompt. ``encoder_prompt``: what an encoder-decoder model
     encodes; its ``prompt`` begins the decoder's text. ``skip_special_tokens``: whether those are left out of the text.
-    ``beams``: how to search for the likeliest answers; then nothing is drawn, and the settings for it have no effect.
+    ``beams``: how to search for the likeliest answers; then nothing is sampled, and the settings for it have no effect.
     """
 
     id: str

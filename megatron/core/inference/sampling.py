@@ -1,4 +1,4 @@
-"""Sampling settings of a request; drawing.py applies them."""
+"""Sampling settings of a request; sampler.py applies them."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _BOUNDS: dict[str, tuple[float, float, str]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class ForbiddenAfter:
-    """Right after a token of ``previous`` none of ``tokens`` is drawn, such as no newline after a colon."""
+    """Right after a token of ``previous`` none of ``tokens`` is sampled, such as no newline after a colon."""
 
     previous: frozenset[int]
     tokens: frozenset[int]
@@ -35,7 +35,7 @@ class ForbiddenAfter:
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """How the next token is drawn. The defaults draw from the model's own distribution.
+    """How the next token is sampled. The defaults sample from the model's own distribution.
 
     Applied in this order, each to what the ones before have left:
 
@@ -81,7 +81,7 @@ class Sampling:
             if not -100.0 <= bias <= 100.0:
                 raise ConfigError(f"logit-bias of token {token} is {bias}; it must be from -100 to 100")
         if self.allowed_ids is not None and not self.allowed_ids:
-            raise ConfigError("allowed token ids are an empty list, which leaves no token to draw: name one at least")
+            raise ConfigError("allowed token ids are an empty list, which leaves no token to sample: name one at least")
         if not all(self.bad_words):
             raise ConfigError("bad words hold one without tokens: name one token at least")
 

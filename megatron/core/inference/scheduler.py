@@ -1,7 +1,7 @@
 """Which tokens of which requests the model computes next: a function of what has arrived, without model or clock.
 
 Every request is a text, prompt first, of which the cache holds a beginning. A text can go on when it has tokens that
-are not computed yet: many after it has arrived or lost its blocks, one after a token was drawn, none while its next
+are not computed yet: many after it has arrived or lost its blocks, one after a token was sampled, none while its next
 token is being computed. So reading a prompt in chunks, generating, and recomputing are the same thing.
 """
 
@@ -83,7 +83,7 @@ class TextState:
 
     @property
     def remaining(self) -> int:
-        """Known tokens that are not computed yet. A prompt's last token is computed only to draw the next one."""
+        """Known tokens that are not computed yet. A prompt's last token is computed only to sample the next one."""
         return len(self.tokens) - (self.request.max_tokens == 0) - self.computed
 
     @property
@@ -128,8 +128,8 @@ class ScheduledRow:
         return self.start + len(self.tokens) - self.logits_from + len(self.drafts)
 
     @property
-    def draws(self) -> bool:
-        """Whether the text's next token is drawn from the row's logits."""
+    def is_sampled(self) -> bool:
+        """Whether the text's next token is sampled from the row's logits."""
         is_last = self.start + len(self.tokens) == len(self.text.tokens)
         return not self.encoder and is_last and self.text.request.max_tokens > 0
 
@@ -194,10 +194,10 @@ class Scheduler:
             self.pool.forget(text.blocks)
         self._leave(text)
 
-    def advance(self, row: ScheduledRow, drawn: list[int]) -> None:
-        """Add the tokens that were drawn after a row: accepted drafts, which are computed, and one more."""
-        row.text.tokens += drawn
-        row.text.computed += len(drawn) - 1
+    def advance(self, row: ScheduledRow, sampled: list[int]) -> None:
+        """Add the tokens that were sampled after a row: accepted drafts, which are computed, and one more."""
+        row.text.tokens += sampled
+        row.text.computed += len(sampled) - 1
         self._register(row.text)
 
     def branch(self, texts: Sequence[TextState], moves: Sequence[tuple[int, int]]) -> list[TextState]:

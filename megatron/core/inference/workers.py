@@ -1,7 +1,7 @@
 """Generation on several ranks: rank 0 decides what is computed, all ranks compute it.
 
 Rank 0 sends every plan to all ranks in one message. A rank runs its stage of the plan as soon as it has what the stage
-before hands on; the last stage's logits go to rank 0, which alone draws tokens and knows requests.
+before hands on; the last stage's logits go to rank 0, which alone samples tokens and knows requests.
 """
 
 from __future__ import annotations

@@ -15,14 +15,14 @@ import pytest
 import torch
 
 from megatron.core.inference.constrained import Constraint, ConstraintCompiler
-from megatron.core.inference.drawing import DrawRow, DrawState, draw
+from megatron.core.inference.detokenizer import IncrementalDetokenizer
 from megatron.core.inference.request import Request, StopRules
+from megatron.core.inference.sampler import SampleRow, SamplerState, sample
 from megatron.core.inference.sampling import Sampling
-from megatron.core.inference.text import TextStream
 from megatron.core.tokenizers.base import Tokenizer
 from megatron.core.tokenizers.null import NullTokenizer
 from megatron.errors import ConfigError
-from tests.unit.inference.test_text import KINDS
+from tests.unit.inference.test_detokenizer import KINDS
 
 pytest.importorskip("llguidance", reason="the extra constrained is not installed")
 
@@ -38,21 +38,21 @@ def answer(tokenizer: Tokenizer, constraint: Constraint, *, seed: int, most: int
     """What a model of random logits writes until it ends the text; drafts don't change it."""
     stop = StopRules(token_ids=frozenset({tokenizer.eod}))
     sampling = Sampling(repetition_penalty=1.1)
-    state = DrawState(
+    state = SamplerState(
         Request(id="r", prompt=(5,), max_tokens=most, constraint=constraint, seed=seed, stop=stop, sampling=sampling)
     )
     generator = torch.Generator().manual_seed(seed)
-    stream, text = TextStream(tokenizer, [5]), ""
+    stream, text = IncrementalDetokenizer(tokenizer, [5]), ""
     for _ in range(most):
         logits = torch.randn(1, tokenizer.vocab_size + 7, generator=generator)  # columns that are padding
-        drawn = draw(logits, [DrawRow(state)])[0]
-        assert drawn.error is None, text
-        if drawn.token == tokenizer.eod:
+        sampled = sample(logits, [SampleRow(state)])[0]
+        assert sampled.error is None, text
+        if sampled.token == tokenizer.eod:
             return text + stream.finish()
-        drafts = [DrawRow(state, drafts=(drawn.token, 7)), DrawRow(state, drafts=(tokenizer.eod,))]
-        draw(logits.expand(2, -1), drafts if seed % 2 else drafts[::-1])
-        state.append(drawn.token)
-        text += stream.add(drawn.token)
+        drafts = [SampleRow(state, drafts=(sampled.token, 7)), SampleRow(state, drafts=(tokenizer.eod,))]
+        sample(logits.expand(2, -1), drafts if seed % 2 else drafts[::-1])
+        state.append(sampled.token)
+        text += stream.add(sampled.token)
     raise AssertionError(f"the answer didn't end: {text!r}")
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron.core.inference.drawing import filtered, picked
+from megatron.core.inference.sampler import filtered, picked
 from megatron.core.inference.sampling import Sampling
 from megatron.errors import ConfigError
 
@@ -18,15 +18,15 @@ def kept(sampling: Sampling, logits: torch.Tensor = LOGITS) -> list[int]:
 
 
 def next_tokens(logits: torch.Tensor, sampling: Sampling, uniforms: torch.Tensor) -> torch.Tensor:
-    """What each number in [0, 1) draws."""
+    """The token that each number in [0, 1) selects."""
     return picked(filtered(logits, [sampling] * len(logits), [0] * len(logits)), uniforms)
 
 
 def odds(sampling: Sampling, logits: torch.Tensor = LOGITS) -> torch.Tensor:
-    """Share of evenly spread uniforms that pick each token: the distribution that is really drawn from."""
+    """Share of evenly spread uniforms that pick each token: the distribution that is really sampled from."""
     uniforms = (torch.arange(100_000, dtype=torch.float64) + 0.5) / 100_000
-    drawn = next_tokens(logits.expand(100_000, -1), sampling, uniforms)
-    return torch.bincount(drawn, minlength=logits.shape[-1]) / 100_000
+    sampled = next_tokens(logits.expand(100_000, -1), sampling, uniforms)
+    return torch.bincount(sampled, minlength=logits.shape[-1]) / 100_000
 
 
 def test_one_token_left_is_taken_whatever_the_random_number() -> None:

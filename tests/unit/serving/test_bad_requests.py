@@ -88,7 +88,7 @@ TOGETHER: list[tuple[str, dict[str, Any], str, str]] = [
     (COMPLETIONS, {"prompt": "a", "temprature": 1}, "temprature", "did you mean temperature?"),
     (COMPLETIONS, {"prompt": "a", "\ud800": 1}, "\ud800", "not a field"),
     (COMPLETIONS, {"prompt": "a", "suffix": "b"}, "suffix", "cannot be inserted before a suffix"),
-    (COMPLETIONS, {"prompt": "a", "use_beam_search": True, "seed": 1}, "seed", "draws no tokens: leave it out"),
+    (COMPLETIONS, {"prompt": "a", "use_beam_search": True, "seed": 1}, "seed", "samples no tokens: leave it out"),
     (COMPLETIONS, {"prompt": "a", "use_beam_search": True, "stop": "b"}, "stop", "end with tokens (stop_token_ids)"),
     (COMPLETIONS, {"prompt": "a", "length_penalty": 2}, "length_penalty", "no effect without use_beam_search"),
     (CHATS, {"messages": []}, "messages", "1 to 10,000 items"),

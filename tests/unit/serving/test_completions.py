@@ -120,9 +120,9 @@ def test_choices_depend_on_seed_and_number_alone(running: Running) -> None:
     assert [choice["index"] for choice in both] == [0, 1, 2, 3]
     assert three[0]["text"] == both[2]["text"] == one
     assert len({choice["text"] for choice in three}) == 3
-    drawn = completed(running, temperature=1)
-    again = completed(running, temperature=1, seed=drawn["seed"])
-    assert again["choices"] == drawn["choices"]
+    sampled = completed(running, temperature=1)
+    again = completed(running, temperature=1, seed=sampled["seed"])
+    assert again["choices"] == sampled["choices"]
 
 
 def test_cached_tokens_are_those_that_earlier_requests_have_left(running: Running) -> None:

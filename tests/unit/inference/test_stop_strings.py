@@ -7,13 +7,13 @@ from itertools import product
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.core.inference.stopping import StopWatch
+from megatron.core.inference.stop_strings import StopStrings
 
 
-def watched(pieces: list[str], stops: list[str], *, include: bool = False) -> tuple[str, str | None]:
-    watch = StopWatch(stops, include_string=include)
-    shown = "".join(map(watch.add, pieces))
-    return shown + watch.finish(), watch.matched
+def cut_off(pieces: list[str], stops: list[str], *, include: bool = False) -> tuple[str, str | None]:
+    finder = StopStrings(stops, include_string=include)
+    shown = "".join(map(finder.add, pieces))
+    return shown + finder.finish(), finder.matched
 
 
 def plainly(text: str, stops: list[str], *, include: bool) -> tuple[str, str | None]:
@@ -42,7 +42,7 @@ def test_every_split_of_every_stop_string() -> None:
             for include in (False, True):
                 for pieces in splits(f"aa{stop}b"):
                     text = "".join(pieces)
-                    assert watched(pieces, stops, include=include) == plainly(text, stops, include=include)
+                    assert cut_off(pieces, stops, include=include) == plainly(text, stops, include=include)
 
 
 @given(
@@ -52,17 +52,17 @@ def test_every_split_of_every_stop_string() -> None:
 )
 def test_shown_text_never_holds_a_stop_string(pieces: list[str], stops: list[str], include: bool) -> None:
     text = "".join(pieces)
-    assert watched(pieces, stops, include=include) == plainly(text, stops, include=include)
-    watch, shown = StopWatch(stops), ""
+    assert cut_off(pieces, stops, include=include) == plainly(text, stops, include=include)
+    finder, shown = StopStrings(stops), ""
     for piece in pieces:
-        shown += watch.add(piece)
+        shown += finder.add(piece)
         assert not any(stop in shown for stop in stops)
 
 
 def test_only_what_may_become_a_stop_string_is_held_back() -> None:
-    watch = StopWatch(["END", "\n\n"])
-    assert [watch.add(piece) for piece in ("text E", "N", "o", "\n", "x\n")] == ["text ", "", "ENo", "", "\nx"]
-    assert watch.finish() == "\n" and watch.matched is None
+    finder = StopStrings(["END", "\n\n"])
+    assert [finder.add(piece) for piece in ("text E", "N", "o", "\n", "x\n")] == ["text ", "", "ENo", "", "\nx"]
+    assert finder.finish() == "\n" and finder.matched is None
 
 
 def test_a_stop_string_counts_when_it_ends_after_min_tokens() -> None:
@@ -70,8 +70,8 @@ def test_a_stop_string_counts_when_it_ends_after_min_tokens() -> None:
     for stops in (["aab"], ["ab", "bc"], ["abcd", "bc"], ["aba"], ["a"]):
         for text in map("".join, product("abc", repeat=5)):
             for num_before in range(len(text) + 1):
-                watch = StopWatch(stops)
-                shown = [watch.add(each, may_stop=number >= num_before) for number, each in enumerate(text)]
+                finder = StopStrings(stops)
+                shown = [finder.add(each, may_stop=number >= num_before) for number, each in enumerate(text)]
                 ends = [
                     (end, each)
                     for end in range(num_before + 1, len(text) + 1)
@@ -79,5 +79,5 @@ def test_a_stop_string_counts_when_it_ends_after_min_tokens() -> None:
                     if text[:end].endswith(each)
                 ]
                 end, matched = ends[0] if ends else (len(text), None)
-                assert watch.matched == matched
-                assert "".join(shown) + watch.finish() == text[: end - len(matched or "")]
+                assert finder.matched == matched
+                assert "".join(shown) + finder.finish() == text[: end - len(matched or "")]

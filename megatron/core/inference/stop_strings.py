@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 
-class StopWatch:
+class StopStrings:
     """Looks for stop strings in a text that comes in pieces, and holds back what may become one.
 
     A text ends before the stop string that is complete first, after it with ``include_string``. So the result doesn't

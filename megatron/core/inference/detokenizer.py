@@ -11,7 +11,7 @@ _UNKNOWN = "\ufffd"
 _FIRST_LOOK = 8  # tokens of a prompt, which usually show how a text goes on
 
 
-class TextStream:
+class IncrementalDetokenizer:
     """Text that continues ``prompt``, token by token. ``hidden``: tokens without text, such as special ones.
 
     Only new tokens are decoded, and some before them that have text: tokenizers drop a space at the beginning of what
@@ -66,7 +66,7 @@ def token_texts(
     tokenizer: Tokenizer, tokens: Sequence[int], *, prompt: Sequence[int] = (), hidden: Container[int] = ()
 ) -> list[str]:
     """A text for each token, which together are the text of all: "" where a later one completes the character."""
-    stream = TextStream(tokenizer, prompt, hidden=hidden)
+    stream = IncrementalDetokenizer(tokenizer, prompt, hidden=hidden)
     texts = [stream.add(token) for token in tokens]
     return [*texts[:-1], texts[-1] + stream.finish()] if texts else []
 

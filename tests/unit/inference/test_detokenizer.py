@@ -14,7 +14,7 @@ import sentencepiece
 import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers
 
-from megatron.core.inference.text import TextStream, token_texts
+from megatron.core.inference.detokenizer import IncrementalDetokenizer, token_texts
 from megatron.core.tokenizers.base import Tokenizer
 from megatron.core.tokenizers.huggingface import HuggingFaceTokenizer
 from megatron.core.tokenizers.null import NullTokenizer
@@ -113,10 +113,10 @@ def check(tokenizer: Tokenizer, ids: list[int], *, cut: int) -> None:
     if is_llama and "\ufffd" in whole:  # it replaces valid characters beside broken ones
         return
     assert "".join(token_texts(tokenizer, ids)) == whole, ids
-    first = TextStream(tokenizer)
+    first = IncrementalDetokenizer(tokenizer)
     before = "".join(map(first.add, ids[:cut]))
     if not first.finish():  # the prompt ends with a whole character
-        stream = TextStream(tokenizer, ids[:cut])
+        stream = IncrementalDetokenizer(tokenizer, ids[:cut])
         assert before + "".join(map(stream.add, ids[cut:])) + stream.finish() == whole, (ids, cut)
 
 
@@ -139,9 +139,9 @@ def test_every_delta_is_whole_characters(kind: str, tmp_path: Path) -> None:
     """U+FFFD in the middle of a stream stays on the reader's screen."""
     tokenizer = KINDS[kind](tmp_path)
     ids = tokenizer.tokenize("ሰላም 👩‍👩‍👧 漢ህ")
-    texts = list(map(TextStream(tokenizer).add, ids))
+    texts = list(map(IncrementalDetokenizer(tokenizer).add, ids))
     assert "" in texts and not any("\ufffd" in text for text in texts)
-    stream = TextStream(tokenizer)
+    stream = IncrementalDetokenizer(tokenizer)
     assert all(map(tokenizer.token_bytes, ids))
     assert "".join(map(stream.add, ids[:-1])) == "ሰላም 👩‍👩‍👧 漢" and stream.finish() != ""
 
@@ -160,7 +160,7 @@ def test_hidden_tokens_have_no_text(tmp_path: Path) -> None:
     end, dog = tokenizer.tokenize("<｜end▁of｜>")[0], tokenizer.tokenize(" dog")
     assert end in tokenizer.special_ids and not tokenizer.special_ids & set(dog)
     for hidden, text in ((tokenizer.special_ids, " dog dog"), (frozenset[int](), " dog<｜end▁of｜> dog")):
-        stream = TextStream(tokenizer, [end], hidden=hidden)
+        stream = IncrementalDetokenizer(tokenizer, [end], hidden=hidden)
         assert "".join(map(stream.add, [*dog, end, *dog])) == text
 
 
@@ -178,7 +178,7 @@ def test_time_of_a_token_does_not_grow_with_the_text(tmp_path: Path, monkeypatch
             return original(some)
 
         monkeypatch.setattr(tokenizer, "detokenize", detokenize)
-        stream = TextStream(tokenizer, ids)
+        stream = IncrementalDetokenizer(tokenizer, ids)
         for token in ids:
             stream.add(token)
         assert max(decoded) <= 16, kind

@@ -1,6 +1,6 @@
-"""What drawing costs beside a step: milliseconds for rows of random logits, one thread, by settings.
+"""What sampling costs beside a step: milliseconds for rows of random logits, one thread, by settings.
 
-    .venv/bin/python -m benchmarks.drawing --rows 8 --vocabulary 32000 --step-ms 6.7
+    .venv/bin/python -m benchmarks.sampler --rows 8 --vocabulary 32000 --step-ms 6.7
 
 ``--step-ms``: a step of the model at as many rows (see benchmarks/generation.py), of which each time is a share. Logits
 are normal numbers times ``--scale``: 1 is nearly the flat distribution of an untrained model, where top-p keeps
@@ -20,8 +20,8 @@ from torch import Tensor
 if not __package__:  # started as a script: take megatron and the like from this checkout, whatever is installed
     sys.path[0] = os.path.dirname(os.path.dirname(os.path.realpath(__file__)))
 
-from megatron.core.inference.drawing import DrawRow, DrawState, draw
 from megatron.core.inference.request import Request
+from megatron.core.inference.sampler import SampleRow, SamplerState, sample
 from megatron.core.inference.sampling import Sampling
 
 SETTINGS = {
@@ -36,16 +36,16 @@ SETTINGS = {
 
 
 def least_ms(logits: Tensor, sampling: Sampling, *, runs: int) -> float:
-    """The least CPU time of a draw: other programs on the machine only add to it."""
+    """The least CPU time of one call: other programs on the machine only add to it."""
     requests = [
         Request(id=str(row), prompt=tuple(range(500)), max_tokens=1, seed=row, sampling=sampling)
         for row in range(len(logits))
     ]
-    rows = [DrawRow(DrawState(request)) for request in requests]
+    rows = [SampleRow(SamplerState(request)) for request in requests]
     times = []
     for _ in range(runs):
         start = time.thread_time()
-        draw(logits, rows)
+        sample(logits, rows)
         times.append(time.thread_time() - start)
     return 1000 * min(times)
 

@@ -1,4 +1,4 @@
-"""Each option must do what transformers' processor of its name does, and draws must have the odds that are left."""
+"""Each option must do what transformers' processor of its name does, and tokens must have the odds that are left."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron.core.inference.drawing import (
+from megatron.core.inference.request import Request, StopRules
+from megatron.core.inference.sampler import (
     NOT_FINITE,
     NOTHING_LEFT,
-    Drawn,
-    DrawRow,
-    DrawState,
-    draw,
+    SampledToken,
+    SampleRow,
+    SamplerState,
     edited,
     filtered,
     picked,
+    sample,
     token_logprobs,
     uniform,
 )
-from megatron.core.inference.request import Request, StopRules
 from megatron.core.inference.sampling import ForbiddenAfter, Sampling
 from megatron.errors import ConfigError
 
@@ -31,15 +31,15 @@ PROMPT = (7, 3, 7, 500, 12)
 NONE = float("-inf")
 
 
-def state(sampling: Sampling, *, answer: tuple[int, ...] = (), **settings: Any) -> DrawState:
-    found = DrawState(Request(id="r", prompt=PROMPT, max_tokens=100, sampling=sampling, **settings))
+def state(sampling: Sampling, *, answer: tuple[int, ...] = (), **settings: Any) -> SamplerState:
+    found = SamplerState(Request(id="r", prompt=PROMPT, max_tokens=100, sampling=sampling, **settings))
     for token in answer:
         found.append(token)
     return found
 
 
-def row(sampling: Sampling, **settings: Any) -> DrawRow:
-    return DrawRow(state(sampling, **settings))
+def row(sampling: Sampling, **settings: Any) -> SampleRow:
+    return SampleRow(state(sampling, **settings))
 
 
 def random_logits(rows: int = 1, *, seed: int = 0, vocabulary: int = VOCABULARY) -> Tensor:
@@ -95,7 +95,7 @@ def test_penalties_count_the_answer_alone() -> None:
     expected[0, 3] -= 0.5 + 1.25
     sampling = Sampling(frequency_penalty=0.5, presence_penalty=1.25)
     assert torch.equal(after_edits(logits, sampling, answer=(3, 9, 9)), expected)
-    drafted = edited(logits, [DrawRow(state(sampling, answer=(3,)), drafts=(9, 9))])
+    drafted = edited(logits, [SampleRow(state(sampling, answer=(3,)), drafts=(9, 9))])
     assert torch.equal(drafted, expected)
 
 
@@ -104,7 +104,7 @@ def test_order_of_edits() -> None:
     logits = torch.tensor([[1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0]])
     sampling = Sampling(allowed_ids=frozenset({3, 7}), logit_bias=((7, -10.0), (5, 100.0)), repetition_penalty=2.0)
     assert edited(
-        logits, [DrawRow(DrawState(Request(id="r", prompt=(7,), max_tokens=1, sampling=sampling)))]
+        logits, [SampleRow(SamplerState(Request(id="r", prompt=(7,), max_tokens=1, sampling=sampling)))]
     ).tolist() == [[NONE, NONE, NONE, 4.0, NONE, NONE, NONE, -4.0]]
 
 
@@ -155,14 +155,14 @@ def test_a_row_does_not_depend_on_its_neighbours(dtype: torch.dtype) -> None:
     logits = random_logits(len(ALL)).to(dtype)
     before = logits.clone()
     rows = [row(sampling, seed=number, choice=number % 3, logprobs=2) for number, sampling in enumerate(ALL)]
-    together = draw(logits, rows)
+    together = sample(logits, rows)
     assert torch.equal(logits, before)
-    assert [draw(logits[number : number + 1], [each])[0] for number, each in enumerate(rows)] == together
-    assert draw(logits.flip(0), rows[::-1]) == together[::-1]
+    assert [sample(logits[number : number + 1], [each])[0] for number, each in enumerate(rows)] == together
+    assert sample(logits.flip(0), rows[::-1]) == together[::-1]
     for number, sampling in enumerate(ALL):
-        drafted = DrawRow(state(sampling, seed=3, answer=(8,)), drafts=(4, 8))
+        drafted = SampleRow(state(sampling, seed=3, answer=(8,)), drafts=(4, 8))
         accepted = row(sampling, seed=3, answer=(8, 4, 8))
-        assert draw(logits[number : number + 1], [drafted]) == draw(logits[number : number + 1], [accepted])
+        assert sample(logits[number : number + 1], [drafted]) == sample(logits[number : number + 1], [accepted])
 
 
 def test_neutral_settings_are_off_and_greedy_is_greedy() -> None:
@@ -177,15 +177,15 @@ def test_neutral_settings_are_off_and_greedy_is_greedy() -> None:
         Sampling(allowed_ids=frozenset(range(VOCABULARY))),
     ]
     for seed in range(5):
-        plain = draw(logits, [row(Sampling(), seed=seed)] * 4)
+        plain = sample(logits, [row(Sampling(), seed=seed)] * 4)
         for sampling in neutral:
-            assert draw(logits, [row(sampling, seed=seed)] * 4) == plain, sampling
+            assert sample(logits, [row(sampling, seed=seed)] * 4) == plain, sampling
         for sampling in (Sampling(top_k=1), Sampling(temperature=0.0), Sampling(temperature=1e-9), Sampling(min_p=1.0)):
-            assert [each.token for each in draw(logits, [row(sampling, seed=seed)] * 4)] == likeliest
+            assert [each.token for each in sample(logits, [row(sampling, seed=seed)] * 4)] == likeliest
 
 
 def test_draws_have_the_odds_that_are_left() -> None:
-    """Chi-square of 10⁵ draws, each with a number of its own, against fp64 probabilities."""
+    """Chi-square of 10⁵ sampled tokens, each with a number of its own, against fp64 probabilities."""
     logits = random_logits(vocabulary=40, seed=4)
     logits[0, 3] = NONE
     uniforms = torch.tensor([uniform(seed, 0, seed % 7) for seed in range(100_000)], dtype=torch.float64)
@@ -226,41 +226,43 @@ def test_a_token_of_minus_infinity_is_never_drawn(monkeypatch: pytest.MonkeyPatc
         logits[:, 1] = 0.0
         logits[1, 2] = -80.0
         for extreme in (0.0, 2.0**-53, 1 - 2.0**-53):
-            monkeypatch.setattr("megatron.core.inference.drawing.uniform", lambda *key, value=extreme: value)
-            assert {each.token for each in draw(logits, [row(Sampling())] * 2)} <= {1, 2}
-            assert draw(logits, [row(Sampling())])[0].token == 1
+            monkeypatch.setattr("megatron.core.inference.sampler.uniform", lambda *key, value=extreme: value)
+            assert {each.token for each in sample(logits, [row(Sampling())] * 2)} <= {1, 2}
+            assert sample(logits, [row(Sampling())])[0].token == 1
 
 
 def test_a_broken_row_fails_alone() -> None:
     logits = random_logits(6)
-    good = draw(logits, [row(Sampling(), seed=5)] * 6)
+    good = sample(logits, [row(Sampling(), seed=5)] * 6)
     logits[0, 17] = math.nan
     logits[2] = NONE
     logits[3, 0] = math.inf
     for sampling in (Sampling(), Sampling(temperature=0.0), Sampling(top_k=4), Sampling(allowed_ids=frozenset({1}))):
-        found = draw(logits, [row(sampling, seed=5, logprobs=3)] * 6)
+        found = sample(logits, [row(sampling, seed=5, logprobs=3)] * 6)
         assert [each.error for each in found[:4]] == [NOT_FINITE, None, NOT_FINITE, NOT_FINITE]
         assert found[0].token == -1 and found[0].logprobs is None
-    assert [each.token for each in draw(logits, [row(Sampling(), seed=5)] * 6)][4:] == [each.token for each in good[4:]]
+    assert [each.token for each in sample(logits, [row(Sampling(), seed=5)] * 6)][4:] == [
+        each.token for each in good[4:]
+    ]
     logits[1, 8] = NONE
     rows = [row(Sampling(allowed_ids=frozenset({8})), seed=5), row(Sampling(), seed=5)]
-    first, second = draw(logits[[1, 4]], rows)
-    assert first == Drawn(-1, error=NOTHING_LEFT) and second.token == good[4].token
+    first, second = sample(logits[[1, 4]], rows)
+    assert first == SampledToken(-1, error=NOTHING_LEFT) and second.token == good[4].token
 
 
 def test_logprobs_are_the_models_own() -> None:
-    """Before temperature, biases and filters, and the drawn token's is the very number of the list."""
+    """Before temperature, biases and filters, and the sampled token's is the very number of the list."""
     logits = random_logits(2)
     values = logits.log_softmax(-1)
     for sampling in (Sampling(temperature=0.0), Sampling(temperature=5.0, logit_bias=((3, 50.0),), top_k=2)):
-        for number, found in enumerate(draw(logits, [row(sampling, logprobs=4, seed=9), row(sampling, logprobs=0)])):
+        for number, found in enumerate(sample(logits, [row(sampling, logprobs=4, seed=9), row(sampling, logprobs=0)])):
             assert found.logprobs is not None
             assert found.logprobs.logprob == values[number, found.token].item()
             assert len(found.logprobs.top) == (0 if number else 4)
             assert all(values[number, token].item() == value for token, value in found.logprobs.top)
-    greedy = draw(logits, [row(Sampling(temperature=0.0), logprobs=1)] * 2)
+    greedy = sample(logits, [row(Sampling(temperature=0.0), logprobs=1)] * 2)
     assert all(each.logprobs and each.logprobs.top == ((each.token, each.logprobs.logprob),) for each in greedy)
-    assert draw(logits, [row(Sampling())] * 2)[0].logprobs is None
+    assert sample(logits, [row(Sampling())] * 2)[0].logprobs is None
     double = token_logprobs(logits.double(), [3, 4], top=2000)
     assert double[1].logprob == pytest.approx(logits[1].double().log_softmax(-1)[4].item(), abs=1e-14)
     assert len(double[0].top) == VOCABULARY

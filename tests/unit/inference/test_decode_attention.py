@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from megatron.core.inference.shared_calls import OneQuery, shared_calls
+from megatron.core.inference.decode_attention import OneQuery, shared_calls
 
 TABLE = torch.arange(2 * 400 * 3).view(2, 400, 3)
 

@@ -20,11 +20,11 @@ from megatron.core.parallel.rng import derive_seed
 _BLOCK = 128  # columns that are summed first: a cumulative sum of all columns takes many times as long
 
 NOT_FINITE = "the model's logits are not finite (NaN or infinite): its weights or this prompt are broken"
-NOTHING_LEFT = "the sampling settings leave no token to draw: allow more tokens"
+NOTHING_LEFT = "the sampling settings leave no token to sample: allow more tokens"
 
 
-class DrawState:
-    """What drawing knows of a request: its settings, its tokens so far and how far it has come in its constraint."""
+class SamplerState:
+    """What the sampler knows of a request: settings, tokens so far, and the state of its constraint."""
 
     def __init__(self, request: Request) -> None:
         self.request = request
@@ -41,7 +41,7 @@ class DrawState:
         )
 
     @property
-    def num_drawn(self) -> int:
+    def num_generated(self) -> int:
         """Tokens of the answer."""
         return len(self.tokens) - len(self.request.prompt)
 
@@ -55,7 +55,7 @@ class DrawState:
 
     def edit(self, scores: Tensor, drafts: Sequence[int]) -> None:
         """Change the logits ``scores`` ``[v]`` of the token after ``drafts`` up to the penalties, in place."""
-        sampling, num_drawn = self.request.sampling, self.num_drawn + len(drafts)
+        sampling, num_generated = self.request.sampling, self.num_generated + len(drafts)
         if self.constraint is not None:
             _keep(scores, _unpacked(self.constraint.allowed(drafts), len(scores)))
         if sampling.allowed_ids is not None:
@@ -63,7 +63,7 @@ class DrawState:
             allowed[list(sampling.allowed_ids)] = True
             _keep(scores, allowed)
         forbidden = self._forbidden(drafts)
-        if num_drawn < sampling.min_tokens:
+        if num_generated < sampling.min_tokens:
             forbidden |= self.request.stop.token_ids
         if forbidden:
             scores[[token for token in forbidden if token < len(scores)]] = -math.inf
@@ -86,21 +86,21 @@ class DrawState:
 
 
 @dataclass(frozen=True)
-class DrawRow:
-    """The token to draw from a row of logits: the one after ``state``'s tokens and ``drafts``."""
+class SampleRow:
+    """The token to sample from a row of logits: the one after ``state``'s tokens and ``drafts``."""
 
-    state: DrawState
+    state: SamplerState
     drafts: tuple[int, ...] = ()
 
     @property
     def index(self) -> int:
         """The token's number in the answer."""
-        return self.state.num_drawn + len(self.drafts)
+        return self.state.num_generated + len(self.drafts)
 
 
 @dataclass(frozen=True)
-class Drawn:
-    """A drawn token; ``logprobs`` where the request wants them. With an ``error`` there is no token to draw, ``token``
+class SampledToken:
+    """A sampled token; ``logprobs`` where the request wants them. With an ``error`` there is none, ``token``
     is -1, and only this request fails.
     """
 
@@ -110,20 +110,20 @@ class Drawn:
 
 
 @torch.inference_mode()
-def draw(logits: Tensor, rows: Sequence[DrawRow]) -> list[Drawn]:
+def sample(logits: Tensor, rows: Sequence[SampleRow]) -> list[SampledToken]:
     """A token for each row of ``logits`` ``[rows, v]``, which isn't changed. No state is changed either: append those
     tokens that are accepted to their request's state.
     """
     logits = _precise(logits)
     is_finite = logits.amax(dim=-1).isfinite().tolist()
     scores = edited(logits, rows)
-    can_draw = is_finite
+    can_sample = is_finite
     if scores is not logits:
-        can_draw = [raw and left for raw, left in zip(is_finite, scores.amax(dim=-1).isfinite().tolist())]
+        can_sample = [raw and left for raw, left in zip(is_finite, scores.amax(dim=-1).isfinite().tolist())]
     tokens = torch.zeros(len(rows), dtype=torch.int64, device=logits.device)
     greedy, random = list[int](), list[int]()
     for number, row in enumerate(rows):
-        if can_draw[number]:
+        if can_sample[number]:
             (greedy if row.state.request.sampling.is_greedy else random).append(number)
     if greedy:
         tokens[greedy] = _likeliest(_rows_of(scores, greedy))
@@ -134,10 +134,10 @@ def draw(logits: Tensor, rows: Sequence[DrawRow]) -> list[Drawn]:
         uniforms = [uniform(request.seed, request.choice, index) for request, index in zip(requests, indices)]
         tokens[random] = picked(weights, torch.tensor(uniforms, dtype=torch.float64))
     reported = _reported(logits, tokens, rows)
-    found = zip(tokens.tolist(), reported, is_finite, can_draw)
+    found = zip(tokens.tolist(), reported, is_finite, can_sample)
     return [
-        Drawn(token, logprobs) if drawable else Drawn(-1, error=NOTHING_LEFT if finite else NOT_FINITE)
-        for token, logprobs, finite, drawable in found
+        SampledToken(token, logprobs) if possible else SampledToken(-1, error=NOTHING_LEFT if finite else NOT_FINITE)
+        for token, logprobs, finite, possible in found
     ]
 
 
@@ -151,7 +151,7 @@ def token_logprobs(logits: Tensor, tokens: Sequence[int], *, top: int) -> list[T
     return [TokenLogprobs(value, tuple(zip(*best))) for value, best in zip(own, pairs)]
 
 
-def edited(logits: Tensor, rows: Sequence[DrawRow]) -> Tensor:
+def edited(logits: Tensor, rows: Sequence[SampleRow]) -> Tensor:
     """``logits`` ``[rows, v]`` after constraints, forbidden tokens, biases and penalties; itself where none apply."""
     numbers = [number for number, row in enumerate(rows) if row.state.is_edited]
     if not numbers:
@@ -163,7 +163,7 @@ def edited(logits: Tensor, rows: Sequence[DrawRow]) -> Tensor:
 
 
 def filtered(scores: Tensor, samplings: Sequence[Sampling], indices: Sequence[int]) -> Tensor:
-    """Weights ``[rows, columns]`` in proportion to which tokens number ``indices`` of answers are drawn: 1 for the
+    """Weights ``[rows, columns]`` in proportion to which tokens number ``indices`` of answers are sampled: 1 for the
     likeliest, 0 for those that min-p, top-k and top-p leave out. ``columns``: v and zeros up to a multiple of a block.
     """
     vocabulary = scores.shape[-1]
@@ -212,8 +212,8 @@ def _likeliest(scores: Tensor) -> Tensor:
     return torch.from_numpy(scores.numpy().argmax(axis=-1))  # a twentieth of the time of torch's
 
 
-def _reported(logits: Tensor, tokens: Tensor, rows: Sequence[DrawRow]) -> list[TokenLogprobs | None]:
-    """Log-probabilities of the drawn ``tokens`` for those rows whose requests want them."""
+def _reported(logits: Tensor, tokens: Tensor, rows: Sequence[SampleRow]) -> list[TokenLogprobs | None]:
+    """Log-probabilities of the sampled ``tokens`` for those rows whose requests want them."""
     wanted = {number: row.state.request.logprobs for number, row in enumerate(rows)}
     found: list[TokenLogprobs | None] = [None] * len(rows)
     for top in {top for top in wanted.values() if top is not None}:
