@@ -159,7 +159,7 @@ def test_weights_are_quantized_once_a_step(recipe: str) -> None:
     layer = layer_of(context, recipe)
     assert layer.fp8 is not None
     quantizer, x = layer.fp8.quantizer, torch.randn(LENGTH, 1, WIDTH, dtype=torch.bfloat16)
-    with mock.patch.object(quantizer, "quantize_all", wraps=quantizer.quantize_all) as calls:
+    with mock.patch.object(quantizer, "quantize_each", wraps=quantizer.quantize_each) as calls:
         for _ in range(2):
             with context.low_precision.step(trains=True):
                 for _ in range(3):

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
-import torch
 from torch import Tensor
 
 from megatron.core.moe.grouped_linear import GroupedLinear
@@ -25,30 +24,40 @@ class Fp8GroupedLinear(GroupedLinear):
         """See ``GroupedLinear``."""
         if self.context.products.multiply is not None:  # generation
             return super().multiply(rows, weight, groups)
-        quantizer = self.quantizers[weight]
-        operands = quantizer.quantize_all(groups.parts(rows), quantizer.input, along=False)
-        pairs = zip(operands, quantizer.quantize_weights(weight))
-        return torch.cat([quantizer.multiply(a.across, b.across, rows.dtype, is_fast=True) for a, b in pairs])
+        quantizer, out = self.quantizers[weight], rows.new_empty(len(rows), weight.flatten(1, -2).shape[1])
+        operands = quantizer.quantize_each(groups.parts(rows), quantizer.input, along=False)
+        for into, a, b in zip(groups.parts(out), operands, quantizer.quantize_weights(weight)):
+            into.copy_(quantizer.multiply(a.across, b.across, rows.dtype, is_fast=True))
+        return out
 
     def multiply_back(self, grad: Tensor, weight: Tensor, groups: Groups) -> Tensor:
         """See ``GroupedLinear``."""
-        quantizer = self.quantizers[weight]
-        operands = quantizer.quantize_all(groups.parts(grad), quantizer.grad, along=False)
-        pairs = zip(operands, quantizer.quantize_weights(weight))
-        return torch.cat([quantizer.multiply(a.across, b.along, grad.dtype) for a, b in pairs])
+        quantizer, out = self.quantizers[weight], grad.new_empty(len(grad), weight.shape[-1])
+        operands = quantizer.quantize_each(groups.parts(grad), quantizer.grad, along=False)
+        for into, a, b in zip(groups.parts(out), operands, quantizer.quantize_weights(weight)):
+            into.copy_(quantizer.multiply(a.across, b.along, grad.dtype))
+        return out
 
     def outer(self, weight: Tensor, grad: Tensor, rows: Tensor, groups: Groups) -> Tensor:
         """See ``GroupedLinear``."""
-        quantizer = self.quantizers[weight]
-        if not quantizer.wgrad:
+        if not self.quantizers[weight].wgrad:
             return super().outer(weight, grad, rows, groups)
-        left = quantizer.quantize_all(groups.parts(grad), quantizer.grad, across=False)
-        right = quantizer.quantize_all(groups.parts(rows), quantizer.input, across=False)
-        return torch.stack([quantizer.multiply(a.along, b.along, grad.dtype) for a, b in zip(left, right)])
+        out = grad.new_empty(len(groups.counts), grad.shape[1], rows.shape[1])
+        for into, product in zip(out.unbind(), self._outer_products(weight, grad, rows, groups)):
+            into.copy_(product)
+        return out
 
     def add_outer(self, total: Tensor, weight: Tensor, grad: Tensor, rows: Tensor, groups: Groups) -> None:
         """See ``GroupedLinear``. A product in 8 bits isn't added by the kernel that computes it."""
-        if self.quantizers[weight].wgrad:
-            total.add_(self.outer(weight, grad, rows, groups))
-        else:
+        if not self.quantizers[weight].wgrad:
             super().add_outer(total, weight, grad, rows, groups)
+            return
+        for into, product in zip(total.unbind(), self._outer_products(weight, grad, rows, groups)):
+            into.add_(product)
+
+    def _outer_products(self, weight: Tensor, grad: Tensor, rows: Tensor, groups: Groups) -> Iterator[Tensor]:
+        """The gradient of each expert's weight, when it is asked for."""
+        quantizer = self.quantizers[weight]
+        left = quantizer.quantize_each(groups.parts(grad), quantizer.grad, across=False)
+        right = quantizer.quantize_each(groups.parts(rows), quantizer.input, across=False)
+        return (quantizer.multiply(a.along, b.along, grad.dtype) for a, b in zip(left, right))

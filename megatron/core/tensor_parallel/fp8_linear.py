@@ -7,7 +7,7 @@ where all of it has one scale.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -102,18 +102,20 @@ class Fp8Quantizer:
 
     def quantize(self, x: Tensor, role: Role, *, across: bool = True, along: bool = True) -> Operand:
         """A matrix for the products that need it. May be a collective of the ranks that hold its parts."""
-        (found,) = self.quantize_all([x], role, across=across, along=along)
+        (found,) = self.quantize_each([x], role, across=across, along=along)
         return found
 
-    def quantize_all(
+    def quantize_each(
         self, matrices: Sequence[Tensor], role: Role, *, across: bool = True, along: bool = True
-    ) -> list[Operand]:
-        """Each of several matrices with a scale of its own, or scales of its blocks; see ``quantize``."""
+    ) -> Iterator[Operand]:
+        """Each of several matrices with a scale of its own, or scales of its blocks, when it is asked for; see
+        ``quantize``.
+        """
         largest: Sequence[Tensor | None] = [None] * len(matrices)
         if self.recipe == "tensorwise":
             own = torch.stack([amax(each) for each in matrices])
             largest = all_reduce(own, self._context.mesh, *role.axes, op="max").unbind()
-        return [self._quantize(x, role, most, across, along) for x, most in zip(matrices, largest)]
+        return (self._quantize(x, role, most, across, along) for x, most in zip(matrices, largest))
 
     def _quantize(self, x: Tensor, role: Role, largest: Tensor | None, across: bool, along: bool) -> Operand:
         if self.block is None:
@@ -157,7 +159,7 @@ class Fp8Quantizer:
             return found
         gathered = self._context.low_precision.gathered(weight)
         if gathered is None:
-            made = self.quantize_all(matrices_of(weight.detach()).unbind(), self.weight)
+            made = [*self.quantize_each(matrices_of(weight.detach()).unbind(), self.weight)]
         else:
             matrices, largest = gathered
             self._observe(self.weight, largest)
