@@ -214,6 +214,9 @@ class LatentAttention(Attention):
         per_token = 3 * widest + (self._groups * config.qk_head_dim if one_width else widest)
         projected = workload.tokens * per_token * workload.itemsize
         kept = projected
+        if self._recompute_core:  # what the kernel widens is made again, too
+            both = self._groups * config.qk_head_dim + self._values
+            kept = workload.tokens * (2 * self._queries + both) * workload.itemsize
         if makes_heads_again:
             kept = 0 if one_width or self._recompute_core else 2 * workload.tokens * widest * workload.itemsize
         if self.sends_latents:

@@ -227,13 +227,16 @@ def test_activations_with_recomputation(name: str, model: dict[str, Any]) -> Non
 
 
 @pytest.mark.parametrize("name", [name for name in ARCHITECTURES if "latent" in name])
-@pytest.mark.parametrize("modules", [("mla_up_proj",), ("mla_up_proj", "core_attn"), ("mlp",)], ids=" ".join)
+@pytest.mark.parametrize(
+    "modules", [("mla_up_proj",), ("mla_up_proj", "core_attn"), ("core_attn",), ("mlp",)], ids=" ".join
+)
 def test_activations_with_recomputed_modules(name: str, modules: tuple[str, ...]) -> None:
     """Heads made from latents, or a dense network's inside, aren't kept."""
     training = {"recompute_granularity": "selective", "recompute_modules": modules}
     run, whole = run_with(ARCHITECTURES[name], {}, training), run_with(ARCHITECTURES[name], {})
     assert kept_activations(run) == [pytest.approx(measured(run), rel=0.03)]
-    assert kept_activations(run)[0] < 0.95 * kept_activations(whole)[0]
+    only_sums = modules == ("core_attn",) and "equal" in name  # one fp32 number for each query: nothing is widened
+    assert kept_activations(run)[0] < (1 if only_sums else 0.95) * kept_activations(whole)[0]
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
