@@ -202,7 +202,12 @@ class Recorder:
             grouped=self._grouping,
         )
         self.operations.append(operation)
-        self._check(operation, tensors)
+        self.refused += refusals(operation, tensors, rank=self.rank)
+        # A backward pass runs on a thread of autograd's, which the main thread waits for.
+        if threading.get_ident() != self._main_thread and torch._C._current_graph_task_id() == -1:
+            self.refused.append(
+                f"{operation.describe}: it is started by a second thread, whose order with the first's is open"
+            )
         parts = [_Bytes.of(each) for each in tensors]
         if known in _RESULT_FIRST:
             read, written = parts[1:], parts[:1]
@@ -216,25 +221,6 @@ class Recorder:
         else:
             operation.waited = self.waits
             self.waits += 1
-
-    def _check(self, operation: Operation, tensors: Sequence[Tensor]) -> None:
-        refuse = self.refused.append
-        for tensor in tensors:
-            if not tensor.is_contiguous():
-                refuse(f"{operation.describe}: its tensor of shape {tuple(tensor.shape)} is not contiguous")
-            if tensor.device.type != DEVICE_TYPE:
-                refuse(f"{operation.describe}: its tensor is on the {tensor.device.type}")
-        if operation.dtype not in _MOVED:
-            refuse(f"{operation.describe}: NCCL does not have this type")
-        elif operation.reduction is not None and operation.dtype not in _REDUCED:
-            refuse(f"{operation.describe}: NCCL does not reduce this type")
-        if operation.reduction is not None and operation.reduction not in _REDUCTIONS:
-            refuse(f"{operation.describe}: NCCL does not have this reduction")
-        if operation.name in _RESULT_FIRST and not _apart(operation, *tensors[:2], rank=self.rank):
-            refuse(f"{operation.describe}: its result overlaps what it is given, other than as this rank's part")
-        # A backward pass runs on a thread of autograd's, which the main thread waits for.
-        if threading.get_ident() != self._main_thread and torch._C._current_graph_task_id() == -1:
-            refuse(f"{operation.describe}: it is started by a second thread, whose order with the first's is open")
 
     def _check_size(self, func: Any, values: Sequence[Any]) -> None:
         """Refuse tensors whose elements some kernels can't number, with 32 bits."""
@@ -260,6 +246,25 @@ class Recorder:
                         self.refused.append(
                             f"{each.operation.describe}: {func._opname} at {place()} {what} before it is waited for"
                         )
+
+
+def refusals(operation: Operation, tensors: Sequence[Tensor], *, rank: int) -> Iterator[str]:
+    """A sentence for each reason why NCCL would refuse an operation of ``rank`` on ``tensors``: where results and what
+    is given are apart, first the result.
+    """
+    for tensor in tensors:
+        if not tensor.is_contiguous():
+            yield f"{operation.describe}: its tensor of shape {tuple(tensor.shape)} is not contiguous"
+        if tensor.device.type != DEVICE_TYPE:
+            yield f"{operation.describe}: its tensor is on the {tensor.device.type}"
+    if operation.dtype not in _MOVED:
+        yield f"{operation.describe}: NCCL does not have this type"
+    elif operation.reduction is not None and operation.dtype not in _REDUCED:
+        yield f"{operation.describe}: NCCL does not reduce this type"
+    if operation.reduction is not None and operation.reduction not in _REDUCTIONS:
+        yield f"{operation.describe}: NCCL does not have this reduction"
+    if operation.name in _RESULT_FIRST and not _apart(operation, *tensors[:2], rank=rank):
+        yield f"{operation.describe}: its result overlaps what it is given, other than as this rank's part"
 
 
 def _apart(operation: Operation, result: Tensor, given: Tensor, *, rank: int) -> bool:

@@ -103,6 +103,7 @@ FAULTS = {
     "another operation on one rank": "operations .* of ranks 0, 1: rank 0 asks for",
     "a wait that is forgotten": "rank 0 never waits for all-reduce",
     "a result that is read too soon": "all-gather .* sum at .* reads its result before it is waited for",
+    "a tensor that is changed while it is sent": "all-gather .* add_ at .* changes what it uses before it is",
     "another reduction on one rank": r"rank 0 asks for all-reduce .*, rank 1 for all-reduce \(MAX\)",
     "a type that NCCL lacks": "all-reduce of 3 x int16 .*: NCCL does not have this type",
     "a group more on one rank": "to which no other of ranks .* comes",

@@ -148,6 +148,18 @@ def a_result_that_is_read_too_soon() -> AbstractContextManager[Any]:
     return on_all_ranks(read)
 
 
+def a_tensor_that_is_changed_while_it_is_sent() -> AbstractContextManager[Any]:
+    """gloo has copied it by then."""
+
+    def change(run: Any) -> None:
+        part = torch.zeros(2, device=run.context.device)
+        handle = collectives.all_gather_into_async(part.new_zeros(4), part, run.context.mesh, "dp")
+        part.add_(1)
+        handle.wait()
+
+    return on_all_ranks(change)
+
+
 def another_reduction_on_one_rank() -> AbstractContextManager[Any]:
     """One rank takes the largest where the other adds up."""
 
@@ -259,6 +271,7 @@ FAULTS = {
     ),
     "a wait that is forgotten": (a_wait_that_is_forgotten, "", 2),
     "a result that is read too soon": (a_result_that_is_read_too_soon, "", 2),
+    "a tensor that is changed while it is sent": (a_tensor_that_is_changed_while_it_is_sent, "", 2),
     "another reduction on one rank": (another_reduction_on_one_rank, "", 2),
     "a type that NCCL lacks": (a_type_that_nccl_lacks, "", 2),
     "a group more on one rank": (a_group_more_on_one_rank, "--pipeline-model-parallel-size 2 --num-layers 2", 4),
