@@ -17,11 +17,12 @@ from megatron.serving.errors import ApiError
 
 _PING_SECONDS = 15.0
 _UNREAD_SECONDS = 5.0
+_ENCODER = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":"))
 
 
 def encoded(value: Any) -> bytes:
     """JSON in UTF-8; an unpaired surrogate, which a message may quote, becomes a question mark."""
-    return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode("utf-8", "replace")
+    return _ENCODER.encode(value).encode("utf-8", "replace")
 
 
 def json_response(value: Any, *, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
