@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Sequence
 from dataclasses import replace
@@ -64,11 +65,17 @@ def with_and_without(context: ParallelContext, flags: str) -> list[tuple[list[An
         return [trained(context, f"{flags} {more}") for more in (SAMPLES, "", f"{NO_DROPOUT} {SAMPLES}")]
 
 
+@functools.cache
+def sampled_alone() -> Sampled:
+    """What one rank samples, without dropout."""
+    return trained(replace(ParallelContext.single(), dtype=torch.float64), f"{NO_DROPOUT} {SAMPLES}")[1]
+
+
 @pytest.mark.parametrize("layout", tiers(LAYOUTS, first=("tp and sp", "pp", "cp", "dp")))
 def test_training_is_the_same_bit_for_bit(layout: str) -> None:
     """With dropout, whose masks samples must not shift; every rank has the samples of one rank."""
     flags, sizes = LAYOUTS[layout]
-    alone = trained(replace(ParallelContext.single(), dtype=torch.float64), f"{NO_DROPOUT} {SAMPLES}")[1]
+    alone = sampled_alone()
     assert [iteration for iteration, _ in alone] == [2, 4]
     assert [[prompt for prompt, _ in continued] for _, continued in alone] == [["5", "7"]] * 2
     for sampled, plain, without_dropout in run_ranks(with_and_without, flags, dtype=torch.float64, **sizes):
