@@ -91,17 +91,18 @@ def read_batch_steps(text: str) -> list[tuple[int, int]]:
     entries = text.replace(",", " ").split()
     if not entries:
         raise ConfigError("has no entry; give pairs of tokens and batch size, as in '0:768 250B:1536'")
-    return sorted(_read_entry(entry) for entry in entries)
-
-
-def _read_entry(entry: str) -> tuple[int, int]:
-    found = re.fullmatch(f"{_NUMBER}:{_NUMBER}", entry.upper(), re.ASCII)
-    threshold, size = (
-        (Decimal(found[first]) * _FACTORS[found[first + 1]] for first in (1, 3)) if found else (Decimal(0), Decimal(0))
-    )
-    if size < 1 or threshold % 1 or size % 1:
-        raise ConfigError(
-            f"has the entry {entry!r}, which is not TOKENS:BATCH_SIZE, two whole numbers that may end in K, M, B or T; "
-            "write it as in '0:768 250B:1536'"
+    steps = []
+    for entry in entries:
+        found = re.fullmatch(f"{_NUMBER}:{_NUMBER}", entry.upper(), re.ASCII)
+        threshold, size = (
+            (Decimal(found[first]) * _FACTORS[found[first + 1]] for first in (1, 3))
+            if found
+            else (Decimal(0), Decimal(0))
         )
-    return int(threshold), int(size)
+        if size < 1 or threshold % 1 or size % 1:
+            raise ConfigError(
+                f"has the entry {entry!r}, which is not TOKENS:BATCH_SIZE, two whole numbers that may end in K, M, B "
+                "or T; write it as in '0:768 250B:1536'"
+            )
+        steps.append((int(threshold), int(size)))
+    return sorted(steps)

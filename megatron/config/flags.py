@@ -268,10 +268,23 @@ def flags_of(group: type) -> tuple[FlagSpec, ...]:
 
     A field without help is a programming error.
     """
-    if group not in _specs:
-        hints, fields = typing.get_type_hints(group), {each.name: each for each in dataclasses.fields(group)}
-        own_first = dict.fromkeys(name for kind in group.__mro__ for name in vars(kind).get("__annotations__", ()))
-        _specs[group] = tuple(_spec(group, fields[name], hints[name]) for name in own_first if name in fields)
+    if group in _specs:
+        return _specs[group]
+    hints, fields = typing.get_type_hints(group), {each.name: each for each in dataclasses.fields(group)}
+    own_first = dict.fromkeys(name for kind in group.__mro__ for name in vars(kind).get("__annotations__", ()))
+    specs = []
+    for name in own_first:
+        if name not in fields:
+            continue
+        options, default, where = fields[name].metadata.get(_KEY), fields[name].default, f"{group.__name__}.{name}"
+        if not isinstance(options, FlagOptions) or not options.help.strip():
+            raise TypeError(f"{where} needs flag(help): every setting has a help text")
+        kind, choices, count, is_list = _read_type(hints[name], where)
+        if kind is bool and default is True and options.off is None:
+            raise TypeError(f"{where} is on by default, so it must name the flag that turns it off")
+        choices = options.choices or choices
+        specs.append(FlagSpec(group_name(group), name, options, kind, choices, count, is_list, default))
+    _specs[group] = tuple(specs)
     return _specs[group]
 
 
@@ -357,18 +370,6 @@ def derive(group: object, field: str, value: Any) -> None:
     """Fill in a field that was not given; for ``__post_init__`` of a frozen group."""
     if getattr(group, field) is None:
         object.__setattr__(group, field, value)
-
-
-def _spec(group: type, declared: dataclasses.Field[Any], hint: Any) -> FlagSpec:
-    options = declared.metadata.get(_KEY)
-    where = f"{group.__name__}.{declared.name}"
-    if not isinstance(options, FlagOptions) or not options.help.strip():
-        raise TypeError(f"{where} needs flag(help): every setting has a help text")
-    kind, choices, count, is_list = _read_type(hint, where)
-    if kind is bool and declared.default is True and options.off is None:
-        raise TypeError(f"{where} is on by default, so it must name the flag that turns it off")
-    choices = options.choices or choices
-    return FlagSpec(group_name(group), declared.name, options, kind, choices, count, is_list, declared.default)
 
 
 def _read_type(hint: Any, where: str) -> tuple[type, tuple[Any, ...], int | None, bool]:

@@ -77,21 +77,16 @@ def failures(run: RunConfig, *, faulted: Collection[str] = ()) -> list[str]:
                 wrong.add(spec.positive)
             else:
                 derived[spec.field] = sentence
-    unknown = _unknown_fields(run, wrong) if wrong else set()
+    # Fields of the wrong flags, and fields derived from them that were not given.
+    unknown = {spec.field for spec in run.flags() if spec.positive in wrong}
+    unknown |= {"world_size"} if "--world-size" in wrong else set()
+    unknown |= {s.field for s in run.flags() if unknown & set(s.options.follows) and not run.given(s.field)}
     known = _without(run, unknown) if unknown else run
     for rule in rules_of(run):
         with contextlib.suppress(UnknownSettingError):
             if sentence := rule(known):
                 problems.append(sentence)
     return problems or [sentence for field, sentence in derived.items() if field not in unknown]
-
-
-def _unknown_fields(run: RunConfig, wrong: Collection[str]) -> set[str]:
-    """Fields of the ``wrong`` flags, and fields derived from them that were not given."""
-    fields = {spec.field for spec in run.flags() if spec.positive in wrong}
-    fields |= {"world_size"} if "--world-size" in wrong else set()
-    follow = {s.field for s in run.flags() if fields & set(s.options.follows) and not run.given(s.field)}
-    return fields | follow
 
 
 class UnknownSettingError(Exception):
