@@ -83,26 +83,20 @@ def _parameters(run: RunConfig, train_spec: TrainSpec) -> list[str]:
     whole, ranks = model_parameters(run, train_spec), run.parallel.pipeline_model_parallel_size
     frozen, active = frozen_parameters(run, train_spec), active_parameters(run, train_spec)
     for_a_token = f", {active:,} for a token ({count(active)})" if active < whole else ""
-    return [
-        f"{whole:,} in the model ({count(whole)}){for_a_token}" + (f", {frozen:,} of them frozen" if frozen else ""),
-        *(
-            _parameters_of(run, train_spec, rank, "each rank" if ranks == 1 else f"pipeline rank {rank}")
-            for rank in range(ranks)
-        ),
-        f"vocabulary of {run.model.vocab_size:,}, padded to {run.padded_vocab_size:,}",
+    lines = [
+        f"{whole:,} in the model ({count(whole)}){for_a_token}" + (f", {frozen:,} of them frozen" if frozen else "")
     ]
-
-
-def _parameters_of(run: RunConfig, train_spec: TrainSpec, pipeline_rank: int, where: str) -> str:
-    here = rank_parameters(run, train_spec, pipeline_rank=pipeline_rank)
-    layers = sum(len(stage.layers) for stage in model_stages(run) if stage.rank == pipeline_rank)
-    parts = {
-        "embeddings and output": here.ends,
-        f"{layers:,} layers": here.layers,
-        "the final norm": here.final_norm,
-    }
-    named = ", ".join(f"{number:,} in {part}" for part, number in parts.items() if number)
-    return f"{here.total:,} on {where}: {named}"
+    for rank in range(ranks):
+        here = rank_parameters(run, train_spec, pipeline_rank=rank)
+        layers = sum(len(stage.layers) for stage in model_stages(run) if stage.rank == rank)
+        parts = {
+            "embeddings and output": here.ends,
+            f"{layers:,} layers": here.layers,
+            "the final norm": here.final_norm,
+        }
+        named = ", ".join(f"{number:,} in {part}" for part, number in parts.items() if number)
+        lines.append(f"{here.total:,} on {'each rank' if ranks == 1 else f'pipeline rank {rank}'}: {named}")
+    return [*lines, f"vocabulary of {run.model.vocab_size:,}, padded to {run.padded_vocab_size:,}"]
 
 
 def _experts(run: RunConfig, train_spec: TrainSpec) -> list[str]:

@@ -69,10 +69,13 @@ class FreezingChange:
     @classmethod
     def since(cls, saved: Mapping[str, Any], run: RunConfig, train_spec: TrainSpec) -> FreezingChange:
         """The change from the settings ``saved`` in a checkpoint to those of ``run``."""
+        # None in a checkpoint from before there was the flag.
+        saved_patterns = {"freeze": (saved.get("optimizer") or {}).get("freeze")}
+        check_kinds(saved_patterns, {"freeze": list[str]}, where="the checkpoint's settings", error=CheckpointError)
         names = parameter_sizes(run, train_spec)
         before, after = (
             frozenset(name for name in names if matches(name, patterns))
-            for patterns in (_saved_patterns(saved), run.optimizer.freeze)
+            for patterns in (saved_patterns["freeze"] or [], run.optimizer.freeze)
         )
         return cls(frozen=after - before, trained=before - after)
 
@@ -90,13 +93,6 @@ class FreezingChange:
                 f"start with fresh optimizer state ({_some(self.trained)})"
             )
         return found
-
-
-def _saved_patterns(saved: Mapping[str, Any]) -> list[str]:
-    """``--freeze`` of the run that saved a checkpoint; empty for one from before there was the flag."""
-    patterns = {"freeze": (saved.get("optimizer") or {}).get("freeze")}
-    check_kinds(patterns, {"freeze": list[str]}, where="the checkpoint's settings", error=CheckpointError)
-    return patterns["freeze"] or []
 
 
 def _some(names: Collection[str]) -> str:

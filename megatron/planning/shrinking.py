@@ -71,7 +71,13 @@ def shrunk(run: RunConfig) -> RunConfig:
     inside = parallel.tensor_model_parallel_size * parallel.context_parallel_size
     experts = parallel.expert_model_parallel_size * parallel.etp
     replicas = max(min(run.data_parallel_size, 2), experts // math.gcd(experts, inside))
-    depth = _small_depth(run)
+    flags_place_layers = (
+        parallel.pipeline_model_parallel_layout
+        or parallel.decoder_first_pipeline_num_layers
+        or parallel.decoder_last_pipeline_num_layers
+    )
+    # One layer more than there are stages, so that stages differ.
+    depth = run.num_layers if flags_place_layers else min(run.num_layers, num_stages(run) + 1)
     multiple = 2 * run.parallel.context_parallel_size * run.parallel.tensor_model_parallel_size
     length = multiple * -(-_LENGTH // multiple)
     layers, own = run.family.shrunk(run.model, num_layers=depth, seq_length=length, multiple=multiple)
@@ -89,11 +95,19 @@ def shrunk(run: RunConfig) -> RunConfig:
 
 
 def _small_model(run: RunConfig, *, num_layers: int, seq_length: int) -> ModelConfig:
-    model, unit = run.model, _ranks_among_heads(run)
+    model, parallel = run.model, run.parallel
+    exchanged = max([parallel.head_exchange_size(kind) for kind in parallel.cp_comm_types], default=1)
+    unit = parallel.tensor_model_parallel_size * exchanged  # ranks that share the heads of a layer
     groups = math.gcd(model.num_query_groups, unit)
     heads = groups * min(model.num_attention_heads // model.num_query_groups, 2)
     if heads % unit:
         heads = math.lcm(groups, unit)
+    latent_widths: dict[str, Any] = {}
+    if model.multi_latent_attention:
+        names = ("kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim")
+        latent_widths = dict.fromkeys(names, _HEAD_WIDTH)
+        if model.q_lora_rank is not None:
+            latent_widths["q_lora_rank"] = 2 * _HEAD_WIDTH
     window = None if model.window_size is None else (seq_length // 4, model.window_size[1] and seq_length // 8)
     return dataclasses.replace(
         model.of_depth(num_layers),
@@ -101,7 +115,7 @@ def _small_model(run: RunConfig, *, num_layers: int, seq_length: int) -> ModelCo
         hidden_size=heads * _HEAD_WIDTH,
         ffn_hidden_size=2 * heads * _HEAD_WIDTH,
         kv_channels=_HEAD_WIDTH,
-        **_latent_widths(model),
+        **latent_widths,
         word_embedding_size=model.word_embedding_size and heads * _HEAD_WIDTH // 2,
         num_attention_heads=heads,
         num_query_groups=groups,
@@ -110,34 +124,6 @@ def _small_model(run: RunConfig, *, num_layers: int, seq_length: int) -> ModelCo
         vocab_size=SMALL_VOCABULARY,
         init_method_std=0.2,  # so that small layers still matter to the loss
     )
-
-
-def _latent_widths(model: ModelConfig) -> dict[str, Any]:
-    """Those of latent attention, where the model has it."""
-    if not model.multi_latent_attention:
-        return {}
-    widths: dict[str, Any] = dict.fromkeys(
-        ("kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim"), _HEAD_WIDTH
-    )
-    return widths if model.q_lora_rank is None else widths | {"q_lora_rank": 2 * _HEAD_WIDTH}
-
-
-def _ranks_among_heads(run: RunConfig) -> int:
-    """Number of ranks that share the heads of a layer."""
-    parallel = run.parallel
-    exchanged = max([parallel.head_exchange_size(kind) for kind in parallel.cp_comm_types], default=1)
-    return parallel.tensor_model_parallel_size * exchanged
-
-
-def _small_depth(run: RunConfig) -> int:
-    """One layer more than there are stages, so that stages differ; all layers where flags place them on stages."""
-    parallel, layers = run.parallel, run.num_layers
-    given = (
-        parallel.pipeline_model_parallel_layout
-        or parallel.decoder_first_pipeline_num_layers
-        or parallel.decoder_last_pipeline_num_layers
-    )
-    return layers if given else min(layers, num_stages(run) + 1)
 
 
 def _small_parallel(run: RunConfig, layers: int) -> ParallelConfig:
