@@ -83,7 +83,15 @@ def check_continues(
     check_shapes(found, wanted, where=str(folder.path))
     if loads_optimizer(config, weights_only=weights_only):
         check_has_optimizer(state, folder)
-        _check_optimizer(folder, stored, config)
+        kept = {name.split(".")[1] for name in stored.entries if name.startswith("optimizer.")}
+        rule = UPDATE_RULES[config.optimizer.optimizer](config.optimizer)
+        lacking = [name for name in rule.state_names if name not in kept]
+        if lacking:
+            raise CheckpointError(
+                f"{folder.path} lacks {', '.join(f'optimizer.{name}' for name in lacking)}, which --optimizer "
+                f"{config.optimizer.optimizer} continues from: give the optimizer that saved it, or load the weights "
+                "alone with --no-load-optim or --finetune"
+            )
     if not weights_only and state["schedule"] is not None:
         _check_schedule(config, state["schedule"], is_known=ranks_known)
 
@@ -108,19 +116,6 @@ def describe_start(config: RunConfig, tokenizer: Tokenizer | None, *, model_name
         if model == model_name and find_family(model_name) is not None:
             check_continues(state, folder, config, weights_only=weights_only, ranks_known=True)
     return f"{folder.path}, of iteration {folder.iteration}"
-
-
-def _check_optimizer(folder: CheckpointFolder, stored: StoredTensors, config: RunConfig) -> None:
-    """Raise CheckpointError when the optimizer that saved kept other numbers than the flags' does."""
-    kept = {name.split(".")[1] for name in stored.entries if name.startswith("optimizer.")}
-    rule = UPDATE_RULES[config.optimizer.optimizer](config.optimizer)
-    lacking = [name for name in rule.state_names if name not in kept]
-    if lacking:
-        raise CheckpointError(
-            f"{folder.path} lacks {', '.join(f'optimizer.{name}' for name in lacking)}, which --optimizer "
-            f"{config.optimizer.optimizer} continues from: give the optimizer that saved it, or load the weights alone "
-            "with --no-load-optim or --finetune"
-        )
 
 
 def _check_schedule(config: RunConfig, saved: Mapping[str, Any], *, is_known: bool) -> None:

@@ -50,7 +50,9 @@ class HuggingFaceFolders:
         is_due = is_last or (settings.save_hf_interval is not None and iteration % settings.save_hf_interval == 0)
         if settings.save_hf is None or not is_due or iteration == 0:
             return
-        place = _place(settings, iteration)
+        place = path_of(settings.save_hf)
+        if settings.save_hf_interval is not None:
+            place /= f"iter_{iteration:07d}"
         self._saver.finish()  # a checkpoint under way: a restart must be able to write this model
 
         def is_there() -> bool:  # an interrupted upload lacks the file that is put last
@@ -89,11 +91,6 @@ class HuggingFaceFolders:
             raise CheckpointError(
                 f"--save-hf {place} cannot be written: {reason}; {self._saver.kept()}", exit_code=exit_code_of(error)
             ) from error
-
-
-def _place(settings: CheckpointConfig, iteration: int) -> AnyPath:
-    place = path_of(settings.save_hf or "")
-    return place if settings.save_hf_interval is None else place / f"iter_{iteration:07d}"
 
 
 def iteration_in(place: AnyPath, settings: CheckpointConfig) -> int | None:

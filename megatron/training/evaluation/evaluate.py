@@ -91,9 +91,11 @@ class Evaluator(Generic[AnyModel]):
     def _step(self, batches: Sequence[Sequence[Sample]], longest: int, size: int, metric: Metric) -> dict[int, Tensor]:
         """Rows ``[size, width]`` by number of the microbatch; none on ranks without the last stage."""
         trained, context, found = self.trained, self.trained.context, dict[int, Tensor]()
+        # The shortest length from ``longest`` on that context- and sequence-parallel ranks can divide.
+        unit = context.sequence_parts * (2 * context.mesh.size("cp") if context.mesh.size("cp") > 1 else 1)
         config = replace(
             trained.config,
-            data=replace(trained.config.data, seq_length=self._divisible(longest)),
+            data=replace(trained.config.data, seq_length=-(-longest // unit) * unit),
             training=replace(trained.config.training, micro_batch_size=size),
         )
 
@@ -111,25 +113,15 @@ class Evaluator(Generic[AnyModel]):
             for model, stage in zip(trained.models, trained.stages)
         ]
         runner = Runner(chunks, transport=self._transport, device=context.device, activity=context.mesh.activity)
-        microbatches = [
-            Microbatch(self._held(_tensors(batch, config)), StreamKey(number)) for number, batch in enumerate(batches)
-        ]
+        fields = trained.train_spec.fields(trained.config, trained.stages)
+        microbatches = []
+        for number, batch in enumerate(batches):
+            needed = {name: tensor for name, tensor in _tensors(batch, config).items() if name in fields}
+            held = held_slices(needed, trained.train_spec.batch_fields, context.mesh)
+            on_device = {name: tensor.to(context.device) for name, tensor in held.items()}
+            microbatches.append(Microbatch(on_device, StreamKey(number)))
         runner.step(self._plans.evaluation(len(microbatches)), microbatches)
         return found
-
-    def _held(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
-        """What this rank needs of a microbatch, on its device."""
-        train_spec, context = self.trained.train_spec, self.trained.context
-        fields = train_spec.fields(self.trained.config, self.trained.stages)
-        needed = {name: tensor for name, tensor in batch.items() if name in fields}
-        held = held_slices(needed, train_spec.batch_fields, context.mesh)
-        return {name: tensor.to(context.device) for name, tensor in held.items()}
-
-    def _divisible(self, length: int) -> int:
-        """The shortest length from ``length`` on that context- and sequence-parallel ranks can divide."""
-        context = self.trained.context
-        unit = context.sequence_parts * (2 * context.mesh.size("cp") if context.mesh.size("cp") > 1 else 1)
-        return -(-length // unit) * unit
 
 
 def _tensors(samples: Sequence[Sample], config: RunConfig) -> dict[str, Tensor]:

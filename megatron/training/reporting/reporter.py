@@ -139,7 +139,14 @@ class Reporter:
             self._curves.scalars(memory_scalars(self._rank.device), iteration=step.iteration)
         if step.iteration % self._config.log_interval == 0:
             self._log_interval(step)
-        self._show_progress(step)
+        now = self._clock()
+        seconds, self._step_start = now - self._step_start, now
+        # A moving average: the first step, which also builds caches, soon loses its weight.
+        previous = seconds if self._recent_seconds is None else self._recent_seconds
+        self._recent_seconds = 0.9 * previous + 0.1 * seconds
+        speed = step.global_batch_size * self._scale.tokens_per_sample / self._recent_seconds
+        losses = [f"loss {loss:.4f}" for loss in list(step.losses.values())[:1] if loss is not None]
+        self._progress.show(step.iteration, *losses, f"{speed:,.0f} tokens/s")
 
     def _log_interval(self, step: StepRecord) -> None:
         totals, seconds = self._totals, self._clock() - self._interval_start
@@ -182,16 +189,6 @@ class Reporter:
             if use:
                 self.say(memory_line(use, rank=rank, iteration=iteration))
         self._memory_reported = True
-
-    def _show_progress(self, step: StepRecord) -> None:
-        now = self._clock()
-        seconds, self._step_start = now - self._step_start, now
-        # A moving average: the first step, which also builds caches, soon loses its weight.
-        previous = seconds if self._recent_seconds is None else self._recent_seconds
-        self._recent_seconds = 0.9 * previous + 0.1 * seconds
-        speed = step.global_batch_size * self._scale.tokens_per_sample / self._recent_seconds
-        losses = [f"loss {loss:.4f}" for loss in list(step.losses.values())[:1] if loss is not None]
-        self._progress.show(step.iteration, *losses, f"{speed:,.0f} tokens/s")
 
     def _bar(self, total: int | None, *, initial: int = 0) -> ProgressBar:
         return ProgressBar(total, initial=initial, stream=self._terminal, enabled=self._rank.is_last)

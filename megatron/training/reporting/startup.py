@@ -34,6 +34,7 @@ class StartupFacts:
 
 def startup_report(run: RunConfig, facts: StartupFacts) -> str:
     """An aligned table, then the settings that differ from their defaults with the source of each."""
+    saved = "not saved" if run.checkpoint.save is None else f"saved to {run.checkpoint.save}"
     rows = {
         "model": describe_model(run),
         "parameters": _parameters(run, facts),
@@ -45,7 +46,7 @@ def startup_report(run: RunConfig, facts: StartupFacts) -> str:
         "precision": run.precision.params_dtype,
         "fp8": facts.fp8,
         "attention": facts.attention,
-        "checkpoint": _checkpoint(run, facts),
+        "checkpoint": f"{saved}; loaded from {facts.loaded_from}" if facts.loaded_from else saved,
     }
     width = max(map(len, rows))
     lines = [f"== {facts.model_name}", *(f"   {name:<{width}}  {text}" for name, text in rows.items() if text)]
@@ -132,8 +133,3 @@ def _optimizer(run: RunConfig) -> str:
         f"{optimizer.optimizer}, {rate} to {optimizer.min_lr:g}, weight decay {optimizer.weight_decay:g}, "
         f"clip {optimizer.clip_grad:g}"
     )
-
-
-def _checkpoint(run: RunConfig, facts: StartupFacts) -> str:
-    saved = "not saved" if run.checkpoint.save is None else f"saved to {run.checkpoint.save}"
-    return f"{saved}; loaded from {facts.loaded_from}" if facts.loaded_from else saved

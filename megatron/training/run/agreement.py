@@ -7,7 +7,6 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
 import megatron
 from megatron.config.pipeline import Stage
@@ -86,7 +85,10 @@ def check_parameter_count(
 def check_replicas_agree(state: Iterable[ShardedState], context: ParallelContext, *, iteration: int) -> None:
     """Raise ParallelError when data-parallel replicas of a parameter are not bitwise equal. A collective."""
     entries = {entry.name: entry for entry in state}
-    mine = {name: _digest(entry.tensor) for name, entry in entries.items()}
+    mine: dict[str, bytes] = {}
+    for name, entry in entries.items():
+        data = entry.tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
+        mine[name] = hashlib.blake2b(data.tobytes(), digest_size=16).digest()
     everyone = gather_objects(mine, context.mesh)
     for name, digest in mine.items():
         for rank in context.mesh.members(*entries[name].sharding.reduce):
@@ -96,8 +98,3 @@ def check_replicas_agree(state: Iterable[ShardedState], context: ParallelContext
                     f"{context.mesh.world_rank} ({context.mesh.describe()}), first in {name}: a device computed "
                     "wrong results; resume from the last good checkpoint, on other hardware"
                 )
-
-
-def _digest(tensor: Tensor) -> bytes:
-    data = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
-    return hashlib.blake2b(data.tobytes(), digest_size=16).digest()
