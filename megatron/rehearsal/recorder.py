@@ -297,18 +297,16 @@ class Memory:
     def see(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> None:
         """An operator that has run, which may have made tensors."""
         for each in (result,) if isinstance(result, Tensor) else flat([result]):
-            if isinstance(each, Tensor) and each.device.type == DEVICE_TYPE:
-                self._hold(each.untyped_storage())
-
-    def _hold(self, storage: torch.UntypedStorage) -> None:
-        key = storage._cdata
-        if key in self._known:
-            return
-        size = storage.nbytes()
-        self._known.add(key)
-        self.held += size
-        self.highest = max(self.highest, self.held)
-        weakref.finalize(storage, self._release, key, size)
+            if not isinstance(each, Tensor) or each.device.type != DEVICE_TYPE:
+                continue
+            storage = each.untyped_storage()
+            key, size = storage._cdata, storage.nbytes()
+            if key in self._known:
+                continue
+            self._known.add(key)
+            self.held += size
+            self.highest = max(self.highest, self.held)
+            weakref.finalize(storage, self._release, key, size)
 
     def _release(self, key: int, size: int) -> None:
         self._known.discard(key)

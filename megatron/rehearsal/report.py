@@ -115,13 +115,10 @@ def _operations(operations: Sequence[Operation]) -> list[str]:
     sizes: dict[tuple[str, tuple[int, ...]], list[int]] = defaultdict(list)
     for each in operations:
         sizes[each.name, each.communicator.members].append(each.elements * each.dtype.itemsize)
-    return [
-        f"{len(each):,} x {name} among {_named(members)}: {sum(each) / 1e6:,.3f} MB"
-        for (name, members), each in sizes.items()
-    ]
-
-
-def _named(members: Sequence[int]) -> str:
-    if len(members) <= 4:
-        return f"ranks {', '.join(map(str, members))}"
-    return f"{len(members):,} ranks from {members[0]} to {members[-1]}"
+    lines = []
+    for (name, members), moved in sizes.items():
+        ranks = f"{len(members):,} ranks from {members[0]} to {members[-1]}"
+        if len(members) <= 4:
+            ranks = f"ranks {', '.join(map(str, members))}"
+        lines.append(f"{len(moved):,} x {name} among {ranks}: {sum(moved) / 1e6:,.3f} MB")
+    return lines

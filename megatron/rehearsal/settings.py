@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from megatron.config.optimizer import OptimizerConfig
 from megatron.config.run import RunConfig
 from megatron.core.models.train_spec import TrainSpec
 from megatron.core.ops.attention.registry import KERNELS
@@ -20,6 +19,11 @@ def rehearsed(run: RunConfig, train_spec: TrainSpec, *, vocab_size: int, steps: 
     all; with ``full`` as many as the run's.
     """
     plain = without_files(run, vocab_size=vocab_size, steps=steps)
+    # Without warm-up and decay, which may be longer than the rehearsal.
+    rate: dict[str, Any] = {
+        each.name: each.default for each in dataclasses.fields(run.optimizer) if each.name.startswith("lr_")
+    }
+    rate["lr_decay_style"] = "constant"
     plain = dataclasses.replace(
         plain,
         model=dataclasses.replace(
@@ -28,7 +32,7 @@ def rehearsed(run: RunConfig, train_spec: TrainSpec, *, vocab_size: int, steps: 
             attention_backend="auto" if run.model.attention_backend in KERNELS else run.model.attention_backend,
         ),
         precision=run.precision,
-        optimizer=_with_constant_rate(run.optimizer),
+        optimizer=dataclasses.replace(run.optimizer, **rate),
         training=dataclasses.replace(plain.training, eval_iters=min(run.training.eval_iters, 1)),
     )
     plain = with_stages(plain, train_spec)
@@ -42,14 +46,6 @@ def left_out(run: RunConfig) -> list[str]:
         *(["--compile was left out: shapes are the same without it"] if run.training.compile else []),
         *([f"--attention-backend {backend} was taken as auto: only torch's kernels run here"] * (backend in KERNELS)),
     ]
-
-
-def _with_constant_rate(optimizer: OptimizerConfig) -> OptimizerConfig:
-    """Without warm-up and decay, which may be longer than the rehearsal."""
-    schedule: dict[str, Any] = {
-        each.name: each.default for each in dataclasses.fields(optimizer) if each.name.startswith("lr_")
-    }
-    return dataclasses.replace(optimizer, **schedule | {"lr_decay_style": "constant"})
 
 
 def _with_microbatches(run: RunConfig, number: int) -> RunConfig:
