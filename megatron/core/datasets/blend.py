@@ -110,17 +110,13 @@ def interleave_all(shares: Sequence[float], *, sizes: Sequence[int]) -> Interlea
         active, start = np.flatnonzero(left), int(counts.sum())
         lasts_for = math.ceil((left[active] / _rates(exact[active])).min())  # about, until the first one is used up
         choices = _choose(exact[active], start=start, stop=start + lasts_for, counts=counts[active])
-        choices = active[choices[: _first_used_up(choices, left[active])]]
+        ends = [np.flatnonzero(choices == number)[count - 1 : count] + 1 for number, count in enumerate(left[active])]
+        first_used_up = min((int(end[0]) for end in ends if end.size), default=len(choices))
+        choices = active[choices[:first_used_up]]
         taken = np.bincount(choices, minlength=len(exact))
         counts, left = counts + taken, left - taken
         parts.append(choices.astype(parts[0].dtype))
     return Interleaving(np.concatenate(parts), num_sources=len(exact))
-
-
-def _first_used_up(choices: NDArray[Any], left: NDArray[np.int64]) -> int:
-    """Positions until some source has no samples left."""
-    ends = [np.flatnonzero(choices == source)[count - 1 : count] + 1 for source, count in enumerate(left)]
-    return int(min((end[0] for end in ends if end.size), default=len(choices)))
 
 
 def _choose(shares: NDArray[np.float64], *, start: int, stop: int, counts: NDArray[np.int64]) -> NDArray[Any]:
@@ -134,7 +130,10 @@ def _choose(shares: NDArray[np.float64], *, start: int, stop: int, counts: NDArr
     num_sources, size = len(shares), stop - start
     steps = max(256, math.isqrt(size))
     firsts = np.arange(start, stop, steps)
-    begins = counts[:, None] + _spread(shares, firsts - start)
+    # The guess: the samples taken before each stretch, spread over the sources so that columns add up to them.
+    taken = firsts - start
+    edges = np.floor(np.outer(np.cumsum(_rates(shares))[:-1], taken)).astype(np.int64)
+    begins = counts[:, None] + np.diff(edges, axis=0, prepend=0, append=taken[None, :])
     ends = np.empty_like(begins)
     choices = np.empty((len(firsts), steps), np.min_scalar_type(num_sources))
     again = np.arange(len(firsts))
@@ -143,13 +142,6 @@ def _choose(shares: NDArray[np.float64], *, start: int, stop: int, counts: NDArr
         again = np.flatnonzero((begins[:, 1:] != ends[:, :-1]).any(axis=0)) + 1
         begins[:, again] = ends[:, again - 1]
     return choices.reshape(-1)[:size]
-
-
-def _spread(shares: NDArray[np.float64], taken: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Approximate samples of each source among ``taken`` [stretches]: [sources, stretches], columns add up to it."""
-    edges = np.floor(np.outer(np.cumsum(_rates(shares))[:-1], taken)).astype(np.int64)
-    spread: NDArray[np.int64] = np.diff(edges, axis=0, prepend=0, append=taken[None, :])
-    return spread
 
 
 def _rates(shares: NDArray[np.float64]) -> NDArray[np.float64]:

@@ -223,20 +223,18 @@ class _SplitBuilder:
         except ShortSplitError:
             if split == "train" or not self._given[split].shared or self._data.split != DEFAULT_SPLIT:
                 raise
-        small = [prefix for prefix in dict.fromkeys(spec.prefixes) if self._is_short(prefix, split, share)]
+        small = list[str]()
+        for prefix in dict.fromkeys(spec.prefixes):
+            try:
+                self._dataset(self._part(self._open(prefix), split, share), None)
+            except ShortSplitError:
+                small.append(prefix)
         rest, subject = spec.without(small), "it is" if len(small) == 1 else "they are"
         self.remarks.append(
             f"{split}: nothing is evaluated on {' and '.join(small)}, as {subject} too small: the share under the "
             f"default --split {DEFAULT_SPLIT} is less than one sample"
         )
         return self._mixed(rest, split, share, num_samples) if rest.prefixes else None
-
-    def _is_short(self, prefix: str, split: SplitName, share: Share) -> bool:
-        try:
-            self._dataset(self._part(self._open(prefix), split, share), None)
-        except ShortSplitError:
-            return True
-        return False
 
     def _mixed(self, spec: BlendSpec, split: SplitName, share: Share, num_samples: int | None) -> MixedDataset:
         parts = [

@@ -81,7 +81,10 @@ class IndexCache:
         tables = list[NDArray[Any]]()
         for path in files:
             try:
-                tables.append(_verified(path))
+                content = np.memmap(path, np.uint8, mode="r")
+                if content[-_CHECKSUM.itemsize :].tobytes() != _checksum(path, content[: -_CHECKSUM.itemsize]):
+                    raise ValueError("the checksum is another")
+                tables.append(np.load(path, mmap_mode="r").view(np.ndarray))
             except OSError:
                 return None
             except (ValueError, EOFError):
@@ -104,15 +107,6 @@ def _one_builder(folder: Path) -> Iterator[None]:
             for left in folder.glob(".*.npy.*"):
                 left.unlink(missing_ok=True)
         yield
-
-
-def _verified(path: Path) -> NDArray[Any]:
-    """A stored table, mapped into memory; raises OSError when it can't be read, ValueError when it is damaged."""
-    content = np.memmap(path, np.uint8, mode="r")
-    if content[-_CHECKSUM.itemsize :].tobytes() != _checksum(path, content[: -_CHECKSUM.itemsize]):
-        raise ValueError
-    table: NDArray[Any] = np.load(path, mmap_mode="r").view(np.ndarray)
-    return table
 
 
 def _checksum(path: Path, content: NDArray[np.uint8]) -> bytes:
