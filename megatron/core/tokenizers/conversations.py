@@ -54,7 +54,14 @@ class ChatFormat:
         """
         parts = list[Part]()
         if "messages" in record:
-            for role, content in _turns(record["messages"]):  # the role's name is never trained on, a turn's end is
+            if not isinstance(record["messages"], list):
+                raise DataError('"messages" is not a list')
+            for number, message in enumerate(record["messages"]):
+                if not isinstance(message, dict) or "role" not in message or "content" not in message:
+                    raise DataError(f'message {number} has no "role" and "content"')
+                role = _text(message["role"], f"role of message {number}")
+                content = _text(message["content"], f"content of {number}")
+                # The role's name is never trained on, a turn's end is.
                 parts.append(Part(self.turn_start.replace("{role}", role), False))
                 parts.append(Part(content + self.turn_end, role == self.learned))
         elif "prompt" in record and "completion" in record:
@@ -68,18 +75,6 @@ class ChatFormat:
             Part("".join(part.text for part in group), is_target)
             for is_target, group in groupby(parts, key=lambda part: part.is_target)
         ]
-
-
-def _turns(messages: Any) -> list[tuple[str, str]]:
-    if not isinstance(messages, list):
-        raise DataError('"messages" is not a list')
-    turns = []
-    for number, message in enumerate(messages):
-        if not isinstance(message, dict) or "role" not in message or "content" not in message:
-            raise DataError(f'message {number} has no "role" and "content"')
-        role, content = message["role"], message["content"]
-        turns.append((_text(role, f"role of message {number}"), _text(content, f"content of {number}")))
-    return turns
 
 
 def _text(value: Any, name: str) -> str:

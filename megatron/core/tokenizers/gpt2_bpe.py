@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
@@ -23,22 +21,6 @@ def load(vocab_file: str | None, merge_file: str | None, *, extra_ids: int) -> R
     """
     vocab = required_file(vocab_file, flag="--vocab-file", kind=KIND, holds="a vocab.json")
     merges = required_file(merge_file, flag="--merge-file", kind=KIND, holds="a merges.txt")
-    pipeline = byte_level(_read(vocab, merges))
-    eod = pipeline.token_to_id(END_OF_TEXT)
-    if eod is None:
-        raise DataError(f"--vocab-file {vocab} has no {END_OF_TEXT}, which {KIND} needs to end documents.")
-    return RustTokenizer(pipeline, name=KIND, eod=eod, pad=None, bos=eod, eos=eod, extra_ids=extra_ids)
-
-
-def byte_level(model: models.BPE) -> tokenizers.Tokenizer:
-    """A BPE model behind GPT-2's way to cut text and to write bytes as characters."""
-    pipeline = tokenizers.Tokenizer(model)
-    pipeline.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    pipeline.decoder = decoders.ByteLevel()
-    return pipeline
-
-
-def _read(vocab: Path, merges: Path) -> models.BPE:
     try:
         model = models.BPE.from_file(str(vocab), str(merges))
     except Exception as error:  # the library raises nothing narrower
@@ -51,4 +33,16 @@ def _read(vocab: Path, merges: Path) -> models.BPE:
     for token, number in ids.items():
         if (other := tokens.setdefault(number, token)) != token:
             raise DataError(f"{where}: {other!r} and {token!r} both have the id {number}, so it cannot be decoded.")
-    return model
+    pipeline = byte_level(model)
+    eod = pipeline.token_to_id(END_OF_TEXT)
+    if eod is None:
+        raise DataError(f"--vocab-file {vocab} has no {END_OF_TEXT}, which {KIND} needs to end documents.")
+    return RustTokenizer(pipeline, name=KIND, eod=eod, pad=None, bos=eod, eos=eod, extra_ids=extra_ids)
+
+
+def byte_level(model: models.BPE) -> tokenizers.Tokenizer:
+    """A BPE model behind GPT-2's way to cut text and to write bytes as characters."""
+    pipeline = tokenizers.Tokenizer(model)
+    pipeline.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    pipeline.decoder = decoders.ByteLevel()
+    return pipeline

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import cached_property
 from typing import Any
 
@@ -39,7 +39,14 @@ class RustTokenizer(Tokenizer):
         eos: int | None,
         extra_ids: int = 0,
     ) -> None:
-        _check_ids(pipeline.get_vocab(with_added_tokens=True), kind=name)
+        vocabulary = pipeline.get_vocab(with_added_tokens=True)
+        # With ids so far apart, lists by id, the library's own among them, would take all memory.
+        token = max(vocabulary, key=vocabulary.__getitem__, default="")
+        if vocabulary and vocabulary[token] > _MOST_HOLES + 10 * len(vocabulary):
+            raise DataError(
+                f"the vocabulary of {name} gives {token[:40]!r} the id {vocabulary[token]}, but has {len(vocabulary)} "
+                "tokens: the file is damaged, since ids must be smaller than the number of tokens"
+            )
         pipeline.no_truncation()  # a tokenizer.json may carry settings that cut or fill documents
         pipeline.no_padding()
         self._appended = [token for token in extra_id_tokens(extra_ids) if pipeline.token_to_id(token) is None]
@@ -110,16 +117,6 @@ class RustTokenizer(Tokenizer):
     @cached_property
     def _has_byte_fallback(self) -> bool:
         return "ByteFallback" in str(self.pipeline.decoder)
-
-
-def _check_ids(vocabulary: Mapping[str, int], *, kind: str) -> None:
-    """Raise DataError for ids so far apart that lists by id, the library's own among them, would take all memory."""
-    token = max(vocabulary, key=vocabulary.__getitem__, default="")
-    if vocabulary and vocabulary[token] > _MOST_HOLES + 10 * len(vocabulary):
-        raise DataError(
-            f"the vocabulary of {kind} gives {token[:40]!r} the id {vocabulary[token]}, but has {len(vocabulary)} "
-            "tokens: the file is damaged, since ids must be smaller than the number of tokens"
-        )
 
 
 def _essence(value: Any) -> Any:
