@@ -32,7 +32,7 @@ def gather_from_all(work: Callable[[], T], mesh: Mesh) -> list[T]:
     except Exception as error:
         if isinstance(error.__context__, KeyboardInterrupt):  # torch.save answers Ctrl-C with a RuntimeError of its own
             raise error.__context__ from None
-        caught, outcome = error, _Failure(_describe(error, mesh), _exit_code(error))
+        caught, outcome = error, _failure(error, mesh)
     outcomes: list[T | _Failure] = gather_objects(outcome, mesh)
     results = [outcome for outcome in outcomes if not isinstance(outcome, _Failure)]
     if len(results) == len(outcomes):
@@ -58,17 +58,11 @@ def run_on_first(work: Callable[[], T], mesh: Mesh) -> T:
     return first  # type: ignore[return-value]
 
 
-def _exit_code(error: Exception) -> int:
+def _failure(error: Exception, mesh: Mesh) -> _Failure:
     if isinstance(error, CheckpointError):
-        return error.exit_code
-    return exit_code_of(error) if isinstance(error, OSError) else RESTART_MAY_HELP
-
-
-def _describe(error: Exception, mesh: Mesh) -> str:
-    if isinstance(error, CheckpointError):
-        return str(error)
+        return _Failure(str(error), error.exit_code)
     where = f"rank {mesh.world_rank} ({mesh.describe()}): " if mesh.world_size > 1 else ""
     if isinstance(error, OSError):
         path = f"{error.filename}: " if error.filename else ""
-        return f"{where}{path}{error.strerror or error}"
-    return f"{where}{type(error).__name__}: {error}"
+        return _Failure(f"{where}{path}{error.strerror or error}", exit_code_of(error))
+    return _Failure(f"{where}{type(error).__name__}: {error}", RESTART_MAY_HELP)

@@ -64,7 +64,13 @@ def find_checkpoint(
         if passed_over and mesh.world_rank == 0:
             logger.warning("loading %s instead of the requested one: %s", found.path, "; ".join(passed_over))
         return replace(found, passed_over=tuple(passed_over), is_verified=verify)
-    raise CheckpointError(_nothing_usable(named, root, step, survey, damaged))
+    reasons = "; ".join(survey.rejected + damaged) or "the folder holds nothing that looks like a checkpoint"
+    if step is None:
+        raise CheckpointError(f"{named} holds no usable checkpoint: {reasons}")
+    others = ", ".join(map(str, sorted(whole_checkpoints(root)))) or "none"
+    raise CheckpointError(
+        f"{named} holds no usable checkpoint of --ckpt-step {step}: {reasons}; complete iterations: {others}"
+    )
 
 
 def is_unused(root: str | AnyPath) -> bool:
@@ -184,11 +190,3 @@ def _damage(path: AnyPath, mesh: Mesh) -> list[str]:
         return manifest.checksum_problems(path, names[mesh.world_rank :: mesh.world_size])
 
     return list(itertools.chain.from_iterable(gather_from_all(check_share, mesh)))
-
-
-def _nothing_usable(named: str, root: AnyPath, step: int | None, survey: _Survey, damaged: list[str]) -> str:
-    reasons = "; ".join(survey.rejected + damaged) or "the folder holds nothing that looks like a checkpoint"
-    if step is None:
-        return f"{named} holds no usable checkpoint: {reasons}"
-    others = ", ".join(map(str, sorted(whole_checkpoints(root)))) or "none"
-    return f"{named} holds no usable checkpoint of --ckpt-step {step}: {reasons}; complete iterations: {others}"

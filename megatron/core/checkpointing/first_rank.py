@@ -55,16 +55,12 @@ def work_on_first(work: Callable[[Help], T], context: ParallelContext, *, help: 
     number = torch.zeros((), dtype=torch.int64, device=context.device)
     while number.item() != _DONE:
         if mesh.world_rank == 0:
-            number.fill_(_next(asked))
+            try:
+                number.fill_(asked.get(timeout=_BEAT))
+            except queue.Empty:
+                number.fill_(_NOTHING)
         broadcast(number, mesh, "pp", "dp", "cp", "tp")
         if number.item() >= 0:
             answer = help(int(number.item()))
             answers.put(answer)
     return run_on_first(outcome.result, mesh)
-
-
-def _next(asked: queue.SimpleQueue[int]) -> int:
-    try:
-        return asked.get(timeout=_BEAT)
-    except queue.Empty:
-        return _NOTHING

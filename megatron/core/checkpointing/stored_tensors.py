@@ -60,7 +60,15 @@ class StoredTensors:
         if len(chunks) == 1 and tuple(chunks[0].sizes) == shape:
             return self._box(name, chunks[0]) if at is None else self._box(name, chunks[0])[0]
         whole = torch.empty(shape, dtype=entry.dtype)
-        filled = sum(self._fill(whole, name, chunk, first=rows[0]) for chunk in chunks)
+        filled = 0
+        for chunk in chunks:
+            box = self._box(name, chunk)
+            low, high = max(chunk.offsets[0], rows[0]), min(chunk.offsets[0] + chunk.sizes[0], rows[1])
+            target = whole[low - rows[0] : high - rows[0]]
+            for dim, (offset, size) in enumerate(zip(chunk.offsets[1:], chunk.sizes[1:]), start=1):
+                target = target.narrow(dim, offset, size)
+            target.copy_(box[low - chunk.offsets[0] : high - chunk.offsets[0]])
+            filled += target.numel()
         if filled != whole.numel():
             raise CheckpointError(f"{self._folder}: the boxes of {name} hold {filled} numbers of {whole.numel()}")
         return whole if at is None else whole[0]
@@ -80,14 +88,3 @@ class StoredTensors:
                 f"{self._folder}: a box of {name} is {list(box.shape)} in {box.dtype}, which differs from the list"
             )
         return box
-
-    def _fill(self, whole: Tensor, name: str, chunk: ChunkStorageMetadata, *, first: int) -> int:
-        """Copy a box's part of ``whole``, whose row 0 is row ``first`` of the tensor; how many numbers that were."""
-        box = self._box(name, chunk)
-        low = max(chunk.offsets[0], first)
-        high = min(chunk.offsets[0] + chunk.sizes[0], first + whole.shape[0])
-        target = whole[low - first : high - first]
-        for dim, (offset, size) in enumerate(zip(chunk.offsets[1:], chunk.sizes[1:]), start=1):
-            target = target.narrow(dim, offset, size)
-        target.copy_(box[low - chunk.offsets[0] : high - chunk.offsets[0]])
-        return target.numel()

@@ -126,8 +126,13 @@ def compare(first: CheckpointFolder, second: CheckpointFolder) -> Comparison:
     one, other = StoredTensors(first.path), StoredTensors(second.path)
     shared = [name for name in one.entries if name in other.entries]
     differences = {name: words for name in shared if (words := _difference(name, one, other)) is not None}
+    mine, theirs = (dict(_flat(read_run_document(folder)["state"])) for folder in (first, second))
     return Comparison(
-        settings=_different_settings(first, second),
+        settings={
+            name: (mine.get(name), theirs.get(name))
+            for name in sorted(mine.keys() | theirs.keys())
+            if json.dumps(mine.get(name)) != json.dumps(theirs.get(name))
+        },
         only_in=(
             tuple(sorted(one.entries.keys() - other.entries.keys())),
             tuple(sorted(other.entries.keys() - one.entries.keys())),
@@ -148,15 +153,6 @@ def _difference(name: str, one: StoredTensors, other: StoredTensors) -> str | No
     largest = (left.to(wide) - right.to(wide)).abs().max().item() if left.numel() else 0.0
     types = "" if mine.dtype == theirs.dtype else f" ({short(mine.dtype)} and {short(theirs.dtype)})"
     return f"up to {largest:.6g}{types}"
-
-
-def _different_settings(first: CheckpointFolder, second: CheckpointFolder) -> dict[str, tuple[Any, Any]]:
-    one, other = (dict(_flat(read_run_document(folder)["state"])) for folder in (first, second))
-    return {
-        name: (one.get(name), other.get(name))
-        for name in sorted(one.keys() | other.keys())
-        if json.dumps(one.get(name)) != json.dumps(other.get(name))
-    }
 
 
 def _flat(nested: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
