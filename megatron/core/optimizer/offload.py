@@ -55,9 +55,13 @@ class HostTransfer:
         """The staging memory that was used longest ago, once the device is done with it."""
         ring = self._staging.setdefault((purpose, like.dtype), deque([_Slot(), _Slot()]))
         ring.rotate(1)
-        ring[0].finished()
-        ring[0].make_room(like, pinned=pins and self.device.type != "cpu")
-        return ring[0]
+        slot = ring[0]
+        slot.finished()
+        if slot.memory is None or slot.memory.numel() < like.numel():
+            pinned = pins and self.device.type != "cpu"
+            slot.memory = torch.empty(like.shape, dtype=like.dtype, device=CPU, pin_memory=pinned)
+        slot.numbers = slot.memory[: like.numel()]
+        return slot
 
 
 @dataclass(eq=False)
@@ -67,11 +71,6 @@ class _Slot:
     memory: Tensor | None = None
     numbers: Tensor = field(default_factory=lambda: torch.empty(0))
     copied: torch.Event | None = None
-
-    def make_room(self, like: Tensor, *, pinned: bool) -> None:
-        if self.memory is None or self.memory.numel() < like.numel():
-            self.memory = torch.empty(like.shape, dtype=like.dtype, device=CPU, pin_memory=pinned)
-        self.numbers = self.memory[: like.numel()]
 
     def begin(self, transfer: HostTransfer) -> None:
         if transfer.overlaps:
