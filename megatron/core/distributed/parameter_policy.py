@@ -44,11 +44,13 @@ def parameter_policies(
     for name, parameter in named_parameters:
         sharding = sharding_of(parameter)
         name = sharding.tied or name
+        # Word embeddings and output matrices are the matrices with a padded vocabulary.
+        is_vocabulary_table = sharding.pad_multiple is not None and _is_matrix(sharding)
         decays_too = config.no_weight_decay_cond_type is not None and matches(name, _QUERY_AND_KEY_NORMS)
         policies[name] = ParameterPolicy(
             is_trained=parameter.requires_grad and not matches(name, config.freeze),
             decays=_is_matrix(sharding) or decays_too,
-            is_decoupled=config.decoupled_lr is not None and _is_vocabulary_table(sharding),
+            is_decoupled=config.decoupled_lr is not None and is_vocabulary_table,
             lr_multiplier=next((factor for pattern, factor in factors if matches(name, [pattern])), 1.0),
             update_rule=config.optimizer,
         )
@@ -58,11 +60,6 @@ def parameter_policies(
 def matches(name: str, patterns: Iterable[str]) -> bool:
     """Whether a parameter's global name matches one of the patterns, as a shell matches file names, case included."""
     return any(fnmatchcase(name, pattern) for pattern in patterns)
-
-
-def _is_vocabulary_table(sharding: Sharding) -> bool:
-    """Whether a parameter is a table of word embeddings or an output matrix: the matrices with a padded vocabulary."""
-    return sharding.pad_multiple is not None and _is_matrix(sharding)
 
 
 def _is_matrix(sharding: Sharding) -> bool:
