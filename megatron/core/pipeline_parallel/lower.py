@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from megatron.core.pipeline_parallel.actions import Action, PipelineSchedule, Placement, StageLocation
+from megatron.core.pipeline_parallel.actions import Action, PipelineSchedule, StageLocation
 from megatron.core.pipeline_parallel.simulate import Simulation, simulate
 
 
@@ -96,9 +96,13 @@ def _events(simulation: Simulation) -> list[_Rank]:
         if is_start:
             here.actions.append(action)
             continue
-        message = _message(action, stages[rank][action.chunk], placement)
-        if message is None:
-            continue
+        stage = stages[rank][action.chunk]
+        neighbour = stage + 1 if action.kind == "F" else stage - 1
+        if action.kind == "W" or not 0 <= neighbour < placement.num_stages:
+            continue  # it makes nothing for another stage
+        content: Literal["stage_inputs", "gradients"] = "stage_inputs" if action.kind == "F" else "gradients"
+        source, target = placement.locations[stage], placement.locations[neighbour]
+        message = Message(content, action.microbatch, stage, neighbour, source, target)
         if message.target.rank == rank:
             here.moves.append((len(here.actions), HandOver(message)))
             continue
@@ -106,16 +110,6 @@ def _events(simulation: Simulation) -> list[_Rank]:
         here.moves.append((len(here.actions), Send(message)))
         there.moves.append((len(there.actions), Receive(message)))
     return ranks
-
-
-def _message(action: Action, stage: int, placement: Placement) -> Message | None:
-    """What an action makes for another stage."""
-    neighbour = stage + 1 if action.kind == "F" else stage - 1
-    if action.kind == "W" or not 0 <= neighbour < placement.num_stages:
-        return None
-    content: Literal["stage_inputs", "gradients"] = "stage_inputs" if action.kind == "F" else "gradients"
-    locations = placement.locations
-    return Message(content, action.microbatch, stage, neighbour, locations[stage], locations[neighbour])
 
 
 def _blocking(rank: _Rank) -> Transfers:
