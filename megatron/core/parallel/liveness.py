@@ -132,8 +132,17 @@ class Liveness:
             if not self._done.wait(self._patience.leave):
                 self._leave(exit_code=order["exit_code"])
             return
-        me = self._mesh.world_rank
-        self._store.set(f"liveness/report {me}", json.dumps(dataclasses.asdict(self._report())))
+        me, activity = self._mesh.world_rank, self._mesh.activity
+        frame = sys._current_frames().get(self._main_thread or 0)
+        report = RankReport(
+            coordinates=self._mesh.describe(),
+            place=activity.place,
+            collective=activity.collective,
+            group=activity.group,
+            seconds_waited=activity.seconds_waited,
+            stack="".join(traceback.format_stack(frame)) if frame is not None else "",
+        )
+        self._store.set(f"liveness/report {me}", json.dumps(dataclasses.asdict(report)))
         if order["rank"] == me:
             _report_line(f"error: {describe_stall(me, self._collect(), world_size=self._mesh.world_size)}")
             self._store.set(_REPORTED, "1")
@@ -142,18 +151,6 @@ class Liveness:
         self._store.add(_FINISHED, 1)
         self.linger()
         self._leave(exit_code=order["exit_code"])
-
-    def _report(self) -> RankReport:
-        activity = self._mesh.activity
-        frame = sys._current_frames().get(self._main_thread or 0)
-        return RankReport(
-            coordinates=self._mesh.describe(),
-            place=activity.place,
-            collective=activity.collective,
-            group=activity.group,
-            seconds_waited=activity.seconds_waited,
-            stack="".join(traceback.format_stack(frame)) if frame is not None else "",
-        )
 
     def _collect(self) -> dict[int, RankReport]:
         keys = {rank: f"liveness/report {rank}" for rank in range(self._mesh.world_size)}
