@@ -15,6 +15,7 @@ from megatron.serving.engine_thread import EngineThread, Progress
 _FIRST_TOKEN = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160)
 _BETWEEN = (0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80)
 _WHOLE = (0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920)
+_STEP = (1, *(8 << power for power in range(11)))
 _TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 50_000, 100_000)
 
 
@@ -38,12 +39,17 @@ class Metrics:
         self._first = self._histogram("time_to_first_token_seconds", "From arrival to the first token.", _FIRST_TOKEN)
         self._between = self._histogram("inter_token_latency_seconds", "From one token to the next.", _BETWEEN)
         self._whole = self._histogram("e2e_request_latency_seconds", "From arrival to the end.", _WHOLE)
+        self._queue = self._histogram("request_queue_time_seconds", "From arrival to the first step.", _WHOLE)
+        self._prefill = self._histogram("request_prefill_time_seconds", "From there to the first token.", _WHOLE)
         self._decode = self._histogram("request_decode_time_seconds", "From the first token to the last.", _WHOLE)
+        self._inference = self._histogram("request_inference_time_seconds", "From the first step to the end.", _WHOLE)
         self._prompts = self._histogram("request_prompt_tokens", "Prompt tokens of a request.", _TOKENS)
         self._texts = self._histogram("request_generation_tokens", "Generated tokens of a request.", _TOKENS)
+        self._steps = self._histogram("iteration_tokens_total", "Tokens that a step of the engine computes.", _STEP)
 
     def watch(self, thread: EngineThread) -> None:
-        """Add the engine's own numbers, which are read when somebody asks."""
+        """Add the engine's own numbers: those of its steps, and others that are read when somebody asks."""
+        thread.engine.on_step = self._steps.observe
         self.registry.register(_EngineNumbers(thread, self.model_name, self.prefix))
 
     def updated(self, progress: Progress, update: Update, now: float) -> None:
@@ -59,8 +65,13 @@ class Metrics:
                     self._between.observe((now - progress.last_token) / len(update.tokens))
         if update.finish is not None:
             self._ended.labels(self.model_name, update.finish.reason).inc()
+            started, first = update.started or now, progress.first_token or now
             self._whole.observe(now - progress.arrived)
-            self._decode.observe(now - (progress.first_token or now))
+            self._queue.observe(started - progress.arrived)
+            self._inference.observe(now - started)
+            if not update.beams:  # all tokens of a search come at its end
+                self._prefill.observe(first - started)
+                self._decode.observe(now - first)
             self._prompts.observe(progress.prompt_tokens)
             self._texts.observe(progress.generated + update.num_generated)
 
@@ -108,8 +119,6 @@ class _EngineNumbers(Collector):
             ("num_preemptions", "Requests that lost their blocks for a while.", numbers.preemptions),
             ("spec_decode_num_draft_tokens", "Tokens that were guessed.", numbers.drafted_tokens),
             ("spec_decode_num_accepted_tokens", "Guessed tokens that were right.", numbers.accepted_tokens),
-            ("iterations", "Steps of the engine.", numbers.steps),
-            ("iteration_tokens", "Tokens that steps have computed.", numbers.step_tokens),
         ):
             yield self._with_value(CounterMetricFamily(self.prefix + name, about, labels=["model_name"]), value)
 

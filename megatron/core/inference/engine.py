@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -70,6 +71,7 @@ class _Answer:
             self._detokenizer = IncrementalDetokenizer(tokenizer, before, hidden=hidden)
         self._tokens: list[GeneratedToken] = []
         self._new_text = ""
+        self.started: float | None = None
 
     @property
     def has_ended(self) -> bool:
@@ -106,6 +108,7 @@ class _Answer:
             prompt_logprobs=tuple(self.prompt_logprobs),
             cached_tokens=self.text.cached_tokens,
             beams=beams,
+            started=self.started,
         )
         self._new_text, self._tokens, self.prompt_logprobs = "", [], []
         return update
@@ -117,7 +120,8 @@ class Engine:
     One thread calls it; only rank 0 has one, see ``workers``. A text depends on its own request alone. ``tokenizer``
     makes text of tokens; without it updates have tokens only. ``drafter``: guesses ``options.num_drafts`` tokens; None:
     from the text so far. ``limits``: the runner's, and no text is longer than the cache has room for.
-    ``quantization``: of the model's weights, which fingerprints of answers name.
+    ``quantization``: of the model's weights, which fingerprints of answers name. ``on_step``: called with the number of
+    tokens of each step before it is computed.
     """
 
     def __init__(
@@ -130,6 +134,7 @@ class Engine:
         quantization: str | None = None,
     ) -> None:
         self.quantization = quantization
+        self.on_step: Callable[[int], None] = lambda num_tokens: None
         self._error: Exception | None = None
         self._runner, self._tokenizer = runner, tokenizer
         options = options or SchedulerOptions()
@@ -224,9 +229,13 @@ class Engine:
             if self._drafter is not None:
                 guessing = [row for row in rows if row.text.places is None]
                 self._drafter.propose(guessing, [self._answers[row.text.request.id].sampler for row in guessing])
-            plan = StepPlan(tuple(row.plan_row() for row in rows))
+            plan, now = StepPlan(tuple(row.plan_row() for row in rows)), time.monotonic()
+            for row in rows:
+                answer = self._answers[row.text.request.id]
+                answer.started = answer.started or now
             self._steps += 1
             self._step_tokens += plan.num_tokens
+            self.on_step(plan.num_tokens)
             self._in_flight.append((rows, self._runner.start(plan)))
         updates, self._early = self._early, []
         if self._in_flight:

@@ -120,7 +120,7 @@ class Update:
     last update; one that ended the text is among them. ``prompt_logprobs``: those that have come since the last update;
     None for the first token. ``cached_tokens``: tokens of the prompt whose keys and values another request had left.
     ``beams``: the answers of a search, the best first, with its last update; ``text`` and ``tokens`` are those of the
-    best one.
+    best one. ``started``: when the first step of the request began, in seconds of ``time.monotonic``; None if none has.
     """
 
     request_id: str
@@ -130,6 +130,7 @@ class Update:
     prompt_logprobs: tuple[TokenLogprobs | None, ...] = ()
     cached_tokens: int = 0
     beams: tuple[Beam, ...] = ()
+    started: float | None = field(default=None, compare=False)
 
     @property
     def num_generated(self) -> int:
@@ -156,6 +157,7 @@ class Result(Update):
             prompt_logprobs=tuple(score for update in updates for score in update.prompt_logprobs),
             cached_tokens=last.cached_tokens,
             beams=last.beams,
+            started=last.started,
         )
 
     @property
