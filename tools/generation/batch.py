@@ -103,6 +103,6 @@ def _why_no_answer(line: bytes, question: Question | None) -> str | None:
     if found["fingerprint"] != question.fingerprint:
         return (
             "was answered with another checkpoint, tokenizer or setting (--tokens-to-generate, --seed, sampling, "
-            "stops, chat template); give those of the first start, or name a new file"
+            "stops, chat template, --quantization, --fp32); give those of the first start, or name a new file"
         )
     return None

@@ -77,7 +77,10 @@ def read_questions(generator: Generator, path: Path) -> list[Question]:
             raise DataError(f"{where}: {error}") from None
         asked = dataclasses.asdict(dataclasses.replace(request, id=""))
         fingerprint = fingerprint_of(
-            [f"{checkpoint}{generator.engine.quantization or ''}", json.dumps(asked, sort_keys=True, default=sorted)]
+            [
+                f"{checkpoint}{generator.engine.quantization or ''}{'fp32' * generator.is_cast}",
+                json.dumps(asked, sort_keys=True, default=sorted),
+            ]
         )[:16]
         found.append(Question(record, request, fingerprint))
     if not found:

@@ -17,11 +17,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron.core.inference.invariance import EqualRows, agreeing, cancelling
+from megatron.core.ops.matmul import lacks_bf16
 
 _PACKED_FROM = {torch.bfloat16: 1, torch.float32: 3}  # rows; fewer are multiplied by columns
 _LARGE = 1 << 22  # numbers of a weight from which on fewer bytes are worth a dozen small operators
 _STRIDE = 32  # inputs: torch's bf16 product with int8 weights reads behind rows of other lengths than its multiples
 _STEPS = 32_639  # from 0 to the largest of a row, so that both bytes have room for their offsets
+_PART = 1 << 18  # numbers of a weight that are in fp32 at once: what stays in the caches
 _HINT = 8  # rows for which oneDNN is asked to choose the blocks: measured to be good for any number
 
 
@@ -29,7 +31,9 @@ _Multiply = Callable[[Tensor, Any, Tensor | None], Tensor]
 
 
 class Form(Protocol):
-    """How weights lie in memory for a kernel, and the kernel."""
+    """How weights lie in memory for a kernel, and the kernel. ``copies``: whether ``pack`` takes memory of its own."""
+
+    copies: bool
 
     def refusal(self, weight: Tensor) -> str | None:
         """None, or why the kernel doesn't take weights of this type on this device."""
@@ -46,6 +50,8 @@ class Form(Protocol):
 
 class Plain:
     """As it is; serves every weight."""
+
+    copies = False
 
     def refusal(self, weight: Tensor) -> str | None:
         """See ``Form``."""
@@ -69,8 +75,41 @@ class Transposed(Plain):
         return found.t().contiguous()
 
 
+class Widened:
+    """Copied to fp32 a part at a time, while the part is multiplied: on processors without instructions for 16-bit
+    numbers, where this is as fast as fp32 weights, which would take twice the memory.
+    """
+
+    copies = False
+
+    def __init__(self) -> None:
+        self._part = torch.empty(0)  # kept: fresh memory for each product takes more time than the copy
+
+    def refusal(self, weight: Tensor) -> str | None:
+        """See ``Form``."""
+        if weight.device.type != "cpu" or weight.dtype not in (torch.bfloat16, torch.float16):
+            return "it is for bf16 and fp16 on a CPU"
+        return None if lacks_bf16() else "this processor has instructions for 16-bit numbers"
+
+    def pack(self, weight: Tensor) -> tuple[Tensor, ...]:
+        """Views of groups of outputs."""
+        return torch.split(weight.detach(), max(1, _PART // max(1, weight.shape[1])))
+
+    def multiply(self, x: Tensor, packed: tuple[Tensor, ...], bias: Tensor | None) -> Tensor:
+        """See ``Form``."""
+        wide, sizes = x.float(), [len(part) for part in packed]
+        found = wide.new_empty(x.shape[0], sum(sizes))
+        if self._part.numel() < packed[0].numel():
+            self._part = torch.empty(max(_PART, packed[0].numel()))
+        for part, columns in zip(packed, torch.split(found, sizes, dim=1), strict=True):
+            torch.mm(wide, self._part[: part.numel()].view(part.shape).copy_(part).t(), out=columns)
+        return (found if bias is None else found.add_(bias)).to(x.dtype)
+
+
 class Blocked:
     """In oneDNN's blocks, on a CPU."""
+
+    copies = True
 
     def refusal(self, weight: Tensor) -> str | None:
         """See ``Form``."""
@@ -91,6 +130,8 @@ class Blocked:
 
 class Columns(Plain):
     """Inputs first, for one row or two in fp32: the sums of neighbouring outputs are read side by side."""
+
+    copies = True
 
     def pack(self, weight: Tensor) -> Tensor:
         """See ``Form``."""
@@ -118,6 +159,8 @@ class Int8:
     bytes. Sums of whole numbers are exact, so that a row's bits depend on nothing else, and errors are those of the
     weights.
     """
+
+    copies = True
 
     def refusal(self, weight: Tensor) -> str | None:
         """See ``Form``."""
@@ -174,11 +217,14 @@ PLAIN, TRANSPOSED, BLOCKED, COLUMNS, INT8 = Plain(), Transposed(), Blocked(), Co
 
 @dataclass(frozen=True)
 class _Prepared:
-    """A weight, which is kept so that its id stays its own, and how it is multiplied; few rows by ``columns``."""
+    """A weight, which is kept so that its id stays its own, and how it is multiplied; few rows by ``columns``.
+    ``is_copied``: ``packed`` has memory of its own.
+    """
 
     weight: Tensor
     packed: Any
     multiply: _Multiply
+    is_copied: bool = False
     columns: Tensor | None = None
 
 
@@ -186,12 +232,13 @@ class GenerationProducts:
     """``x·weightᵀ + bias``: [..., in], [out, in], [out] -> [..., out]; see ``Multiply``.
 
     ``is_batch_invariant``: the bits of a row don't depend on how many there are. ``form``: of the model's own weights;
-    None: oneDNN's blocks where they work. They are copied when first used, and must not change. Parameters that
-    require gradients, which training changes, and other matrices, such as parts of a weight, are used as they are.
+    None: oneDNN's blocks where they work, and 16-bit weights as they are on processors without instructions for them.
+    They are copied when first used, and must not change. Parameters that require gradients, which training changes, and
+    other matrices, such as parts of a weight, are not copied.
     """
 
     def __init__(self, *, is_batch_invariant: bool, form: Form | None = None) -> None:
-        self._is_batch_invariant, self._form = is_batch_invariant, form
+        self._is_batch_invariant, self._form, self._widened = is_batch_invariant, form, Widened()
         self._prepared: dict[tuple[int, bool], _Prepared] = {}
         self._packed: dict[int, tuple[Any, Tensor | None]] = {}
 
@@ -213,31 +260,32 @@ class GenerationProducts:
 
     def release(self, weights: Iterable[Tensor]) -> None:
         """Give up the memory of those of ``weights`` of which a copy is used. They keep their shape, and are NaN."""
-        copied = {id(each.weight) for each in self._prepared.values() if each.packed is not each.weight}
+        copied = {id(each.weight) for each in self._prepared.values() if each.is_copied}
         for weight in weights:
             if id(weight) in copied:
                 weight.data = weight.new_full((), math.nan).expand(weight.shape)
 
     @torch.inference_mode()
     def _prepare(self, weight: Tensor, *, has_bias: bool, is_own: bool) -> _Prepared:
-        forms: tuple[Form, ...] = (PLAIN,)
+        forms: tuple[Form, ...] = (self._widened, PLAIN)
         if is_own:
-            forms = (BLOCKED, PLAIN) if self._form is None else (self._form,)
+            forms = (self._widened, BLOCKED, PLAIN) if self._form is None else (self._form,)
         form = next(each for each in forms if each.refusal(weight) is None)
         has_columns, multiply = False, cast(_Multiply, form.multiply)
         if self._is_batch_invariant:
             others = () if self._form is not None and is_own else (TRANSPOSED, PLAIN)
             candidates = others if form is PLAIN else (form, *others)
-            form, rule = equal_rows(_Layout.of(weight), candidates, has_bias=has_bias)
-            multiply = rule.multiply
+            chosen, sizes = equal_rows(_Layout.of(weight), tuple(map(type, candidates)), has_bias=has_bias)
+            form = next(each for each in candidates if type(each) is chosen)
+            multiply = EqualRows(form.multiply, sizes).multiply
         elif form is BLOCKED:
             has_columns = _PACKED_FROM[weight.dtype] > 1
-        if not is_own or form is PLAIN or form is TRANSPOSED:
+        if not form.copies:
             return _Prepared(weight, form.pack(weight), multiply)
         if id(weight) not in self._packed:
             self._packed[id(weight)] = form.pack(weight), COLUMNS.pack(weight) if has_columns else None
         packed, columns = self._packed[id(weight)]
-        return _Prepared(weight, packed, multiply, columns)
+        return _Prepared(weight, packed, multiply, True, columns)
 
 
 @dataclass(frozen=True)
@@ -257,17 +305,18 @@ class _Layout:
 
 @functools.cache
 @torch.inference_mode()
-def equal_rows(layout: _Layout, forms: tuple[Form, ...], *, has_bias: bool) -> tuple[Form, EqualRows]:
+def equal_rows(layout: _Layout, forms: tuple[type[Form], ...], *, has_bias: bool) -> tuple[type[Form], tuple[int, ...]]:
     """The first of ``forms`` in which few rows and many have the same bits, for weights of this layout; else the one
-    that has them for the most numbers of rows.
+    that has them for the most numbers of rows. With those numbers.
     """
     weight = torch.empty_strided(layout.shape, layout.stride, dtype=layout.dtype, device=layout.device)
     few, like = cancelling(weight)
     bias = like.new_zeros(len(like)) if has_bias else None
-    rules = list[tuple[Form, EqualRows]]()
-    for form in forms:
-        rule = EqualRows(form.multiply, agreeing(form.multiply, few, form.pack(like), bias))
-        if rule.serves_all:
-            return form, rule
-        rules.append((form, rule))
-    return max(rules, key=lambda each: len(each[1].sizes))
+    found = list[tuple[type[Form], tuple[int, ...]]]()
+    for kind in forms:
+        form = kind()
+        sizes = agreeing(form.multiply, few, form.pack(like), bias)
+        if EqualRows(form.multiply, sizes).serves_all:
+            return kind, sizes
+        found.append((kind, sizes))
+    return max(found, key=lambda each: len(each[1]))

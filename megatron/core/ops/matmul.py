@@ -146,18 +146,18 @@ def _is_slow_in_bf16() -> bool:
     """Whether fp32 is faster than torch's bf16, copies included: on Intel's processors (1.3 to 1.7 times, measured with
     AVX-512), and on those that have no instructions for bf16 (4 to 60 times, measured with AVX2).
     """
-    return _lacks_bf16() or (is_intel() and not torch.cpu._is_amx_tile_supported())
+    return lacks_bf16() or (is_intel() and not torch.cpu._is_amx_tile_supported())
 
 
 @functools.cache
-def _lacks_bf16() -> bool:
-    """Whether this is an x86 processor that has no instructions for bf16, as those of most laptops."""
+def lacks_bf16() -> bool:
+    """Whether this is an x86 processor that has no instructions for bf16, nor for fp16, as those of most laptops."""
     has_bf16 = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
     return platform.machine().lower() in ("x86_64", "amd64") and not has_bf16
 
 
 def _wide_from() -> int:
-    return _WIDE_FROM_WITHOUT_BF16 if _lacks_bf16() else _WIDE_FROM
+    return _WIDE_FROM_WITHOUT_BF16 if lacks_bf16() else _WIDE_FROM
 
 
 @functools.cache

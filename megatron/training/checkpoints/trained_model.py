@@ -8,10 +8,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
 from torch import nn
 
 from megatron.config.checkpoint import CheckpointConfig
 from megatron.config.flags import flag_of
+from megatron.config.fp8 import Fp8Config
 from megatron.config.moe import MoEConfig
 from megatron.config.parallel import ParallelConfig
 from megatron.config.pipeline import Stage
@@ -52,6 +54,12 @@ class TrainedModel(PlacedModel):
     """This rank's part of a trained model, in evaluation mode. ``folder``: the checkpoint with its weights."""
 
     folder: CheckpointFolder
+
+    @property
+    def is_cast(self) -> bool:
+        """Whether the model computes in another type than it was trained in, by ``--fp32``."""
+        saved = read_run_state(self.folder)["config"]["precision"]
+        return self.context.dtype == torch.float32 and bool(saved["bf16"] or saved["fp16"])
 
     @property
     def model(self) -> nn.Module:
@@ -174,6 +182,8 @@ def _for_inference(saved: RunConfig, choice: TrainedModelConfig, world_size: int
         world_size=world_size,
         parallel=ParallelConfig(tensor_model_parallel_size=parts, pipeline_model_parallel_size=pipeline_stages),
         checkpoint=CheckpointConfig(load=choice.load, ckpt_step=choice.ckpt_step),
+        precision=dataclasses.replace(saved.precision, bf16=False, fp16=False) if choice.fp32 else saved.precision,
+        fp8=Fp8Config() if choice.fp32 else saved.fp8,
         tokenizer=_chosen_tokenizer(saved, choice),
     )
 

@@ -17,6 +17,7 @@ from megatron.core.inference.runner import CachedRunner, EncoderDecoder, Generat
 from megatron.core.inference.scheduler import SchedulerOptions
 from megatron.core.inference.step_plan import RunnerLimits
 from megatron.core.inference.workers import EveryRanksRunner, Leader, follow
+from megatron.core.ops.matmul import lacks_bf16
 from megatron.core.parallel.collectives import gather_objects
 from megatron.core.parallel.messages import Messages
 from megatron.core.pipeline_parallel.settings import PipelineSettings
@@ -102,7 +103,9 @@ def engine_of_every_rank(
 
 
 def exactness(trained: TrainedModel, config: InferenceConfig) -> str:
-    """A line that says how exact generation is: the type of numbers, where, and whether texts depend on the batch."""
+    """A line that says how exact generation is: the type of numbers, where, and whether texts depend on the batch. And
+    what is faster, where the type is slow.
+    """
     context = trained.context
     mesh = context.mesh
     dtype = str(context.dtype).removeprefix("torch.")
@@ -111,9 +114,15 @@ def exactness(trained: TrainedModel, config: InferenceConfig) -> str:
     dtype += f" with {config.quantization} weights" if config.quantization else ""
     where = f"{dtype} on {context.device.type}" + (f" with {' x '.join(ranks)}-parallel ranks" if ranks else "")
     if config.batch_invariant or costs_little(context):
-        return (
+        line = (
             f"generation in {where}, batch-invariant: a text's logits have the same bits whatever else is in the batch"
         )
+        if costs_little(context) and config.quantization is None and lacks_bf16():
+            line += (
+                "; this processor has no instructions for 16-bit numbers and multiplies in fp32: --fp32 takes twice "
+                "the memory, and less than half the time for a single text"
+            )
+        return line
     return (
         f"generation in {where}, not batch-invariant: what else is in the batch can change the last bits of a text's "
         "logits, and with them a near tie between two tokens; --batch-invariant prevents that"

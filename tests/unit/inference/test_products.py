@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from megatron.config.model import ModelConfig
 from megatron.core.inference import products
-from megatron.core.inference.products import BLOCKED, INT8, Form, GenerationProducts
+from megatron.core.inference.products import BLOCKED, INT8, Form, GenerationProducts, Widened
 from megatron.core.inference.runner import CachedRunner
 from megatron.core.inference.step_plan import PlanRow, RunnerLimits, StepPlan
 from megatron.core.models.gpt.model import GPTModel
@@ -113,6 +113,28 @@ def test_products_are_near_those_in_fp64(form: Form, bound: float, is_batch_inva
         assert (found.double() - expected).norm() <= bound * expected.norm()
         plain = GenerationProducts(is_batch_invariant=is_batch_invariant)
         assert torch.equal(multiply(x, weight.data[:64], None), plain(x, weight.data[:64], None))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("is_batch_invariant", [False, True])
+def test_16_bits_without_instructions_for_them(dtype: torch.dtype, is_batch_invariant: bool, monkeypatch: Any) -> None:
+    """A prompt took six times as long as in fp32, and measuring which rows have the same bits 30 times as long. Weights
+    are multiplied in fp32 a part at a time, and keep their memory.
+    """
+    monkeypatch.setattr(products, "lacks_bf16", lambda: True)
+    monkeypatch.setattr(products, "_PART", 256 * 7)
+    multiply, (weight, bias) = GenerationProducts(is_batch_invariant=is_batch_invariant), _given()
+    weight, bias = nn.Parameter(weight.to(dtype), requires_grad=False), bias.to(dtype)
+    assert [len(part) for part in Widened().pack(weight)] == [7] * 13 + [5]
+    for each in (weight, weight.data[:64]):
+        for rows in (1, 2, 9, 40):
+            x = weight_of(rows, 256).to(dtype)
+            expected = x.double() @ each.double().t() + bias.double()[: len(each)]
+            found = multiply(x, each, bias[: len(each)])
+            assert found.dtype == dtype
+            assert torch.all((found.double() - expected).abs() <= expected.abs() / 128 + 1e-3)
+    multiply.release([weight])
+    assert weight.isfinite().all(), "it has no copy"
 
 
 def _given() -> tuple[nn.Parameter, Tensor]:

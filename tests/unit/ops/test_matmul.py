@@ -125,7 +125,7 @@ def test_bf16_products_are_computed_in_fp32_where_that_is_faster() -> None:
 @pytest.mark.parametrize("lacks_bf16", [False, True])
 def test_few_rows_are_not_worth_a_copy_of_the_weight(monkeypatch: pytest.MonkeyPatch, lacks_bf16: bool) -> None:
     """Copies cost more than what a product of a few rows saves. Fewer rows are few where bf16 has no instructions."""
-    monkeypatch.setattr(matmul, "_lacks_bf16", lambda: lacks_bf16)
+    monkeypatch.setattr(matmul, "lacks_bf16", lambda: lacks_bf16)
     few, more = (3, 4) if lacks_bf16 else (63, 64)
     for rows, wanted in ((few, torch.bfloat16), (more, torch.float32 if matmul._is_slow_in_bf16() else torch.bfloat16)):
         a, b = (x.detach() for x in tensors((rows, 512), (96, 512), dtype=torch.bfloat16))
@@ -153,7 +153,7 @@ def test_which_processors_are_slow_in_bf16(
     monkeypatch.setattr(matmul, "is_intel", lambda: intel)
     monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: has_bf16)
     monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
-    monkeypatch.setattr(matmul, "_lacks_bf16", matmul._lacks_bf16.__wrapped__)
+    monkeypatch.setattr(matmul, "lacks_bf16", matmul.lacks_bf16.__wrapped__)
     assert matmul._is_slow_in_bf16.__wrapped__() == slow
 
 

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from megatron.core.ops.attention.masks import alibi
 from megatron.core.ops.attention.request import AttentionOptions
+from megatron.core.ops.matmul import lacks_bf16
 
 _SINK_COLUMNS = 16  # as many as a vector has: keys stay in their lanes, so sums are in the same order
 
@@ -76,12 +77,14 @@ class CachedBackend(Protocol):
 
 @functools.cache
 def is_fast_in_bf16() -> bool:
-    """Whether torch's kernel computes bf16 faster than matrix products do: where there is AMX or a dot product of bf16.
+    """Whether torch's kernel computes bf16 faster than matrix products do: where there is AMX or a dot product of bf16,
+    and with AVX2 alone, where it takes as long as in fp32.
 
     There it takes half the time for a few queries of a text, and less for several texts in one call. A single query
     takes longer on AMD's processors, but where bits may not depend on the batch, as by default, none is alone.
     """
-    return torch.cpu._is_amx_tile_supported() or torch.cpu._is_avx512_bf16_supported()
+    has_bf16 = torch.cpu._is_amx_tile_supported() or torch.cpu._is_avx512_bf16_supported()
+    return has_bf16 or torch.backends.cpu.get_cpu_capability() == "AVX2"
 
 
 class Kernel:
@@ -111,7 +114,9 @@ class Kernel:
 
 
 class Grouped:
-    """Matrix products; serves every call. Keys are not repeated for the query heads that share them."""
+    """Matrix products; serves every call. Keys are not repeated for the query heads that share them. 16-bit numbers are
+    multiplied in fp32 on processors without instructions for them.
+    """
 
     takes_texts = False
 
@@ -126,6 +131,9 @@ class Grouped:
         if q.dim() == 4:
             bias = None if bias is None else bias[0].expand(-1, q.shape[2], -1)
             return self.attend(q[0], k[0], v[0], options, bias, causal=causal)[None]
+        if q.dtype in (torch.bfloat16, torch.float16) and q.device.type == "cpu" and lacks_bf16():
+            wide = None if bias is None else bias.float()
+            return self.attend(q.float(), k.float(), v.float(), options, wide, causal=causal).to(q.dtype)
         keys = k.transpose(1, 2)
         if causal:
             rows = torch.arange(q.shape[1], device=q.device)

@@ -18,10 +18,12 @@ from megatron.core.inference.products import INT8
 from megatron.core.inference.request import Request, Result
 from megatron.core.inference.sampling import Sampling
 from megatron.core.models.gpt.train_spec import GPTSpec
+from megatron.core.parallel.context import ParallelContext
 from megatron.core.parallel.environment import launch_environment
 from megatron.core.parallel.mesh import Mesh
 from megatron.errors import ConfigError
 from megatron.training.checkpoints.trained_model import TrainedModel, _for_inference, trained_model
+from megatron.training.evaluation import generating
 from megatron.training.evaluation.generating import exactness, generation_engine, limits_of, weights_form
 from tests.harness.evaluation import small_gpt2
 from tests.harness.runs import tiny_config
@@ -169,3 +171,24 @@ def test_quantization_is_for_bf16_and_fp32_models(trained: TrainedModel, monkeyp
     assert weights_form(half, config) is INT8
     assert "bfloat16 with int8 weights on cpu, batch-invariant" in exactness(half, config)
     assert weights_form(trained, InferenceConfig()) is None
+
+
+@pytest.mark.parametrize("flags", ["--bf16", "--fp16", "--bf16 --fp8-format e4m3 --fp8-recipe delayed"])
+def test_a_model_in_16_bits_is_computed_in_fp32_on_request(flags: str) -> None:
+    """On a processor without instructions for bf16 nothing made a single text of a bf16 model as fast as in fp32."""
+    saved = tiny_config(f"--mock-data --num-attention-heads 4 --num-layers 2 {flags}")
+    found = _for_inference(saved, TrainedModelConfig(load="runs/mine", fp32=True), 1, 1)
+    assert found.precision.params_dtype == "fp32" and not found.fp8.is_on
+    assert _for_inference(saved, TrainedModelConfig(load="runs/mine"), 1, 1).precision == saved.precision
+
+
+def test_a_processor_without_bf16_says_what_is_faster(trained: TrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever wondered why a small model was slow was told nothing."""
+    monkeypatch.setattr(generating, "lacks_bf16", lambda: True)
+    narrow = replace(trained, context=ParallelContext.single(dtype=torch.bfloat16))
+    assert "--fp32 takes twice the memory, and less than half the time for a single text" in exactness(
+        narrow, InferenceConfig()
+    )
+    assert "--fp32" not in exactness(trained, InferenceConfig())
+    monkeypatch.setattr(generating, "lacks_bf16", lambda: False)
+    assert "--fp32" not in exactness(narrow, InferenceConfig())
