@@ -81,6 +81,8 @@ class ConstraintCompiler:
             raise ConfigError(f"the schema or grammar took more than {self._seconds:g} s to compile: make it simpler")
         if found[0].is_error():
             reason = " ".join(found[0].get_error().partition("<state>")[0].split())  # then the parser's insides
+            if "NoExtensionBias" in reason:  # no token is allowed at the start
+                reason = "no token of this vocabulary can begin a text of that form"
             raise ConfigError(f"the schema or grammar cannot be followed: {reason[:300]}")
         return Constraint(found[0])
 
