@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
 import torch
 
 from megatron.config.data import DataConfig
-from megatron.config.model import ModelConfig
 from megatron.config.precision import PrecisionConfig
 from megatron.config.run import RunConfig
 from megatron.config.training import TrainingConfig
@@ -47,35 +45,29 @@ def read_native(root: AnyPath, *, step: int | None = None) -> PortableModel:
     Raises CheckpointError when nothing usable is there, or a model of a family that this version doesn't know.
     """
     folder = find_checkpoint(root, step=step)
-    state = read_run_state(folder)
-    run = saved_run(state["config"], name=state[MODEL_NAME], where=str(folder.path))
+    state, where = read_run_state(folder), str(folder.path)
+    run = saved_run(state["config"], name=state[MODEL_NAME], where=where)
     stored = StoredTensors(folder.path)
     vocab_size = run.model.vocab_size or stored.model["embedding.word_embeddings.weight"].shape[0]
     model = dataclasses.replace(run.model, vocab_size=vocab_size)
+    refuse_more_layers(model, run.extra, stored.model, where=where)
+    expected = {name: sharding.shape for name, sharding in parameters_of(model, run.extra).items()}
+    check_shapes({name: entry.shape for name, entry in stored.model.items()}, expected, where=where)
     tokenizer = with_kept_files(run.tokenizer, folder.path)
     progress = state.get("progress") or {}
     return PortableModel(
         model=model,
         groups=run.extra,
-        tensors=_tensors(stored, model, run.extra, where=str(folder.path)),
+        tensors={
+            name: LazyTensor(shape, stored.model[name].dtype, partial(stored.read, PREFIX + name))
+            for name, shape in expected.items()
+        },
         tokenizer=tokenizer,
         seq_length=run.data.seq_length,
         companions={**companions_in(folder.path.parent / FOLDER), **tokenizer_files(tokenizer)},
         iteration=folder.iteration,
         consumed_samples=int(progress.get("consumed_samples", 0)),
     )
-
-
-def _tensors(
-    stored: StoredTensors, model: ModelConfig, groups: Sequence[object], *, where: str
-) -> dict[str, LazyTensor]:
-    refuse_more_layers(model, groups, stored.model, where=where)
-    expected = {name: sharding.shape for name, sharding in parameters_of(model, groups).items()}
-    check_shapes({name: entry.shape for name, entry in stored.model.items()}, expected, where=where)
-    return {
-        name: LazyTensor(shape, stored.model[name].dtype, partial(stored.read, PREFIX + name))
-        for name, shape in expected.items()
-    }
 
 
 def write_native(portable: PortableModel, root: Path, *, final: AnyPath) -> None:

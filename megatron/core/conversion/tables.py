@@ -94,15 +94,11 @@ def to_ours(
     held = {name: tensor.shape for name, tensor in theirs.items() if name in wanted or not ignored(name)}
     check_shapes(held, wanted, where=where)
     for match in found:
-        _check_one_type({name: theirs[name].dtype for name in match.theirs}, where)
+        dtypes = {name: theirs[name].dtype for name in match.theirs}
+        if len(set(dtypes.values())) > 1:  # the way back couldn't tell apart which part had which
+            listed = ", ".join(f"{name} is {str(dtype).removeprefix('torch.')}" for name, dtype in dtypes.items())
+            raise CheckpointError(f"{where}: {listed}; they make one tensor here, so save them in one type")
     return {match.ours: _joined(match, theirs, model) for match in found}
-
-
-def _check_one_type(dtypes: Mapping[str, torch.dtype], where: str) -> None:
-    """Raise CheckpointError for parts of one tensor in several types, which the way back couldn't tell apart."""
-    if len(set(dtypes.values())) > 1:
-        listed = ", ".join(f"{name} is {str(dtype).removeprefix('torch.')}" for name, dtype in dtypes.items())
-        raise CheckpointError(f"{where}: {listed}; they make one tensor here, so save them in one type")
 
 
 def to_theirs(found: Sequence[Match], ours: Mapping[str, LazyTensor], model: ModelConfig) -> dict[str, LazyTensor]:

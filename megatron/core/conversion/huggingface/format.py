@@ -238,7 +238,11 @@ class HuggingFaceFormat:
         }
         fitting = [name for name, reasons in wrong.items() if not reasons]
         if not fitting:
-            raise CheckpointError(_refusal(wrong, title=family_of(groups).title))
+            nearest = min(wrong, key=lambda name: len(wrong[name]))
+            raise CheckpointError(
+                f"Hugging Face has no {family_of(groups).title} of this architecture. For {nearest}, the nearest type, "
+                + "; ".join(wrong[nearest])
+            )
         model_type = source["model_type"] if source.get("model_type") in fitting else fitting[0]
         described = self.types[model_type]
         names = [theirs for theirs, ours in described.activations.items() if ours == model.activation]
@@ -303,13 +307,6 @@ class HuggingFaceFormat:
     def special_tokens(self, tokenizer: Tokenizer) -> dict[str, Any]:
         """Ids of special tokens in config.json, beside those of every model."""
         return {}
-
-
-def _refusal(wrong: Mapping[str, list[str]], *, title: str) -> str:
-    """A sentence about a model of none of the types. ``wrong``: reasons by type. ``title``: the family's."""
-    nearest = min(wrong, key=lambda name: len(wrong[name]))
-    reasons = "; ".join(wrong[nearest])
-    return f"Hugging Face has no {title} of this architecture. For {nearest}, the nearest type, {reasons}"
 
 
 def format_of(model_type: str) -> HuggingFaceFormat | None:

@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from megatron.core.conversion.huggingface.format import ModelType, formats
+from megatron.core.conversion.huggingface.format import formats
 
 
 @dataclass(frozen=True)
@@ -27,12 +27,8 @@ def published_types() -> Iterator[PublishedType]:
     """Every type, family by family."""
     for family, published in formats():
         for name, described in published.types.items():
-            only = tuple(f"{setting} = {values}" for setting, values in _limits(described).items())
+            limits = {described.activation: " or ".join(described.activations)} if described.activations else {}
+            limits |= {setting: json.dumps(value) for setting, value in described.expected.items()}
+            only = tuple(f"{setting} = {values}" for setting, values in limits.items())
             classes = published.classes(name)
             yield PublishedType(family.title, name, classes, described.about, only, described.example)
-
-
-def _limits(described: ModelType) -> dict[str, str]:
-    """The values that settings must have, as config.json says them."""
-    activations = {described.activation: " or ".join(described.activations)} if described.activations else {}
-    return activations | {setting: json.dumps(value) for setting, value in described.expected.items()}

@@ -73,18 +73,13 @@ def from_transformers(model: Any) -> PortableModel:
     copies = published.types[config["model_type"]].tied_copies if published else ()
     uses = Counter(map(id, parameters.values()))
     tied = {name for name in copies if name in parameters and uses[id(parameters[name])] > 1}
-    tensors = {name: shared(tensor) for name, tensor in _as_in_files(model).items() if name not in tied}
-    return _portable(config, tensors, where, settings=f"{where}.config")
-
-
-def _as_in_files(model: Any) -> dict[str, Tensor]:
-    """The tensors of a model of transformers, by their names in files: in memory it stacks those of experts."""
     state: dict[str, Tensor] = model.state_dict()
-    if not any(".experts." in name for name in state):
-        return state
-    from transformers.core_model_loading import revert_weight_conversion
+    if any(".experts." in name for name in state):  # stacked in memory, and not in files
+        from transformers.core_model_loading import revert_weight_conversion
 
-    return dict(revert_weight_conversion(model, state))
+        state = dict(revert_weight_conversion(model, state))
+    tensors = {name: shared(tensor) for name, tensor in state.items() if name not in tied}
+    return _portable(config, tensors, where, settings=f"{where}.config")
 
 
 def _portable(config: dict[str, Any], tensors: dict[str, LazyTensor], where: str, *, settings: str) -> PortableModel:

@@ -35,7 +35,12 @@ def read_window(known: Known) -> dict[str, Any]:
 
 def read_layer_types(known: Known, *, usual: Sequence[bool]) -> dict[str, Any]:
     """The window, and which layers have it: those of ``layer_types``, else those that are True in ``usual``."""
-    layers, window = _layer_types(known) or tuple(usual), known.get("sliding_window")
+    layers, types, window = tuple(usual), known.get("layer_types"), known.get("sliding_window")
+    if types is not None:
+        if not {*types} <= _TYPES.keys() or len(types) != known("num_hidden_layers"):
+            advice = f"it must name each of the {known('num_hidden_layers')} layers, as {' or '.join(_TYPES)}"
+            raise known.refuse("layer_types", advice)
+        layers = tuple(_TYPES[each] for each in types)
     if not any(layers):
         return {"window_size": None, "window_attn_skip_freq": None}
     if window is None:
@@ -69,16 +74,6 @@ def written_on_request(model: ModelConfig) -> dict[str, Any]:
 def without_later_keys(model: ModelConfig) -> list[str]:
     """Why a model isn't one of these: no window of theirs has keys after the query."""
     return ["windows have keys after the query"] if model.window_size and model.window_size[1] else []
-
-
-def _layer_types(known: Known) -> tuple[bool, ...] | None:
-    found = known.get("layer_types")
-    if found is None:
-        return None
-    if not {*found} <= _TYPES.keys() or len(found) != known("num_hidden_layers"):
-        advice = f"it must name each of the {known('num_hidden_layers')} layers, as {' or '.join(_TYPES)}"
-        raise known.refuse("layer_types", advice)
-    return tuple(_TYPES[each] for each in found)
 
 
 def is_used(known: Known) -> bool:

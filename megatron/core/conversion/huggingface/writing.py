@@ -32,9 +32,11 @@ def write_huggingface(portable: PortableModel, folder: Path, *, max_shard_size: 
     """
     source = read_config(path.parent) if (path := portable.companions.get(CONFIG)) else {}
     dtype = str(portable.dtype).removeprefix("torch.")
-    config = config_from_model(
-        portable.model, portable.groups, dtype=dtype, source=source, tokens=_special_tokens(portable)
-    )
+    theirs, tokens = format_for(portable.groups), dict[str, Any]()
+    if (tokenizer := tokenizer_of(portable.tokenizer)) is not None:
+        tokens = {"bos_token_id": tokenizer.bos, "eos_token_id": tokenizer.eod, "pad_token_id": tokenizer.pad}
+        tokens |= theirs.special_tokens(tokenizer)
+    config = config_from_model(portable.model, portable.groups, dtype=dtype, source=source, tokens=tokens)
     found = _matches(portable.model, portable.groups, config["model_type"])
     folder.mkdir(parents=True)
     (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
@@ -42,7 +44,7 @@ def write_huggingface(portable: PortableModel, folder: Path, *, max_shard_size: 
     copy_files({name: path for name, path in portable.companions.items() if name in along}, folder)
     _name_pieces(portable, folder)
     tensors = to_theirs(found, portable.tensors, portable.model)
-    copies = format_for(portable.groups).types[config["model_type"]].copies(portable.model)
+    copies = theirs.types[config["model_type"]].copies(portable.model)
     tensors |= {copy: tensors[original] for copy, original in copies.items()}
     _write_weights(tensors, folder, max_shard_size)
 
@@ -73,16 +75,16 @@ def _name_pieces(portable: PortableModel, folder: Path) -> None:
         (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
 
 
-def _special_tokens(portable: PortableModel) -> dict[str, Any]:
-    tokenizer = tokenizer_of(portable.tokenizer)
-    if tokenizer is None:
-        return {}
-    found = {"bos_token_id": tokenizer.bos, "eos_token_id": tokenizer.eod, "pad_token_id": tokenizer.pad}
-    return {**found, **format_for(portable.groups).special_tokens(tokenizer)}
-
-
 def _write_weights(tensors: Mapping[str, LazyTensor], folder: Path, max_shard_size: int) -> None:
-    shards = _shards(tensors, max_shard_size)
+    """One file, or an index and parts of at most ``max_shard_size`` bytes each (or one tensor that is larger)."""
+    shards: list[list[str]] = [[]]
+    size = 0
+    for name, tensor in tensors.items():
+        if shards[-1] and size + _nbytes(tensor) > max_shard_size:
+            shards.append([])
+            size = 0
+        shards[-1].append(name)
+        size += _nbytes(tensor)
     if len(shards) == 1:
         write_safetensors(tensors, folder / "model.safetensors")
         return
@@ -94,19 +96,6 @@ def _write_weights(tensors: Mapping[str, LazyTensor], folder: Path, max_shard_si
     total = sum(_nbytes(tensor) for tensor in tensors.values())
     index = {"metadata": {"total_size": total}, "weight_map": homes}
     (folder / _INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
-
-
-def _shards(tensors: Mapping[str, LazyTensor], limit: int) -> list[list[str]]:
-    """Names cut into consecutive lists of at most ``limit`` bytes, or of one tensor that is larger."""
-    shards: list[list[str]] = [[]]
-    size = 0
-    for name, tensor in tensors.items():
-        if shards[-1] and size + _nbytes(tensor) > limit:
-            shards.append([])
-            size = 0
-        shards[-1].append(name)
-        size += _nbytes(tensor)
-    return shards
 
 
 def write_safetensors(tensors: Mapping[str, LazyTensor], path: Path) -> None:

@@ -80,21 +80,16 @@ def _layers(files: ShardFiles | DistFiles, stack: str) -> Iterator[Layer]:
     for number in numbers or range(depth):
         keys = [key for key, place in found.items() if place[2] in (None, str(number))]
         at = None if numbers else number
-        whole = _glued({key.removeprefix(found[key][0]): files.stored.read(key, at=at) for key in keys})
+        whole = {key.removeprefix(found[key][0]): files.stored.read(key, at=at) for key in keys}
+        for name in [name for name in whole if name.endswith(("weight_w", "bias_w"))]:
+            matrix = name.removesuffix("_w")  # newer folders keep gates (w) and values (v) apart
+            whole[matrix] = torch.cat((whole.pop(name), whole.pop(f"{matrix}_v")))
         yield Layer([whole], [[whole]])
 
 
 def _within(shard: Shard, *, before: str) -> Shard:
     """The tensors of a layer by the names after ``before``."""
     return {name.split(before, 1)[1]: tensor for name, tensor in shard.items() if before in name}
-
-
-def _glued(layer: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The layer with gates and values, which newer folders keep apart, in one matrix."""
-    for name in [name for name in layer if name.endswith(("weight_w", "bias_w"))]:
-        whole = name.removesuffix("_w")
-        layer[whole] = torch.cat((layer.pop(name), layer.pop(f"{whole}_v")))
-    return layer
 
 
 def _ends(files: ShardFiles | DistFiles) -> list[Shard]:
@@ -259,11 +254,16 @@ class MegatronLMModel:
     def _attention(self, x: Tensor, layer: Layer, *, number: int, scores: Tensor) -> Tensor:
         """Every rank's heads in layer ``number``, counted from 0, and the sum of their outputs."""
         parts, ranks = [], layer.ranks
+        heads, groups = self._heads // len(ranks), self._groups // len(ranks)
         is_rotated = not _marks(self.args("no_rope_freq", 0), number)
         for rank, shard in enumerate(ranks):
             mine = scores if scores.shape[1] == 1 else scores.chunk(len(ranks), dim=1)[rank]
             fused = _linear(x, shard, "linear_qkv", "query_key_value")
-            query, key, value = self._heads_of(fused, len(ranks))
+            if heads == groups:
+                query, key, value = self._kinds_of(fused, 3, heads)
+            else:
+                grouped = fused.view(*fused.shape[:2], groups, heads // groups + 2, self._width)
+                query, key, value = grouped[..., :-2, :].flatten(2, 3), grouped[..., -2, :], grouped[..., -1, :]
             if (norm := pick(shard, "q_layernorm.weight")) is not None:
                 query = self._normed(query, norm, pick(shard, "q_layernorm.bias"))
                 key = self._normed(key, need(shard, "k_layernorm.weight"), pick(shard, "k_layernorm.bias"))
@@ -352,15 +352,6 @@ class MegatronLMModel:
             mixed = self._mix(query, key, value, scores, offset=offset)
             parts.append(_linear(mixed.flatten(2), shard, *_CROSS_PROJECTION, bias=False))
         return _sum(parts, pick(ranks[0], *(f"{name}.bias" for name in _CROSS_PROJECTION)))
-
-    def _heads_of(self, fused: Tensor, ranks: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Query, key and value ``[b, s, heads, d]`` of one rank's fused projection."""
-        heads, groups = self._heads // ranks, self._groups // ranks
-        if heads == groups:
-            query, key, value = self._kinds_of(fused, 3, heads)
-            return query, key, value
-        grouped = fused.view(*fused.shape[:2], groups, heads // groups + 2, self._width)
-        return grouped[..., :-2, :].flatten(2, 3), grouped[..., -2, :], grouped[..., -1, :]
 
     def _kinds_of(self, fused: Tensor, kinds: int, heads: int) -> tuple[Tensor, ...]:
         """Each kind's heads ``[b, s, heads, d]``, in the order of the checkpoint's version."""
