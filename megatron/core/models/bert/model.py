@@ -150,7 +150,15 @@ class BertModel(BertBody):
         hidden = self.hidden_states(
             tokens, types, attention_mask=attention_mask, rng_key=rng_key, hidden=hidden, side_losses=side_losses
         )
-        return self._output(hidden) if self._is_last else hidden
+        if not self._is_last:
+            return hidden
+        assert self.lm_head is not None and self.output_layer is not None
+        words = vocabulary_output(
+            self.lm_head(hidden), self._output_weight(), self._config, self._context, bias=self.output_layer.bias
+        )
+        if self.pooler is None or self.binary_head is None:
+            return BertOutput(words, None)
+        return BertOutput(words, self.binary_head(self.pooler(hidden)))
 
     def costs(self, workload: Workload) -> Costs:
         """The body's, those of the words that are predicted, and of the order on one token."""
@@ -164,15 +172,6 @@ class BertModel(BertBody):
             return self.output_layer.weight
         assert self.embedding is not None
         return self.embedding.word_embeddings.weight
-
-    def _output(self, hidden: Tensor) -> BertOutput:
-        assert self.lm_head is not None and self.output_layer is not None
-        words = vocabulary_output(
-            self.lm_head(hidden), self._output_weight(), self._config, self._context, bias=self.output_layer.bias
-        )
-        if self.pooler is None or self.binary_head is None:
-            return BertOutput(words, None)
-        return BertOutput(words, self.binary_head(self.pooler(hidden)))
 
 
 class MaskedLMHead(nn.Module):

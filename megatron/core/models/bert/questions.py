@@ -49,8 +49,14 @@ class MaskedQuestion:
         x = model.embedded(self.tokens, self.types)
         (stack,) = model.stacks
         x = model.run(stack, x, padding(self.real))
-        words = {"words": model.words(_transformed(x, model))[self.real]}
-        return {**words, "order": _order(x, model)} if self.binary_head else words
+        exact = has_exact_head(model.args, legacy=model.is_legacy)
+        head = F.gelu(model.linear(x, "lm_head.dense"), approximate="none" if exact else "tanh")
+        head = model.norm(head, "lm_head.norm.", "lm_head.layernorm.", "lm_head.layer_norm.")
+        words = {"words": model.words(head)[self.real]}
+        if not self.binary_head:
+            return words
+        pooled = model.linear(x[:, 0], "pooler.dense").tanh()
+        return {**words, "order": model.linear(pooled, "binary_head")}
 
     def ask_ours(self, stage: nn.Module, handed: Mapping[str, Tensor]) -> Answer:
         """The same."""
@@ -59,18 +65,6 @@ class MaskedQuestion:
             return {"hidden": output}
         words = {"words": output.words.logits()[self.real]}
         return words if output.order is None else {**words, "order": output.order}
-
-
-def _transformed(x: Tensor, model: MegatronLMModel) -> Tensor:
-    """What Megatron-LM's BERT does before the output."""
-    exact = has_exact_head(model.args, legacy=model.is_legacy)
-    x = F.gelu(model.linear(x, "lm_head.dense"), approximate="none" if exact else "tanh")
-    return model.norm(x, "lm_head.norm.", "lm_head.layernorm.", "lm_head.layer_norm.")
-
-
-def _order(x: Tensor, model: MegatronLMModel) -> Tensor:
-    """Logits of the order of two texts, ``[b, 2]``, from the first position."""
-    return model.linear(model.linear(x[:, 0], "pooler.dense").tanh(), "binary_head")
 
 
 def question_for(model: ModelConfig, groups: Sequence[object]) -> MaskedQuestion:

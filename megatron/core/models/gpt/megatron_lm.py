@@ -73,7 +73,12 @@ class GPTFormat(MegatronLMFormat):
         found.setdefault("moe_ffn_hidden_size", model.ffn_hidden_size)
         if args("moe_shared_expert_intermediate_size", 0):
             found["moe_shared_expert_gate"] = any(name.endswith(_GATE) for name in stored)
-        moe = MoEConfig(**found, moe_layer_freq=_pattern(args, model.num_layers))
+        marked = str(args("moe_layer_freq", 1))
+        try:
+            pattern = shortest_pattern(every_or_listed(marked, model.num_layers, flag="moe_layer_freq"))
+        except ConfigError as error:
+            raise CheckpointError(f"{args.where}: its saved settings: {error}") from None
+        moe = MoEConfig(**found, moe_layer_freq=pattern)
         if problems := [*_impossible(moe), *(f"has {what}" for what, asked in _differences(moe).items() if asked)]:
             raise CheckpointError(f"{args.where} describes a router that {' and '.join(problems)}")
         return (moe,)
@@ -137,15 +142,6 @@ class GPTFormat(MegatronLMFormat):
 
 
 FORMAT = GPTFormat()
-
-
-def _pattern(args: Arguments, num_layers: int) -> str:
-    """The layers with experts; CheckpointError for a pattern that isn't one."""
-    pattern = args("moe_layer_freq", 1)
-    try:
-        return shortest_pattern(every_or_listed(str(pattern), num_layers, flag="moe_layer_freq"))
-    except ConfigError as error:
-        raise CheckpointError(f"{args.where}: its saved settings: {error}") from None
 
 
 def _impossible(moe: MoEConfig) -> list[str]:

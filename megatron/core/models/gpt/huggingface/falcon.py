@@ -17,8 +17,8 @@ from megatron.small_files import Between
 OURS, THEIRS = "decoder.layers.{n}", "transformer.h.{n}"
 
 
-def _read_layers(known: Known) -> dict[str, Any]:
-    """Norms, branches and key/value heads, which the newer decoder says otherwise than the older one."""
+def _read(known: Known) -> dict[str, Any]:
+    """Positions; norms, branches and key/value heads, which the newer decoder says otherwise than the older one."""
     newer, parallel = bool(known.get("new_decoder_architecture")), bool(known("parallel_attn"))
     norms, heads, groups = known.get("num_ln_in_parallel_attn"), known("num_attention_heads"), known.get("num_kv_heads")
     shared = 1 if known.get("multi_query") else heads
@@ -26,45 +26,42 @@ def _read_layers(known: Known) -> dict[str, Any]:
         raise known.refuse("parallel_attn", "the newer decoder (new_decoder_architecture) has them in parallel only")
     if norms == 2 and not newer:
         raise known.refuse("num_ln_in_parallel_attn", "only the newer decoder (new_decoder_architecture) has two norms")
+    positions = {"position_embedding_type": "rope", **read_rotary(known)}
+    if known.get("alibi"):  # transformers writes rotary settings for it, too, and skips them
+        positions = {"position_embedding_type": "alibi", "scale_alibi": True}
     if not newer:
-        return {"num_query_groups": shared, "parallel_attention": parallel, "parallel_layernorm": False}
-    return {"num_query_groups": groups or heads, "parallel_attention": True, "parallel_layernorm": norms in (None, 2)}
+        return {**positions, "num_query_groups": shared, "parallel_attention": parallel, "parallel_layernorm": False}
+    return {
+        **positions,
+        "num_query_groups": groups or heads,
+        "parallel_attention": True,
+        "parallel_layernorm": norms in (None, 2),
+    }
 
 
-def _written_layers(model: ModelConfig) -> dict[str, Any]:
+def _write(model: ModelConfig) -> dict[str, Any]:
     groups, heads = model.num_query_groups, model.num_attention_heads
-    newer = model.parallel_layernorm or groups not in (1, heads)
+    newer, has_alibi = model.parallel_layernorm or groups not in (1, heads), model.position_embedding_type == "alibi"
     return {
         "new_decoder_architecture": newer,
         "parallel_attn": model.parallel_attention,
         "num_ln_in_parallel_attn": (2 if model.parallel_layernorm else 1) if newer else None,
         "multi_query": groups == 1,
+        "alibi": has_alibi,
+        **({} if has_alibi else written_rotary(model)),
     }
 
 
-def _groups_of_sequential_layers(model: ModelConfig) -> list[str]:
-    either = model.parallel_attention or model.num_query_groups in (1, model.num_attention_heads)
-    return (
-        [] if either else ["attention and MLP are in sequence, with more than one key/value head for several queries"]
-    )
-
-
-def _read_positions(known: Known) -> dict[str, Any]:
-    rotary = read_rotary(known)  # which transformers writes for ALiBi, too, and skips
-    if known.get("alibi"):
-        return {"position_embedding_type": "alibi", "scale_alibi": True}
-    return {"position_embedding_type": "rope", **rotary}
-
-
-def _written_positions(model: ModelConfig) -> dict[str, Any]:
-    has_alibi = model.position_embedding_type == "alibi"
-    return {"alibi": has_alibi, **({} if has_alibi else written_rotary(model))}
-
-
-def _other_positions(model: ModelConfig) -> list[str]:
+def _refuse(model: ModelConfig) -> list[str]:
+    wrong = []
+    if not model.parallel_attention and model.num_query_groups not in (1, model.num_attention_heads):
+        wrong.append("attention and MLP are in sequence, with more than one key/value head for several queries")
     if model.position_embedding_type == "alibi":
-        return [] if model.scale_alibi else ["ALiBi's biases are not scaled with the scores"]
-    return [] if model.is_rotary else ["positions are neither rotary nor ALiBi"]
+        if not model.scale_alibi:
+            wrong.append("ALiBi's biases are not scaled with the scores")
+    elif not model.is_rotary:
+        wrong.append("positions are neither rotary nor ALiBi")
+    return wrong
 
 
 def _norms(model: ModelConfig) -> Sequence[Row]:
@@ -117,9 +114,9 @@ FALCON = ModelType(
         **dict.fromkeys(("new_decoder_architecture", "parallel_attn", "multi_query", "alibi"), bool),
         "num_ln_in_parallel_attn": Annotated[int, Between(1, 2)],
     },
-    read=lambda known: {**_read_layers(known), **_read_positions(known)},
-    write=lambda model: {**_written_layers(model), **_written_positions(model)},
-    refuse=lambda model: [*_groups_of_sequential_layers(model), *_other_positions(model)],
+    read=_read,
+    write=_write,
+    refuse=_refuse,
     prefix="transformer.",
     attention="sdpa",  # with eager attention transformers adds ALiBi twice, to the scores and with the mask
     unused=(".inv_freq",),

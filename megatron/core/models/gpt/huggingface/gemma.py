@@ -57,15 +57,11 @@ GEMMA = replace(
 )
 
 
-def _softmax_scale(known: Known) -> float | None:
-    """None where it is the usual one."""
-    scalar = known(_SCALAR)
-    return None if scalar == known("head_dim") else float(scalar**-0.5)
-
-
 def _read_2(known: Known) -> dict[str, Any]:
+    scalar = known(_SCALAR)
+    scale = None if scalar == known("head_dim") else float(scalar**-0.5)  # None: the usual one
     caps = {name: float(value) if (value := known.get(name)) else None for name in _CAPS}
-    return {**_read_embedding(known), **caps, "softmax_scale": _softmax_scale(known)}
+    return {**_read_embedding(known), **caps, "softmax_scale": scale}
 
 
 def _written_2(model: ModelConfig) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from megatron.core.conversion.tables import Row
 from megatron.core.conversion.transforms import Transform
 from megatron.core.models.gpt.huggingface.experts import KINDS, with_experts
 from megatron.core.models.gpt.huggingface.llama import LLAMA, OURS, THEIRS
+from megatron.core.models.gpt.huggingface.mixtral import MIXTRAL
 
 _ALPHA = 1.702
 # What transformers takes where no setting says anything of rotary positions.
@@ -103,16 +104,8 @@ GPT_OSS = with_experts(
         about="gpt-oss: sinks, sliding windows in any layers, YaRN",
         example="openai/gpt-oss-20b",
     ),
-    read=lambda known: {
-        "num_experts": known("num_local_experts"),
-        "moe_router_topk": known("num_experts_per_tok"),
-        "moe_ffn_hidden_size": known("intermediate_size"),
-    },
-    write=lambda moe, model: {
-        "num_local_experts": moe.num_experts,
-        "num_experts_per_tok": moe.moe_router_topk,
-        "intermediate_size": moe.moe_ffn_hidden_size,
-    },
+    read=MIXTRAL.read_experts,
+    write=MIXTRAL.write_experts,
     rows=_rows,
 )
 

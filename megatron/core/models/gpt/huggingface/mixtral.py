@@ -31,23 +31,6 @@ from megatron.core.models.gpt.huggingface.experts import (
 from megatron.core.models.gpt.huggingface.llama import LLAMA, OURS, THEIRS, like_llama
 from megatron.small_files import Between
 
-
-def _mixtral_experts(known: Known) -> dict[str, Any]:
-    return {
-        "num_experts": known("num_local_experts"),
-        "moe_router_topk": known("num_experts_per_tok"),
-        "moe_ffn_hidden_size": known("intermediate_size"),
-    }
-
-
-def _written_mixtral(moe: MoEConfig, model: ModelConfig) -> dict[str, Any]:
-    return {
-        "num_local_experts": moe.num_experts,
-        "num_experts_per_tok": moe.moe_router_topk,
-        "intermediate_size": moe.moe_ffn_hidden_size,
-    }
-
-
 MIXTRAL = with_experts(
     replace(
         like_llama(
@@ -68,8 +51,16 @@ MIXTRAL = with_experts(
         kinds={**KINDS, "router_jitter_noise": float},
         expected={"router_jitter_noise": 0.0},
     ),
-    read=_mixtral_experts,
-    write=_written_mixtral,
+    read=lambda known: {
+        "num_experts": known("num_local_experts"),
+        "moe_router_topk": known("num_experts_per_tok"),
+        "moe_ffn_hidden_size": known("intermediate_size"),
+    },
+    write=lambda moe, model: {
+        "num_local_experts": moe.num_experts,
+        "num_experts_per_tok": moe.moe_router_topk,
+        "intermediate_size": moe.moe_ffn_hidden_size,
+    },
     rows=lambda moe: expert_rows(moe, OURS, f"{THEIRS}.block_sparse_moe", names=("w1", "w3", "w2")),
 )
 

@@ -43,11 +43,12 @@ def _post_norms(model: ModelConfig) -> Sequence[Row]:
     )
 
 
-def _other_norms(model: ModelConfig) -> list[str]:
-    if model.apply_residual_connection_post_layernorm == (not model.first_attention_norm):
-        return []
-    first = "a" if model.first_attention_norm else "no"
-    return [f"there is {first} norm before the first attention, and norms are not before sublayers alone"]
+def _refuse(model: ModelConfig) -> list[str]:
+    wrong = ["norms have a weight and no bias"] if model.norm_parameters == "weight" else []
+    if model.apply_residual_connection_post_layernorm == model.first_attention_norm:
+        first = "a" if model.first_attention_norm else "no"
+        wrong.append(f"there is {first} norm before the first attention, and norms are not before sublayers alone")
+    return wrong
 
 
 OPT = ModelType(
@@ -109,10 +110,7 @@ OPT = ModelType(
         "word_embed_proj_dim": model.word_width,
         "do_layer_norm_before": not model.apply_residual_connection_post_layernorm,
     },
-    refuse=lambda model: [
-        *(["norms have a weight and no bias"] if model.norm_parameters == "weight" else []),
-        *_other_norms(model),
-    ],
+    refuse=_refuse,
     tied_copies=("lm_head.weight",),
     unused=(".version",),
     about="OPT 125M to 66B, 350M (norms after sublayers, narrower word embeddings) among them; tied or not",
