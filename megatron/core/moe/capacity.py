@@ -30,9 +30,12 @@ def within_capacity(ids: Tensor, weights: Tensor, moe: MoEConfig, context: Paral
     collective of the ranks that divide the sequence.
     """
     assert moe.moe_expert_capacity_factor is not None
-    experts = moe.num_experts or 1
+    experts, mesh = moe.num_experts or 1, context.mesh
     both = torch.stack((ids.to(weights.dtype), weights), dim=-1)  # expert numbers are exact in any of the types
-    whole = _whole(both.view(-1, batch, *both.shape[1:]), context)  # [S, b, k, 2]
+    both = both.view(-1, batch, *both.shape[1:])  # [s, b, k, 2]
+    if context.sequence_parallel:
+        both = all_gather(both, mesh, "tp")
+    whole = in_order(all_gather(both.unsqueeze(0).contiguous(), mesh, "cp"))  # [S, b, k, 2]
     length, _, choices, _ = whole.shape
     capacity = math.ceil(length * choices / experts * moe.moe_expert_capacity_factor)
     rows = whole.transpose(0, 1).flatten(1, 2)  # [b, S·k, 2]
@@ -48,19 +51,8 @@ def within_capacity(ids: Tensor, weights: Tensor, moe: MoEConfig, context: Paral
     starts = counts.cumsum(1) - counts
     place = torch.arange(rows.shape[1], device=ids.device) - starts.gather(1, sorted_experts)
     kept = torch.zeros_like(of_expert, dtype=torch.bool).scatter_(1, order, place < capacity)
-    return _own(kept.view(batch, length, choices).transpose(0, 1), context).reshape(ids.shape)
-
-
-def _whole(part: Tensor, context: ParallelContext) -> Tensor:
-    """The sequence [S, …] of which this rank holds ``part`` [s, …] outside the tensor-parallel regions."""
-    mesh = context.mesh
+    kept = kept.view(batch, length, choices).transpose(0, 1).contiguous()  # [S, b, k]
+    mine = by_rank(kept, mesh.size("cp"))[mesh.rank("cp")]
     if context.sequence_parallel:
-        part = all_gather(part, mesh, "tp")
-    return in_order(all_gather(part.unsqueeze(0).contiguous(), mesh, "cp"))
-
-
-def _own(whole: Tensor, context: ParallelContext) -> Tensor:
-    """This rank's part of a sequence [S, …]."""
-    mesh = context.mesh
-    part = by_rank(whole.contiguous(), mesh.size("cp"))[mesh.rank("cp")]
-    return part.chunk(mesh.size("tp"))[mesh.rank("tp")] if context.sequence_parallel else part
+        mine = mine.chunk(mesh.size("tp"))[mesh.rank("tp")]
+    return mine.reshape(ids.shape)

@@ -79,22 +79,16 @@ class MoELayer(nn.Module):
             kept = None if routing.kept is None else own_rows(routing.kept, context)
         mine = Routing(ids, own_rows(routing.weights, context), kept)
         route, arriving = self._send(own_rows(tokens, context), mine, inputs)
-        of_all = self._shared(x, inputs)  # while rows are on their way
+        of_all: Tensor | None = None
+        if self.shared_experts is not None:  # while rows are on their way
+            recomputes = self._recomputes_shared and self.training
+            of_all = recomputed(self.shared_experts, x, inputs) if recomputes else self.shared_experts(x, inputs)
         share = ids.numel() * context.mesh.size("etp")
         out = combine(self.experts(*arriving(), route.groups, share=share), route)
         if self._gathers:
             out = scatter_tokens(out, context.mesh)
         out = all_rows(out, context, rows=len(tokens)).view_as(x)
         return out if of_all is None else out + of_all
-
-    def _shared(self, x: Tensor, inputs: LayerInputs) -> Tensor | None:
-        """The shared experts' result, where there are some."""
-        if self.shared_experts is None:
-            return None
-        if self._recomputes_shared and self.training:
-            return recomputed(self.shared_experts, x, inputs)
-        out: Tensor = self.shared_experts(x, inputs)
-        return out
 
     def _send(
         self, x: Tensor, routing: Routing, inputs: LayerInputs

@@ -69,20 +69,16 @@ class Router(nn.Module):
         kept = None
         if self.training and self._moe.moe_expert_capacity_factor is not None:
             kept = within_capacity(ids, weights, self._moe, self._context, batch=x.shape[1])
-        self._tally(ids, kept, inputs)
+        counts = times_chosen(ids.flatten(), len(self.weight) + 1)
+        if kept is not None:
+            counts[-1] = kept.numel() - kept.sum()  # dropped choices
+        inputs.side_losses.tally(self.tally_name, counts, context=self._context)
         return Routing(ids, weights, kept)
 
     @property
     def weight_bytes(self) -> int:
         """Of the weight of a choice."""
         return torch.promote_types(self._dtype, torch.float32).itemsize
-
-    def _tally(self, ids: Tensor, kept: Tensor | None, inputs: LayerInputs) -> None:
-        """Count the choices of each expert, and those that are dropped."""
-        counts = times_chosen(ids.flatten(), len(self.weight) + 1)
-        if kept is not None:
-            counts[-1] = kept.numel() - kept.sum()
-        inputs.side_losses.tally(self.tally_name, counts, context=self._context)
 
     @torch.no_grad()
     def learn(self, counts: Tensor) -> None:
