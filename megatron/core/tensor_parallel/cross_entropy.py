@@ -143,18 +143,13 @@ def _chunks(
         height, is_wide = logits.shape[0], logits.dtype == wide_buffer.dtype
         wide = logits if is_wide else wide_buffer[:height].copy_(logits)
         slope = None if slope_buffer is None else slope_buffer[:height]
-        if cap is not None:
-            _cap_(wide, cap, slope)
+        if cap is not None:  # cap·tanh(x/cap), and its derivative 1 - tanh²(x/cap), both in place
+            wide.div_(cap).tanh_()
+            if slope is not None:
+                torch.mul(wide, wide, out=slope).neg_().add_(1.0)
+            wide.mul_(cap)
         wide[:, vocabulary.valid :] = torch.finfo(logits.dtype).min  # not -inf: a rank may hold only padding
         yield _Chunk(rows, logits, wide, slope)
-
-
-def _cap_(logits: Tensor, cap: float, slope: Tensor | None) -> None:
-    """Overwrite ``logits`` x with cap·tanh(x/cap), and ``slope`` with its derivative 1 - tanh²(x/cap)."""
-    logits.div_(cap).tanh_()
-    if slope is not None:
-        torch.mul(logits, logits, out=slope).neg_().add_(1.0)
-    logits.mul_(cap)
 
 
 @dataclass(frozen=True)
