@@ -71,17 +71,13 @@ def multiply(a: Quantized, b: Quantized, dtype: torch.dtype, *, by: Implementati
     if 0 in (*a.data.shape, len(b.data)):
         return a.scales.new_zeros(len(a.data), len(b.data), dtype=dtype)
     if by == "emulation":
-        return _emulated(a, b, dtype)
+        wide = torch.promote_types(dtype, torch.float32)
+        if a.block is None and b.block is None:  # as kernels do: products of codes are exact, and scaled at the end
+            found = torch.mm(values_of(a.data, wide), values_of(b.data, wide).t())
+            return found.mul_(a.scales.to(wide) * b.scales.to(wide)).to(dtype)
+        return torch.mm(a.dequantized(wide), b.dequantized(wide).t()).to(dtype)
     assert a.data.dtype != E5M2 or b.data.dtype != E5M2, "no kernel multiplies E5M2 by E5M2"
     return _on_device(a, b, dtype, is_fast=is_fast)
-
-
-def _emulated(a: Quantized, b: Quantized, dtype: torch.dtype) -> Tensor:
-    wide = torch.promote_types(dtype, torch.float32)
-    if a.block is None and b.block is None:  # as kernels do: products of codes are exact, and scaled at the end
-        found = torch.mm(values_of(a.data, wide), values_of(b.data, wide).t())
-        return found.mul_(a.scales.to(wide) * b.scales.to(wide)).to(dtype)
-    return torch.mm(a.dequantized(wide), b.dequantized(wide).t()).to(dtype)
 
 
 def _on_device(a: Quantized, b: Quantized, dtype: torch.dtype, *, is_fast: bool) -> Tensor:

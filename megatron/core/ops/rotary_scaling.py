@@ -125,11 +125,6 @@ def yarn_attention_factor(factor: float, *, mscale: float = 1.0, mscale_all_dim:
     return (mscale * growth + 1.0) / (mscale_all_dim * growth + 1.0)
 
 
-def yarn_score_factor(factor: float, *, mscale_all_dim: float) -> float:
-    """What latent attention multiplies its scores by with YaRN (DeepSeek-V2, arXiv:2405.04434)."""
-    return yarn_attention_factor(factor, mscale=mscale_all_dim) ** 2
-
-
 def longrope_attention_factor(factor: float, original_length: int) -> float:
     """LongRoPE's temperature of attention for a context ``factor`` times the original length."""
     return math.sqrt(1.0 + math.log(max(factor, 1.0)) / math.log(original_length))

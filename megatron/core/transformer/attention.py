@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from megatron.config.parallel import CpCommType
 from megatron.core.context_parallel.attention import attention, heads_split_over
 from megatron.core.context_parallel.visible import Documents
-from megatron.core.ops.alibi import alibi_slopes
 from megatron.core.ops.attention import AttentionOptions, AttentionRequest
 from megatron.core.ops.attention.cached import AttentionCache, CachedHeads
+from megatron.core.ops.attention.masks import alibi_slopes
 from megatron.core.ops.rotary import apply_rotary
 from megatron.core.parallel.costs import Costs, Workload, costs_of, total_of
 from megatron.core.parallel.recompute import recomputed
@@ -104,11 +104,6 @@ class Attention(nn.Module):
     def _clipped(self, projected: Tensor) -> Tensor:
         limit = self._config.clip_qkv
         return projected if limit is None else projected.clamp(-limit, limit)
-
-    def _normed(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
-        if self.q_layernorm is None or self.k_layernorm is None:
-            return query, key
-        return self.q_layernorm(query), self.k_layernorm(key)
 
     def _mix(self, query: Tensor, key: Tensor, value: Tensor, stream: StreamKey, seen: Seen) -> Tensor:
         """``[S, b, n, d]``, keys and values ``[T, b, g, d]``, to ``[s, b, h]``."""
@@ -288,8 +283,14 @@ class SelfAttention(Attention):
 
     def forward(self, x: Tensor, inputs: LayerInputs) -> Tensor:
         """``[s, b, h] -> [s, b, h]``."""
-        query, key, value = self._project(x)
-        query, key = self._normed(query, key)
+        fused = self._clipped(self.linear_qkv(x))
+        length, batch, _ = fused.shape
+        per_group = self._queries_per_group
+        fused = fused.view(length, batch, self._groups, per_group + 2, self._head_dim)
+        query = fused[..., :per_group, :].reshape(length, batch, self._groups * per_group, self._head_dim)
+        key, value = fused[..., per_group, :], fused[..., per_group + 1, :]  # [S, b, g, d], queries [S, b, n, d]
+        if self.q_layernorm is not None and self.k_layernorm is not None:
+            query, key = self.q_layernorm(query), self.k_layernorm(key)
         if self._rotary is not None:
             table, interleaved = inputs.rotary[self._rotary], self._config.rotary_interleaved
             query = apply_rotary(query, table, interleaved=interleaved)
@@ -297,15 +298,6 @@ class SelfAttention(Attention):
         documents = inputs.documents if self._context.mesh.size("cp") > 1 else None
         seen = Seen(inputs.document_ids, documents, inputs.attention_mask, inputs.bias, inputs.cache)
         return self._mix(query, key, value, inputs.rng_key, seen)
-
-    def _project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """``[s, b, h]`` to query ``[S, b, n, d]`` and key, value ``[S, b, g, d]``."""
-        fused = self._clipped(self.linear_qkv(x))
-        length, batch, _ = fused.shape
-        per_group = self._queries_per_group
-        fused = fused.view(length, batch, self._groups, per_group + 2, self._head_dim)
-        query = fused[..., :per_group, :].reshape(length, batch, self._groups * per_group, self._head_dim)
-        return query, fused[..., per_group, :], fused[..., per_group + 1, :]
 
     def costs(self, workload: Workload) -> Costs:
         """Its matmuls, and attention of every token to the sequence."""

@@ -5,7 +5,7 @@ or wait for it in main memory.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Literal
@@ -135,20 +135,13 @@ class TransformerBlock(nn.Module):
 
     def _offload(self, x: Tensor, inputs: LayerInputs) -> Offload:
         """Of a forward pass. What all layers share stays: their inputs beside hidden states, and weights."""
-        stays = [*self.parameters(), *_tensors(inputs), *([x] if x.is_leaf else [])]
+        given = (getattr(inputs, field.name) for field in dataclasses.fields(inputs))
+        stays = [*self.parameters(), *(each for each in given if isinstance(each, Tensor))]
+        stays += [part for table in inputs.rotary.values() for part in (table.cos, table.sin)]
+        stays += [x] if x.is_leaf else []
         return Offload(x.device, least=self._recompute.least_offloaded, kept=stays)
 
     def _run(self, x: Tensor, inputs: LayerInputs, start: int, stop: int) -> Tensor:
         for layer in list(self.layers.values())[start:stop]:
             x = layer(x, inputs)
         return x
-
-
-def _tensors(inputs: LayerInputs) -> Iterator[Tensor]:
-    """Those that all layers are given."""
-    for field in dataclasses.fields(inputs):
-        value = getattr(inputs, field.name)
-        if isinstance(value, Tensor):
-            yield value
-    for table in inputs.rotary.values():
-        yield from (table.cos, table.sin)

@@ -65,7 +65,14 @@ class LatentAttention(Attention):
 
     def forward(self, x: Tensor, inputs: LayerInputs) -> Tensor:
         """``[s, b, h] -> [s, b, h]``."""
-        of_query, (latent, shared_key) = self._query_latent(x), self._latents(x)
+        config, of_query = self._config, x
+        if self.linear_q_down_proj is not None:  # [s, b, q_lora_rank]
+            of_query = self.linear_q_down_proj(x)
+            of_query = of_query if self.q_layernorm is None else self.q_layernorm(of_query)
+        latent, shared_key = torch.split(
+            self.linear_kv_down_proj(x), [config.kv_lora_rank, config.qk_pos_emb_head_dim], dim=-1
+        )
+        latent = latent if self.kv_layernorm is None else self.kv_layernorm(latent)
         if inputs.cache is not None:
             plain, turned, shared_key = self._turned(of_query, shared_key, inputs)
             return self._attend_to_latents(plain, turned, enter(latent, self._context), shared_key, inputs)
@@ -85,8 +92,9 @@ class LatentAttention(Attention):
     def _heads(
         self, of_query: Tensor, latent: Tensor, shared_key: Tensor, inputs: LayerInputs
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries, keys and values ``[S, b, n, d]`` of this rank's heads from what ``_query_latent`` and ``_latents``
-        return. Where latents are sent, they and the shared key instead of keys and values.
+        """Queries, keys and values ``[S, b, n, d]`` of this rank's heads, from the latent vector of queries (or hidden
+        states), that of keys and values, and the key that all heads share, not yet turned. Where latents are sent, they
+        and the shared key instead of keys and values.
         """
         plain, turned, shared_key = self._turned(of_query, shared_key, inputs)
         query = torch.cat((plain, turned), dim=-1)
@@ -170,23 +178,6 @@ class LatentAttention(Attention):
         """One latent and rotary key for all heads, whole on every rank."""
         latent = self._config.kv_lora_rank
         return CachedHeads(1, latent + self._config.qk_pos_emb_head_dim, latent, values_in_keys=True)
-
-    def _latents(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """``[s, b, h]`` to the latent vector of keys and values ``[s, b, kv_lora_rank]``, normalized, and the key that
-        all heads share, not yet turned.
-        """
-        config = self._config
-        latent, shared_key = torch.split(
-            self.linear_kv_down_proj(x), [config.kv_lora_rank, config.qk_pos_emb_head_dim], dim=-1
-        )
-        return latent if self.kv_layernorm is None else self.kv_layernorm(latent), shared_key
-
-    def _query_latent(self, x: Tensor) -> Tensor:
-        """``[s, b, h]`` to the normalized latent vector of queries ``[s, b, q_lora_rank]``, or ``x`` without one."""
-        if self.linear_q_down_proj is None:
-            return x
-        x = self.linear_q_down_proj(x)
-        return x if self.q_layernorm is None else self.q_layernorm(x)
 
     def _keys_and_values(self, both: Tensor, shared_key: Tensor) -> tuple[Tensor, Tensor]:
         """From what is computed from latents, and the key that heads share, to keys ``[S, b, n, d]`` and values."""

@@ -76,7 +76,10 @@ class TransformerLayer(nn.Module):
                 output = getattr(self, branch.norm_after)(output)
             if branch.scale != 1.0:
                 output = output * branch.scale
-            x = x + self._drop(output, inputs, branch.dropout_stream)
+            if self.training and self._dropout > 0.0:
+                self._context.rng.enter(inputs.rng_key, f"layer {self._number} {branch.dropout_stream}")
+                output = dropout(output, self._dropout, self._context.hidden_generator)
+            x = x + output
         return x
 
     def _run(self, branch: Branch, branch_input: Tensor, inputs: LayerInputs) -> Tensor:
@@ -117,9 +120,3 @@ class TransformerLayer(nn.Module):
             kept=branches.kept + masks - elements * sum(shared) - normed * len(norms),
             working=branches.working + gradients + normed * bool(norms),
         )
-
-    def _drop(self, branch: Tensor, inputs: LayerInputs, stream: str) -> Tensor:
-        if not self.training or self._dropout == 0.0:
-            return branch
-        self._context.rng.enter(inputs.rng_key, f"layer {self._number} {stream}")
-        return dropout(branch, self._dropout, self._context.hidden_generator)

@@ -18,7 +18,6 @@ from megatron.core.ops.rotary_scaling import (
     Yarn,
     longrope_attention_factor,
     yarn_attention_factor,
-    yarn_score_factor,
 )
 from megatron.core.parallel.context import ParallelContext
 
@@ -63,10 +62,10 @@ def rotary_of(config: ModelConfig, number: int) -> Rotary | None:
 
 
 def score_factor_of(config: ModelConfig) -> float:
-    """What latent attention multiplies its scores by."""
+    """What latent attention multiplies its scores by, with YaRN (DeepSeek-V2, arXiv:2405.04434) or without."""
     if config.position_embedding_type != "yarn":
         return 1.0
-    return yarn_score_factor(config.rotary_scaling_factor, mscale_all_dim=config.mscale_all_dim)
+    return yarn_attention_factor(config.rotary_scaling_factor, mscale=config.mscale_all_dim) ** 2
 
 
 def _scaling(config: ModelConfig) -> Scaling:

@@ -51,7 +51,7 @@ class Capabilities:
         if found is not None and not self.lowest <= found <= (self.highest or found):
             return f"{self.subject} needs {self.devices}, and this GPU has {_dotted(found)}"
         if request.dtype not in self.dtypes:
-            return f"{self.subject} does not support {_name(request.dtype)}"
+            return f"{self.subject} does not support {str(request.dtype).removeprefix('torch.')}"
         if request.head_width > self.widest:
             return f"{self.subject} has no heads of {request.head_width}, only up to {self.widest}"
         asked = list(asked_features(request))
@@ -91,7 +91,3 @@ def asked_features(request: AttentionRequest) -> Iterator[Feature]:
 
 def _dotted(capability: tuple[int, int]) -> str:
     return f"{capability[0]}.{capability[1]}"
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

@@ -129,7 +129,10 @@ def gradients_of_part(
             grad_k, grad_v = block_grad_k, block_grad_v
             break
         if grad_k is None or grad_v is None:
-            grad_k, grad_v = (_sum_of_blocks(x) for x in (k, v))
+            sums = torch.promote_types(q.dtype, torch.float32)
+            grad_k, grad_v = (
+                torch.zeros_like(_fold(x), dtype=sums, memory_format=torch.contiguous_format) for x in (k, v)
+            )
         grad_k[:, block.visible] += block_grad_k
         grad_v[:, block.visible] += block_grad_v
     assert grad_k is not None and grad_v is not None, "there are queries"
@@ -289,12 +292,6 @@ def _fold_queries(x: Tensor, k: Tensor) -> Tensor:
     """[sq, b, n, d] -> [B, r, sq, d], for the key heads of ``k``."""
     groups = x.shape[1] * k.shape[2]
     return x.reshape(x.shape[0], groups, -1, x.shape[3]).permute(1, 2, 0, 3).contiguous()
-
-
-def _sum_of_blocks(x: Tensor) -> Tensor:
-    """Zeros [B, sk, d] for the gradient of keys or values, in fp32 or fp64, in which blocks are added up."""
-    wide = torch.promote_types(x.dtype, torch.float32)
-    return torch.zeros_like(_fold(x), dtype=wide, memory_format=torch.contiguous_format)
 
 
 def _unfold(grad: Tensor, x: Tensor) -> Tensor:

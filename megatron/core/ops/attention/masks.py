@@ -1,7 +1,10 @@
-"""Which keys a query may attend to: as a boolean tensor, or, for packed documents, as one call for each document."""
+"""Which keys a query may attend to, as a boolean tensor or, for packed documents, as one call for each document; and
+what distances take from scores (ALiBi).
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from itertools import groupby
 
@@ -38,6 +41,18 @@ def distances(queries: int, keys: int, offset: int | None, *, device: torch.devi
     """How far each key is ahead of each query, [sq, sk]; ``offset`` as in ``AttentionOptions``."""
     first = keys - queries if offset is None else offset
     return torch.arange(keys, device=device) - torch.arange(first, first + queries, device=device).unsqueeze(1)
+
+
+def alibi_slopes(heads: int) -> Tensor:
+    """ALiBi (arXiv:2108.12409): how much a score loses for each position between query and key, [heads] in fp64.
+
+    For a power of two n the slopes are 2^(-8/n), 2^(-16/n), …; the heads beyond the largest power of two have every
+    second slope of twice as many heads.
+    """
+    power = 2 ** int(math.log2(heads))
+    slopes = [2.0 ** (-8.0 * (head + 1) / power) for head in range(power)]
+    slopes += [2.0 ** (-4.0 * (2 * head + 1) / power) for head in range(heads - power)]
+    return torch.tensor(slopes, dtype=torch.float64)
 
 
 def alibi(slopes: Tensor, ahead: Tensor, dtype: torch.dtype) -> Tensor:
