@@ -44,16 +44,15 @@ class PinnedRing:
             slot.read.synchronize()
         slot.read = event(self._device)
         with self._stream.used():
-            sent = {name: start_copy(self._held(slot, name, tensor), self._device) for name, tensor in batch.items()}
+            sent = {}
+            for name, tensor in batch.items():
+                memory = slot.memory.get(name)  # it grows with the largest batch
+                if memory is None or memory.numel() < tensor.numel() or memory.dtype != tensor.dtype:
+                    memory = slot.memory[name] = host_memory(tensor.numel(), tensor.dtype, self._device)
+                held = memory[: tensor.numel()].view(tensor.shape).copy_(tensor)
+                sent[name] = start_copy(held, self._device)
             slot.read.record()
         slot.read.wait()
         for tensor in sent.values():
             read_by_kernels(tensor)
         return sent
-
-    def _held(self, slot: _Slot, name: str, tensor: Tensor) -> Tensor:
-        """``tensor`` in the slot's memory, which grows with the largest batch."""
-        memory = slot.memory.get(name)
-        if memory is None or memory.numel() < tensor.numel() or memory.dtype != tensor.dtype:
-            memory = slot.memory[name] = host_memory(tensor.numel(), tensor.dtype, self._device)
-        return memory[: tensor.numel()].view(tensor.shape).copy_(tensor)
