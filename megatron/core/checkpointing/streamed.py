@@ -75,9 +75,11 @@ def write_boxes(
         with writer.files.create_stream(folder / name, "wb") as stream:
             for box in itertools.chain([first], remaining):
                 start = stream.tell()
-                tensor = box.make()
+                tensor = box.make().detach().contiguous()
                 assert tuple(tensor.shape) == box.sizes and tensor.dtype == box.dtype, f"{box.name} is another tensor"
-                torch.save(_alone(tensor), stream)  # type: ignore[arg-type]
+                if tensor.untyped_storage().nbytes() != tensor.nbytes:
+                    tensor = tensor.clone()  # torch.save writes the storage, not the view
+                torch.save(tensor, stream)  # type: ignore[arg-type]
                 place = _StorageInfo(name, start, stream.tell() - start)
                 index = MetadataIndex(box.name, torch.Size(box.offsets))
                 results.append(WriteResult(index, tensor.nbytes, place))
@@ -98,9 +100,3 @@ def write_objects(
             table.state_dict_metadata[key] = BytesStorageMetadata()
             results.append(WriteResult(MetadataIndex(key), len(data), place))
     return results
-
-
-def _alone(tensor: Tensor) -> Tensor:
-    """The tensor contiguous in a storage of its own: torch.save writes the storage, not the view."""
-    tensor = tensor.detach().contiguous()
-    return tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()
