@@ -44,7 +44,7 @@ Endpoint = Callable[[HttpRequest], Awaitable[ASGIApp]]
 
 @dataclass(frozen=True, kw_only=True)
 class Server:
-    """What the endpoints work with. ``keys``: those of the flag and of the environment."""
+    """The server's parts and its endpoints. ``keys``: API keys of the flag and of the environment."""
 
     model: ServedModel
     thread: EngineThread
@@ -54,7 +54,7 @@ class Server:
 
     @classmethod
     def around(cls, engine: Engine, model: ServedModel, config: ServerConfig, *, keys: Sequence[str] = ()) -> Server:
-        """A server of ``engine``, which its thread alone calls from then on."""
+        """A server for ``engine``, which only the server's engine thread may call from then on."""
         metrics = Metrics(model.name, "vllm:" if config.vllm_metric_names else "megatron_")
         thread = EngineThread(engine, config.max_queue, metrics)
         metrics.watch(thread)
@@ -93,7 +93,7 @@ class Server:
         )
 
     def endpoints(self) -> list[tuple[tuple[str, ...], list[str], Endpoint]]:
-        """Paths, methods and what answers them."""
+        """Paths, methods and handlers."""
         return [
             (("/",), ["GET"], self._page),
             (("/v1/completions", "/completions"), ["POST"], self._completions),

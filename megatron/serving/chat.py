@@ -132,7 +132,7 @@ class ChatAnswer(Answer):
         return self.enveloped(self.chunk_kind, [choice])
 
     def _rest(self, tokens: Sequence[GeneratedToken], finish: Finish | None, *, first: bool) -> dict[str, Any]:
-        """What whole choices and chunks have besides their text."""
+        """The fields of choices and chunks besides their text."""
         fields, found = self.call.fields, {"logprobs": None, **ending(finish, self.call)}
         if fields["logprobs"] and tokens:
             found["logprobs"] = {"content": [self._logprob(token) for token in tokens], "refusal": None}

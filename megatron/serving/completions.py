@@ -55,9 +55,9 @@ def _prompts(fields: Mapping[str, Any], model: ServedModel) -> dict[str, list[in
 
 @dataclass
 class _ChoiceProgress:
-    """How many characters of a choice have been answered; ``at_start``: nothing of it was answered yet.
+    """How many characters of a choice have been sent; ``at_start``: nothing of it was sent yet.
 
-    ``prompt_logprobs``: those that have come before it begins.
+    ``prompt_logprobs``: those of the prompt, kept until the first token.
     """
 
     length: int = 0
@@ -95,7 +95,7 @@ class CompletionAnswer(Answer):
             yield self.enveloped(self.chunk_kind, [choice])
 
     def choice(self, index: int, part: Update, number: int) -> dict[str, Any]:
-        """What an update, or all of them, brought choice ``index``, which continues prompt ``number``."""
+        """Choice ``index``, which continues prompt ``number``, from an update or from all of them."""
         fields, prompt = self.call.fields, self.call.prompts[number]
         progress = self._progress.setdefault(index, _ChoiceProgress())
         echoed = prompt if fields["echo"] and progress.at_start else []

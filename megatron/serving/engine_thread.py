@@ -28,7 +28,7 @@ class ClientLeftError(Exception):
 
 
 PING = object()
-"""What a stream yields when it has nothing to say for a while."""
+"""What a stream yields when it has had no update for a while."""
 
 
 @dataclass
@@ -47,7 +47,7 @@ class Progress:
 class Stream:
     """The updates of a few requests, in the order of steps: ``async for update in stream``.
 
-    Raises ApiError (500) for a request that failed. ``fail``: what ends it before its requests have ended.
+    Raises ApiError (500) for a request that failed. ``fail`` ends it early.
     ``is_live``: its reader gets each update at once; otherwise all of them when the last request has ended, since a
     reader that wakes for each token takes time from the engine's thread.
     """
@@ -62,7 +62,7 @@ class Stream:
         self._to_end = self.unfinished
 
     def put(self, update: Update) -> None:
-        """Hand over an update, now or with the last one."""
+        """Add an update. Its reader gets it now, or with the last one."""
         self._held.append(update)
         finish = update.finish
         self._to_end -= finish is not None
@@ -72,7 +72,7 @@ class Stream:
             self._held.clear()
 
     def fail(self, error: BaseException) -> None:
-        """Raise ``error`` where the stream is read, after what has come before it."""
+        """End the stream: its reader gets the updates so far, then ``error`` is raised there."""
         self._items.put_nowait(error)
 
     def ping(self) -> None:
@@ -117,7 +117,7 @@ class EngineThread:
     _seconds_per_request: float = 1.0
 
     def start(self) -> None:
-        """Start the thread; the running loop is the one that is told of updates."""
+        """Start the thread; updates go to the running event loop."""
         self._loop = asyncio.get_running_loop()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
@@ -134,7 +134,7 @@ class EngineThread:
 
     @property
     def failure(self) -> BaseException | None:
-        """Why no text can be generated any more: a lost rank, or what a step has raised, which that may have caused."""
+        """Why no text can be generated any more: a lost rank, or the exception of a step."""
         return self.engine.error or self._raised
 
     def cut(self, error: ApiError) -> None:
@@ -217,7 +217,7 @@ class EngineThread:
             self._loop.call_soon_threadsafe(callback, *arguments)
 
     def _take_commands(self) -> bool:
-        """Submit and abort what the event loop has asked; wait for it a little when there is nothing else to do.
+        """Submit and abort requests of the event loop; without work, wait a little for them.
 
         False when the thread is to end.
         """

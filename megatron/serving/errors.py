@@ -16,7 +16,7 @@ _TYPES = {
 
 
 class ApiError(MegatronError):
-    """What a request is answered in place of a result.
+    """A refused or failed request.
 
     ``param``: the field that is wrong. ``code``: a word for programs. ``headers``: of the response.
     """

@@ -42,7 +42,7 @@ class ApiCall:
 
 
 async def results(stream: Stream, requests: Sequence[Request]) -> list[Result]:
-    """What came of each request in the end."""
+    """The result of each request."""
     updates: dict[str, list[Update]] = {request.id: [] for request in requests}
     async for update in stream:
         if isinstance(update, Update):
@@ -161,7 +161,7 @@ def sampling_of(fields: Mapping[str, Any], model: ServedModel) -> Sampling:
 
 
 def constraint_of(fields: Mapping[str, Any], model: ServedModel) -> Constraint | None:
-    """The form of the text that is asked for, which may take seconds to compile; raises ApiError where it can't be."""
+    """The constraint of the text, which may take seconds to compile; raises ApiError if it cannot be."""
     form, other = fields["response_format"], fields["structured_outputs"]
     kinds = dict(other or {})
     if form is not None and form["type"] != "text":
@@ -226,7 +226,7 @@ class Answer(ABC):
     created: int = field(default_factory=lambda: int(time.time()), init=False)
 
     def whole(self, found: Sequence[Result]) -> dict[str, Any]:
-        """The answer when all has come: of each prompt those texts that are likeliest a token."""
+        """The whole answer: of each prompt the ``n`` texts of the highest mean log-probability, if there are more."""
         call, choices = self.call, list[dict[str, Any]]()
         for number in range(len(call.prompts)):
             group = [each for one in found[number * call.choices : (number + 1) * call.choices] for each in one.answers]
@@ -243,14 +243,14 @@ class Answer(ABC):
 
     @abstractmethod
     def choice(self, index: int, part: Update, number: int) -> dict[str, Any]:
-        """What an update, or all of them, brought choice ``index``, which continues prompt ``number``."""
+        """Choice ``index``, which continues prompt ``number``, from an update or from all of them."""
 
     @abstractmethod
     def chunks(self, index: int, update: Update) -> Iterator[dict[str, Any]]:
         """The chunks of an update of choice ``index``."""
 
     def enveloped(self, kind: str, choices: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        """Choices with what every answer and every chunk says."""
+        """Choices with the fields that every answer and every chunk has."""
         return {
             "id": f"{self.prefix}-{self.call.fields['request_id'] or self.call.id}",
             "object": kind,

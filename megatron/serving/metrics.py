@@ -1,4 +1,4 @@
-"""/metrics: what Prometheus reads, under our names or those of vLLM that dashboards know."""
+"""/metrics for Prometheus, under our names or those of vLLM that dashboards know."""
 
 from __future__ import annotations
 
@@ -48,12 +48,12 @@ class Metrics:
         self._steps = self._histogram("iteration_tokens_total", "Tokens that a step of the engine computes.", _STEP)
 
     def watch(self, thread: EngineThread) -> None:
-        """Add the engine's own numbers: those of its steps, and others that are read when somebody asks."""
+        """Add the engine's own numbers: those of its steps, and those that are read at each scrape."""
         thread.engine.on_step = self._steps.observe
         self.registry.register(_EngineNumbers(thread, self.model_name, self.prefix))
 
     def updated(self, progress: Progress, update: Update, now: float) -> None:
-        """A request has got an update."""
+        """Count an update of a request."""
         if progress.first_token is None and (update.tokens or update.finish is not None):
             self._prompt.inc(progress.prompt_tokens)
         if update.tokens:
@@ -76,15 +76,15 @@ class Metrics:
             self._texts.observe(progress.generated + update.num_generated)
 
     def aborted(self, count: int) -> None:
-        """Requests have ended before their texts: the client has left, or their time was over."""
+        """Count requests that ended early: the client has left, or their time was over."""
         self._ended.labels(self.model_name, "abort").inc(count)
 
     def refused(self) -> None:
-        """A request was refused as the queue was full."""
+        """Count a request that was refused because the queue was full."""
         self._refused.inc()
 
     def page(self) -> bytes:
-        """What Prometheus reads."""
+        """The body of /metrics, in Prometheus' text format."""
         return generate_latest(self.registry)
 
     def _counter(self, name: str, about: str) -> Counter:
@@ -97,7 +97,7 @@ class Metrics:
 
 @dataclass(frozen=True)
 class _EngineNumbers(Collector):
-    """Gauges and counters of the engine, as they are when somebody asks."""
+    """Gauges and counters of the engine, read at each scrape."""
 
     thread: EngineThread
     model_name: str

@@ -72,7 +72,7 @@ class Keys:
         self._app, self._keys = app, [key.encode() for key in keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass a request on that may be."""
+        """Pass on a request with a right key, or to an open page."""
         if scope["type"] != "http" or scope["path"] in _OPEN or self._is_right(scope):
             await self._app(scope, receive, send)
             return

@@ -62,7 +62,7 @@ def serve_trained(
 def served_model(
     trained: TrainedModel, config: ServerConfig, *, max_length: int, quantization: str | None = None
 ) -> ServedModel:
-    """What the server says of a trained model; raises ConfigError and DataError for a template that can't be used."""
+    """What the server serves; raises ConfigError and DataError for a template that can't be used."""
     tokenizer, files = trained.tokenizer, trained.config.tokenizer
     name = config.served_model_name or Path(str(trained.config.checkpoint.load)).resolve().name
     templates = None
@@ -82,7 +82,7 @@ def served_model(
 
 
 def serve(server: Server, listener: socket.socket) -> None:
-    """Serve until a signal ends the server; raises what the engine raised when that ends it."""
+    """Serve until a signal ends the server. Raises the engine's exception if that ends it."""
     _log_to_stderr()
     ServerProcess(server).run([listener])
     # The loss of a rank may be noticed after a launcher has sent SIGTERM for it.
@@ -203,7 +203,7 @@ class Protocol(H11Protocol):
         super().connection_lost(exc)
 
     def send_400_response(self, msg: str) -> None:
-        """Answer what is no HTTP request, unless an answer has already begun."""
+        """Answer bytes that are no HTTP request, unless an answer has already begun."""
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
             body = encoded(ApiError(f"{msg} It is not HTTP/1.1, or its headers are too large.").body())
             headers = [

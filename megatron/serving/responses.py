@@ -66,7 +66,7 @@ async def _watch(stream: Stream, receive: Receive) -> None:
 
 @dataclass
 class EventStream:
-    """An ASGI response of server-sent events: what ``frames`` makes of the stream that ``opened`` opens.
+    """An ASGI response of server-sent events: the events that ``frames`` makes from the stream of ``opened``.
 
     The stream is closed, and its requests aborted, however the response ends. An error before the first event is
     raised, so that it gets a status; a later one is an event.

@@ -1,4 +1,4 @@
-"""The process in which chat templates run: a stranger's template may loop for ever, and only a process can be stopped.
+"""The process in which chat templates run: an untrusted template may loop for ever, and only a process can be stopped.
 
 Reads one JSON object a line, and answers each with a line: ``{"text": …}`` or ``{"error": …}``.
 """

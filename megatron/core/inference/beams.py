@@ -28,7 +28,7 @@ class _Found:
 
 
 class Search:
-    """What a search has found after each token, from log-probabilities alone; see :class:`BeamSearch` for its rules.
+    """The beams of a search and its ended answers, from log-probabilities alone; :class:`BeamSearch` has its rules.
 
     ``end_ids`` end an answer, as ``max_tokens`` do.
     """
@@ -39,7 +39,7 @@ class Search:
         self.ended: list[_Found] = []
 
     def advance(self, scores: Tensor, logits: Tensor, *, top: int | None = None) -> list[tuple[int, int]]:
-        """One token further: ``scores`` ``[beams, v]`` are log-probabilities after what the request forbids or favours.
+        """Advance by one token. ``scores`` ``[beams, v]``: log-probabilities, edited by the request's settings.
 
         Returns pairs of a beam's number and its next token, the best first; none when the search has ended. ``top``:
         how many of the likeliest tokens of ``logits`` ``[beams, v]`` are reported beside each.

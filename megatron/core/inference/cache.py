@@ -20,17 +20,17 @@ from megatron.core.ops.attention.cached import CachedHeads
 from megatron.core.ops.attention.cached_calls import CachedBackend, CachedCall, cached_backend
 
 _Kind = tuple[tuple[int, int] | None, int]
-"""The window of a layer, and of how many queries its calls have a multiple."""
+"""The window of a layer, and the number that the query counts of its calls are multiples of."""
 
 Encoded = tuple[Tensor, Tensor]
 """Keys and values of an encoder prompt, ``[T, 1, groups, width]``."""
 
-_MOST_QUERIES = 512  # of a call, which has a number for each query and key
+_MOST_QUERIES = 512  # of a call, whose scores take memory for each query and key
 
 
 class KeyValueCache:
-    """Keys and values of every layer, ``[groups, places, width]``: position p of a text lies at the place that its
-    block table gives. Block 0 is never written: its zeros stand for keys behind a text.
+    """Keys and values of every layer, ``[groups, places, width]``: position p of a text is at the place that its
+    block table gives. Block 0 is never written: its zeros pad the keys of a text.
 
     ``encoder_outputs``: for each request's slot the encoder's hidden states ``[T, 1, h]``, and by layer their keys and
     values.
@@ -102,7 +102,7 @@ class KeyValueCache:
         return found[1:]
 
     def how(self, layer: int, heads: int, options: AttentionOptions, *, in_tiles: bool) -> tuple[CachedBackend, int]:
-        """What computes a layer's calls, and of how many queries they have a multiple."""
+        """The backend of a layer's calls, and the number that their query counts are multiples of."""
         if (layer, in_tiles) not in self._how:
             keys, values = self.keys[layer], self.values[layer]
             backend, fewest = cached_backend(keys, values, options), 1
@@ -120,8 +120,8 @@ class KeyValueCache:
 
 @dataclass(frozen=True)
 class _Part:
-    """A call, which of the step's tokens are its queries, where its keys lie, and how many queries of nothing it has
-    before and after them.
+    """A call of attention, the step's tokens that are its queries, the places of its keys, and how many padding queries
+    it has before and after them.
     """
 
     call: CachedCall
@@ -235,7 +235,7 @@ class CachedStep:
     def _one_each(
         self, layer: int, q: Tensor, options: AttentionOptions, backend: CachedBackend, kind: _Kind
     ) -> Tensor:
-        """``attend`` where each text has one query, which stands for all that are computed together with it."""
+        """``attend`` where each text has one query, repeated as often as a call must have queries."""
         shared = self._shared.get((kind, backend.takes_texts))
         if shared is None:
             shared = self._shared[kind, backend.takes_texts] = self._shared_calls(kind, q, backend)
@@ -296,7 +296,7 @@ class CachedStep:
         return self._biases[key]
 
     def _by_row(self, q: Tensor, keys: Tensor, values: Tensor, options: AttentionOptions) -> Tensor:
-        """The same by a backend that the user named."""
+        """``attend`` by the backend of ``--attention-backend``, text by text."""
         results = []
         for row, start, stop in zip(self._rows, self._ends, self._ends[1:]):
             positions = torch.arange(row.start + len(row.tokens), device=self._cache.device)
@@ -309,7 +309,7 @@ class CachedStep:
         return torch.cat(results)
 
     def _parts_of(self, number: int, kind: _Kind) -> Iterator[_Part]:
-        """The calls of a row: of all its queries that lie in one tile, or of as many as a call may have."""
+        """The calls of a row: one for each tile of queries, or for as many queries as a call may have."""
         (window, fewest), row, token = kind, self._rows[number], self._ends[number]
         start, end = row.start, row.start + len(row.tokens)
         while start < end:
@@ -346,12 +346,12 @@ class CachedStep:
         return -(-row.start // TILE) < -(-(row.start + len(row.tokens)) // TILE)
 
     def _behind(self, row: PlanRow) -> np.ndarray:
-        """Places behind the text, in a tile and in blocks that this row is the first to write to."""
+        """Places after the text, in a tile that this row is the first to write to."""
         end = row.start + len(row.tokens)
         return self._places(row, end, min(-(-end // TILE) * TILE, len(row.blocks) * self._cache.block_size))
 
     def _places(self, row: PlanRow, start: int, stop: int) -> np.ndarray:
-        """Where positions of a text lie, in block 0 behind its blocks."""
+        """Places of a text's positions; in block 0 for positions after its blocks."""
         size = self._cache.block_size
         positions = np.arange(start, stop)
         known = np.arange(start, min(stop, len(row.blocks) * size))

@@ -99,7 +99,7 @@ class Constraint:
 
 
 class ConstraintState:
-    """How far one answer has come in a grammar: the library's parser."""
+    """The parser state of one answer in a grammar."""
 
     def __init__(self, matcher: LLMatcher) -> None:
         self._matcher = matcher
@@ -118,7 +118,7 @@ class ConstraintState:
         return bits
 
     def append(self, token: int) -> None:
-        """The answer goes on with a token that is allowed."""
+        """Add an allowed token to the answer."""
         self._matcher.consume_token(token)
 
 
@@ -136,7 +136,7 @@ class _Vocabulary:
         self._longest = max(map(len, self._ids))
 
     def __call__(self, text: str) -> list[int]:
-        """Ids whose bytes are exactly those of ``text``: the tokenizer's own where it adds no space."""
+        """Token ids whose bytes are exactly ``text``: the tokenizer's, unless it adds a space. Empty if none are."""
         whole = text.encode()
         try:
             ids = self._tokenizer.tokenize_parts([text])[0]

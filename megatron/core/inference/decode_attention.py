@@ -1,4 +1,4 @@
-"""Attention of a decoding step, one token for each text: texts with equal numbers of keys share a call."""
+"""Attention of a decoding step, one query for each text: texts with as many keys share a call."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-BUCKET = 64  # keys: texts whose numbers of them differ by less share a call where bits may depend on it
+BUCKET = 64  # keys: where bits may depend on the batch, texts share a call if their counts differ by less
 
 
 @dataclass(frozen=True)
 class OneQuery:
-    """A text's call: its query is at ``position``, its keys are from ``first_key`` to ``stop_key - 1``, and lie at
-    ``places``.
+    """A text's query at ``position``, and its keys from position ``first_key`` to ``stop_key - 1``, which the cache
+    has at ``places``.
     """
 
     position: int
@@ -26,17 +26,18 @@ class OneQuery:
 
     @property
     def keys(self) -> int:
-        """How many keys there are, behind the query, too."""
+        """Number of keys, those after the query included."""
         return self.stop_key - self.first_key
 
 
 @dataclass(frozen=True)
 class SharedCall:
-    """Texts of a step, ``rows`` (None: all of them, in order), each with ``keys`` keys.
+    """A call for the texts ``rows`` of a step (None: all, in order), each with ``keys`` keys.
 
-    ``places``: of the keys of all of them, one after the other; or the first place of the first text, and how far apart
-    texts are that lie in a regular order. ``visible``: how many of its keys each text sees, None for all of them.
-    ``chosen``: which of the equal queries of a call is a text's own, one number where it is the same for all.
+    ``places``: of all their keys, text by text; or, where texts are at equal distances in the cache, the first place of
+    the first text and that distance. ``visible`` ``[texts]``: how many of its keys each text sees, None: all.
+    ``chosen`` ``[texts]``: which of the equal queries of a call is the text's own, a number where it is the same for
+    all.
     """
 
     texts: int
@@ -47,8 +48,8 @@ class SharedCall:
     chosen: int | Tensor
 
     def view_of(self, table: Tensor) -> Tensor:
-        """Keys or values ``[texts, groups, keys, width]`` of texts in a regular order, in a table ``[groups, places,
-        width]``.
+        """Keys or values ``[texts, groups, keys, width]`` of texts at equal distances, a view of a table ``[groups,
+        places, width]``.
         """
         assert not isinstance(self.places, Tensor), "keys that lie anywhere are copied"
         groups, _, width = table.shape
@@ -58,7 +59,7 @@ class SharedCall:
         return table.as_strided(shape, strides, table.storage_offset() + first * of_place)
 
     def by_text(self, copied: Tensor) -> Tensor:
-        """The same of keys or values that were copied, ``[groups, texts * keys, width]``."""
+        """The same, of copied keys or values ``[groups, texts * keys, width]``."""
         return copied.view(len(copied), self.texts, self.keys, -1).transpose(0, 1)
 
     def bias(self, like: Tensor) -> Tensor | None:
@@ -72,9 +73,9 @@ class SharedCall:
 def shared_calls(
     queries: Sequence[OneQuery], *, fewest: int, is_exact: bool, is_alone: bool, device: torch.device
 ) -> list[SharedCall]:
-    """Calls for the texts of a step, in their order. ``is_exact``: texts share a call only where their numbers of keys
-    are equal, and always have a bias, so that bits don't depend on which others there are. ``is_alone``: none share.
-    ``fewest``: equal queries that each text has in a call.
+    """The calls of a step's texts. ``is_exact``: texts share a call only if they have as many keys, and always have a
+    bias, so that bits don't depend on the other texts. ``is_alone``: each text has a call of its own. ``fewest``: how
+    often a text's query is repeated in a call.
     """
     groups = defaultdict[object, list[int]](list)
     for number, query in enumerate(queries):
@@ -120,5 +121,5 @@ def _shared(
 
 
 def _start(query: OneQuery, keys: int) -> int | None:
-    """Its first place, if it has so many keys side by side."""
+    """The first place, if the text has ``keys`` keys in consecutive places."""
     return query.places.start if isinstance(query.places, slice) and query.keys == keys else None

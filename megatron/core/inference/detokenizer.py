@@ -1,4 +1,4 @@
-"""Text of tokens as they come: whole characters only, and together the text of all tokens at once."""
+"""Text of tokens as they are generated: whole characters only, and together the text of all tokens at once."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class IncrementalDetokenizer:
         self._new = ""  # text of the tokens after the context
 
     def add(self, token: int) -> str:
-        """The characters that are complete with this token."""
+        """Add a token. Returns the characters that it completes."""
         if token in self._hidden:
             return ""
         self._tokens.append(token)
@@ -53,7 +53,7 @@ class IncrementalDetokenizer:
         return added
 
     def finish(self) -> str:
-        """What stands for an incomplete character at the end of the text."""
+        """Returns U+FFFD for an incomplete character at the end of the text, else nothing."""
         return self._tokenizer.detokenize(self._tokens)[self._num_shown :]
 
     @property

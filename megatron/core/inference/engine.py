@@ -75,11 +75,11 @@ class _Answer:
 
     @property
     def has_ended(self) -> bool:
-        """Whether a request that asks for nothing but the prompt's log-probabilities has them."""
+        """Whether a request for the prompt's log-probabilities alone has all of them."""
         return self.text.request.max_tokens == 0 and not self.text.is_scoring
 
     def append(self, sampled: SampledToken) -> Finish | None:
-        """Add a token; what ends the text, if the token does."""
+        """Add a token. Returns why the text ends, if it does."""
         request, token = self.text.request, sampled.token
         self.sampler.append(token)
         is_end = token in request.stop.token_ids
@@ -151,13 +151,13 @@ class Engine:
     def error(self) -> Exception | None:
         """Why no request can be answered any more, such as a lost rank; None while all is well.
 
-        ``step`` raises it. A rank may be lost while there is nothing to do, so who waits for requests looks here, too.
+        ``step`` raises it. A rank may also be lost while the engine has no work: check here while waiting for requests.
         """
         return self._runner.failure or self._error  # a lost rank is why a step failed
 
     @property
     def has_work(self) -> bool:
-        """Whether ``step`` has anything to do or to tell."""
+        """Whether ``step`` would compute something or return an update."""
         return bool(self._answers or self._early or self._in_flight)
 
     @property
@@ -193,7 +193,7 @@ class Engine:
             self._early.append(self._finished(answer, Finish("abort")))
 
     def step(self) -> list[Update]:
-        """Compute one step, and return what it brought: at most one update a request, beside those of ``abort``."""
+        """Compute one step. Returns at most one update for each request, and those of ``abort``."""
         try:
             return self._step()
         except Exception as error:
@@ -274,7 +274,7 @@ class Engine:
         return updates
 
     def _search(self, answer: _Answer, beams: BeamAnswer, text: TextState, logits: Tensor) -> list[Update]:
-        """Take the logits of a beam's next token; when it was the last one's, all beams go on."""
+        """Take the logits of a beam's next token. Once all beams have theirs, the search advances."""
         try:
             moves = beams.take(text, logits)
         except ValueError as error:
@@ -297,7 +297,7 @@ class Engine:
             text.num_scored += count
 
     def _accept(self, answer: _Answer, row: ScheduledRow, sampled: Sequence[SampledToken]) -> Finish | None:
-        """Add tokens to a text as long as the drafts are right; what ends it, if something does."""
+        """Add tokens to a text as long as the drafts are right. Returns why the text ends, if it does."""
         tokens: list[int] = []
         finish: Finish | None = None
         for number, each in enumerate(sampled):

@@ -31,18 +31,18 @@ _Product = Callable[[Tensor, Any, Tensor | None], Tensor]
 
 @dataclass(frozen=True)
 class EqualRows:
-    """Only numbers of rows, ``sizes``, in which ``product`` gives a row the same bits, the smallest first."""
+    """``sizes``: numbers of rows for which ``product`` gives a row the same bits, in ascending order."""
 
     product: _Product
     sizes: tuple[int, ...]
 
     @property
     def serves_all(self) -> bool:
-        """Whether any number of rows is computed with little padding and in few parts."""
+        """Whether any number of rows needs little padding and few calls."""
         return self.sizes[0] <= _FEW and self.sizes[-1] >= _MANY
 
     def multiply(self, x: Tensor, weight: Any, bias: Tensor | None) -> Tensor:
-        """Rows ``[t, in]`` to ``[t, out]``, in parts filled up with zeros."""
+        """Rows ``[t, in]`` to ``[t, out]``, in calls of the allowed sizes, padded with zeros."""
         if x.shape[0] in self.sizes:  # len(x) takes microseconds
             return self.product(x, weight, bias)
         parts, first = list[Tensor](), 0
@@ -55,11 +55,11 @@ class EqualRows:
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def padded(self, rows: int) -> int:
-        """The next of the sizes; ``rows`` are at most the largest."""
+        """The smallest size that holds ``rows``, which are at most the largest size."""
         return next(size for size in self.sizes if size >= rows)
 
     def passes(self, rows: int) -> list[int]:
-        """``rows`` as numbers of rows that are computed one after the other, with little padding."""
+        """How many of ``rows`` each call computes, so that padding is small."""
         found = []
         while rows > 0:
             fitting = max(size for size in self.sizes if size <= max(rows, self.sizes[0]))
@@ -86,7 +86,9 @@ def cancelling(weight: Tensor, *, rows: int = _FEW) -> tuple[Tensor, Tensor]:
 
 
 def agreeing(product: _Product, few: Tensor, weight: Any, bias: Tensor | None) -> tuple[int, ...]:
-    """The most numbers of rows that give the same bits in products of ``few`` with ``weight``; see ``cancelling``."""
+    """The largest set of numbers of rows whose products of ``few`` with ``weight`` have the same bits; see
+    ``cancelling``.
+    """
     classes = list[tuple[Tensor, list[int]]]()
     for size in reversed(_SIZES):
         starts = range(max(1, _FEW - size + 1))  # fewer rows than four are taken from everywhere
@@ -109,7 +111,7 @@ _FEWEST: dict[tuple[object, ...], int] = {}
 
 
 def fewest_queries(backend: CachedBackend, k: Tensor, v: Tensor, options: AttentionOptions, *, heads: int) -> int:
-    """Queries of a tile that have the same bits alone as with the whole tile; any multiple of as many has them, too.
+    """The smallest number of queries whose results have the bits of the whole tile's; so have its multiples.
 
     ``k`` [g, …, d] and ``v`` [g, …, e]: like those of the calls. ``heads``: of queries, for each of the groups.
     Measured once for each kind of call.
@@ -173,7 +175,7 @@ def _tiles(keys: int, k: Tensor, v: Tensor, options: AttentionOptions, *, heads:
 
 
 def _laid_out(rows: Tensor, like: Tensor) -> Tensor:
-    """``rows`` ``[t, w]`` for each group of ``like`` ``[g, …, w]``, as far apart in memory."""
+    """``rows`` ``[t, w]`` repeated for each group of ``like`` ``[g, …, w]``, with its strides."""
     shape = (len(like), *rows.shape)
     found = rows.new_empty(len(like), len(rows), like.stride(1))[..., : rows.shape[1]]
     return found.copy_(rows.expand(shape))

@@ -1,7 +1,7 @@
-"""Matrix products of generation. Each weight is packed once into the form that its kernel reads.
+"""Matrix products of generation. Each weight is packed once into the memory layout of its kernel.
 
-Libraries copy a weight into blocks at every call, which costs more than the product where rows are few. Here the
-copy is made when a weight is first used, and kept.
+Libraries copy a weight into blocks at every call, which costs more than the product when rows are few. Here the copy is
+made when a weight is first used, and kept.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from megatron.core.ops.matmul import lacks_bf16
 
 _PACKED_FROM = {torch.bfloat16: 1, torch.float32: 3}  # rows; fewer are multiplied by columns
 _LARGE = 1 << 22  # numbers of a weight from which on fewer bytes are worth a dozen small operators
-_STRIDE = 32  # inputs: torch's bf16 product with int8 weights reads behind rows of other lengths than its multiples
+_STRIDE = 32  # inputs: torch's bf16 product with int8 weights reads past rows of other lengths than its multiples
 _STEPS = 32_639  # from 0 to the largest of a row, so that both bytes have room for their offsets
 _PART = 1 << 18  # numbers of a weight that are in fp32 at once: what stays in the caches
 _HINT = 8  # rows for which oneDNN is asked to choose the blocks: measured to be good for any number
@@ -31,7 +31,7 @@ _Multiply = Callable[[Tensor, Any, Tensor | None], Tensor]
 
 
 class Form(Protocol):
-    """How weights lie in memory for a kernel, and the kernel. ``copies``: whether ``pack`` takes memory of its own."""
+    """A memory layout of weights, and the kernel for it. ``copies``: whether ``pack`` takes memory of its own."""
 
     copies: bool
 
@@ -49,7 +49,7 @@ class Form(Protocol):
 
 
 class Plain:
-    """As it is; serves every weight."""
+    """The weight itself, by torch's own product; for every type and device."""
 
     copies = False
 
@@ -67,7 +67,7 @@ class Plain:
 
 
 class Transposed(Plain):
-    """``(weight·xᵀ)ᵀ``: libraries cut the sums of a product by its left side, which has the same shape for any rows."""
+    """``(weight·xᵀ)ᵀ``: libraries split sums by the left operand, whose shape doesn't depend on the number of rows."""
 
     def multiply(self, x: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
         """See ``Form``."""
@@ -129,7 +129,7 @@ class Blocked:
 
 
 class Columns(Plain):
-    """Inputs first, for one row or two in fp32: the sums of neighbouring outputs are read side by side."""
+    """Transposed in memory, for one or two rows in fp32: weights of neighbouring outputs are side by side."""
 
     copies = True
 
@@ -144,7 +144,7 @@ class Columns(Plain):
 
 @dataclass(frozen=True)
 class _Whole:
-    """Numbers from -127 to 127 in oneDNN's blocks, and the ``scales`` and zero points of outputs."""
+    """Integers from -127 to 127 in oneDNN's blocks, and ``scales`` and zero points ``[out]``."""
 
     blocks: Tensor
     scales: Tensor
@@ -217,7 +217,7 @@ PLAIN, TRANSPOSED, BLOCKED, COLUMNS, INT8 = Plain(), Transposed(), Blocked(), Co
 
 @dataclass(frozen=True)
 class _Prepared:
-    """A weight, which is kept so that its id stays its own, and how it is multiplied; few rows by ``columns``.
+    """A weight, which is kept so that no other gets its id, and how it is multiplied; few rows by ``columns``.
     ``is_copied``: ``packed`` has memory of its own.
     """
 

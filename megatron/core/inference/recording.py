@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 from megatron.core.ops.attention import AttentionOptions
 from megatron.core.ops.attention.cached import AttentionCache
 
-# What tells nothing of a tensor's numbers, and changes none.
+# Functions that read only a tensor's shape or type.
 _OF_SHAPE = frozenset(
     ("__get__", "__len__", "_set_grad_enabled", "dim", "is_contiguous", "is_floating_point", "numel", "size", "stride")
 )
@@ -26,15 +26,15 @@ _OF_SHAPE = frozenset(
 _KINDS = (torch.dtype, torch.device, torch.Size)
 
 Compute = Callable[[AttentionCache, Sequence[Tensor]], Tensor]
-"""A step: of a cache and tensors, which it doesn't change."""
+"""Computes a step from a cache and tensors, which it doesn't change."""
 
 
 class RecordedSteps:
-    """Computes steps as ``compute`` does. From the fourth of each shape on it repeats the calls of the second.
+    """Computes steps as ``compute`` does. From the fourth step of each shape on it replays the calls of the second.
 
-    The first measures and copies what later ones only use. The third is computed both ways: if a bit differs, as where
-    a kernel is called that the recorder doesn't see, or if calls depend on numbers, which it does see, steps of this
-    shape are computed by ``compute`` for ever.
+    The first step makes what later steps reuse, such as packed weights. The third is computed both ways. Steps of a
+    shape are never replayed if a bit differs there (a kernel was called that the recorder doesn't see), or if their
+    calls depend on a tensor's numbers.
     """
 
     def __init__(self, compute: Compute) -> None:
@@ -62,8 +62,9 @@ class RecordedSteps:
 
 @dataclass
 class _Program:
-    """Calls in order, with the numbers of places that hold what they are given, the names of the last of these, and the
-    place for what they return. The first ``places`` are for the cache and the tensors.
+    """The recorded calls in order: function, places of its arguments, names of the last arguments, place of its result.
+
+    ``places`` holds all values; the first are the cache and the tensors of the step.
     """
 
     places: list[Any]
@@ -71,7 +72,7 @@ class _Program:
     result: int = 0
 
     def run(self, cache: AttentionCache, tensors: Sequence[Tensor]) -> Tensor:
-        """Repeat the calls."""
+        """Replay the calls for another step."""
         places = self.places.copy()
         places[0], places[1 : 1 + len(tensors)] = cache, tensors
         for function, given, names, place in self.calls:
@@ -86,14 +87,14 @@ class _Program:
 
 
 def _recorded(compute: Compute, cache: AttentionCache, tensors: Sequence[Tensor]) -> tuple[_Program | None, Tensor]:
-    """The calls of a step, None where they depend on numbers, and its result."""
+    """The recorded calls of a step, None if they depend on a tensor's numbers, and its result."""
     with _Recorder([cache, *tensors]) as recorder:
         result = compute(_RecordedCache(cache, recorder), tensors)
     return recorder.finished(result), result
 
 
 class _Recorder(TorchFunctionMode):
-    """Keeps the calls of torch's functions that are made inside it, beginning with what they are ``given``."""
+    """Records the calls of torch's functions in its ``with`` block. ``given``: the cache and tensors of the step."""
 
     def __init__(self, given: Sequence[Any]) -> None:
         super().__init__()
@@ -104,7 +105,7 @@ class _Recorder(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Call, and keep the call if it makes or changes tensors."""
+        """Call, and record the call if it makes or changes tensors."""
         named = kwargs or {}
         if self._is_inside:
             return func(*args, **named)
@@ -117,7 +118,7 @@ class _Recorder(TorchFunctionMode):
         return result
 
     def call(self, function: Callable[..., Any], *args: Any) -> Any:
-        """Call, and keep as one call."""
+        """Call, and record it as one call, whatever it calls itself."""
         self._is_inside = True
         try:
             result = function(*args)
@@ -127,7 +128,7 @@ class _Recorder(TorchFunctionMode):
         return result
 
     def place_of(self, value: Any) -> int:
-        """Where a program has what is ``value`` now: a result of its calls, or a weight or number, the same always."""
+        """The place of a value: a result of an earlier call, or a constant such as a weight or a number."""
         if isinstance(value, (tuple, list)) and _has_tensors(value):
             return self._keep(_listed, value, {}, value)
         if id(value) not in self._place:
@@ -138,7 +139,7 @@ class _Recorder(TorchFunctionMode):
         return self._place[id(value)]
 
     def finished(self, result: Tensor) -> _Program | None:
-        """The program that computes ``result``, without this step's tensors."""
+        """The program that computes ``result``; this step's tensors are dropped."""
         self.program.result = self.place_of(result)
         for place in self._made:
             self.program.places[place] = None
@@ -163,7 +164,7 @@ class _Recorder(TorchFunctionMode):
 
 
 class _RecordedCache:
-    """Hands on to ``cache``, whose calls are kept as they are: what they do depends on places and lengths."""
+    """Records the methods of ``cache`` as single calls, since what they do depends on places and lengths."""
 
     def __init__(self, cache: AttentionCache, recorder: _Recorder) -> None:
         self._cache, self._recorder = cache, recorder

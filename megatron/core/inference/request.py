@@ -68,7 +68,7 @@ class Request:
 
     @property
     def width(self) -> int:
-        """Texts that are generated side by side for it."""
+        """Number of texts that are generated at once for this request."""
         return 1 if self.beams is None else self.beams.width
 
 
@@ -134,7 +134,7 @@ class Update:
 
     @property
     def num_generated(self) -> int:
-        """Tokens of all answers that it brought."""
+        """New tokens, those of all answers of a search."""
         return sum(len(beam.tokens) for beam in self.beams) or len(self.tokens)
 
 
@@ -146,7 +146,7 @@ class Result(Update):
 
     @classmethod
     def of(cls, updates: Sequence[Update]) -> Result:
-        """Every update of a request, in order, as one."""
+        """All updates of a request, in order, as one."""
         last = updates[-1]
         assert last.finish is not None, "the last update of a request ends it"
         return cls(
@@ -168,6 +168,6 @@ class Result(Update):
 
     @property
     def answers(self) -> list[Result]:
-        """One for each answer of a search, the best first; else itself."""
+        """A result for each answer of a search, the best first; without a search the result itself."""
         found = [replace(self, text=beam.text, tokens=beam.tokens, finish=beam.finish, beams=()) for beam in self.beams]
         return found or [self]

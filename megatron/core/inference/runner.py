@@ -52,7 +52,7 @@ class EncoderDecoder(Protocol):
 
 
 def costs_little(context: ParallelContext) -> bool:
-    """Whether equal bits in any batch cost so little that they are the default: in bf16 and fp16 on a CPU."""
+    """Whether batch invariance costs so little that it is the default: in bf16 and fp16 on a CPU."""
     return context.device.type == "cpu" and context.dtype.itemsize < 4
 
 
@@ -205,4 +205,4 @@ class CachedRunner:
         return torch.empty(0, self.limits.vocabulary, dtype=self.logits_dtype, device=self.device)
 
     def close(self) -> None:
-        """Nothing waits."""
+        """Does nothing: no rank waits for plans."""

@@ -46,7 +46,7 @@ class SamplerState:
         return len(self.tokens) - len(self.request.prompt)
 
     def append(self, token: int) -> None:
-        """The answer goes on with ``token``."""
+        """Add a token to the answer."""
         self.tokens.append(token)
         if self._occurrences is not None:
             self._occurrences.append(token)
@@ -201,7 +201,7 @@ def _precise(logits: Tensor) -> Tensor:
 
 
 def _rows_of(scores: Tensor, numbers: Sequence[int]) -> Tensor:
-    """Some rows, without a copy where they are all."""
+    """Some rows; the tensor itself if they are all."""
     return scores if len(numbers) == len(scores) else scores[numbers]
 
 
@@ -282,7 +282,7 @@ class _Occurrences:
         self._counts = np.zeros(len(unique), dtype=np.int64)
 
     def append(self, token: int) -> None:
-        """The answer goes on."""
+        """Add a token to the answer."""
         self._ids, self._counts = self.after([token])
         self._place.setdefault(token, len(self._place))
 

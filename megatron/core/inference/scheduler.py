@@ -34,9 +34,9 @@ class SchedulerOptions:
 
 @dataclass(eq=False)
 class BeamPlaces:
-    """What the beams of one search have together: ``slots`` that none of them has now, those of all slots in which
-    their encoder prompt was read, and how many ``blocks`` are kept for them, enough for all to become as long as they
-    can. So none of them ever waits for another search, or loses its blocks.
+    """What the beams of one search share: free ``slots``, the slots ``encoded`` in which their encoder prompt was read,
+    and how many ``blocks`` are reserved for them, enough for all beams at their full length. So no beam ever waits for
+    another search or loses its blocks.
     """
 
     slots: list[int]
@@ -46,7 +46,7 @@ class BeamPlaces:
 
     @property
     def num_missing(self) -> int:
-        """Blocks that they may still ask for."""
+        """Reserved blocks that no beam has yet."""
         return self.blocks - len({block for text in self.texts for block in text.blocks})
 
 
@@ -88,7 +88,7 @@ class TextState:
 
     @property
     def is_scoring(self) -> bool:
-        """Whether logits of the whole prompt are wanted and have not all come."""
+        """Whether log-probabilities of the prompt are wanted and some are missing."""
         return self.request.prompt_logprobs is not None and self.num_scored < len(self.request.prompt) - 1
 
     def extend_keys(self, block_size: int) -> None:
@@ -119,7 +119,7 @@ class ScheduledRow:
 
     @property
     def is_stale(self) -> bool:
-        """Whether the text has ended or begun anew since."""
+        """Whether the text has ended or started again since this row was scheduled."""
         return self.text.attempt != self.attempt
 
     @property
@@ -245,7 +245,7 @@ class Scheduler:
         return list(rows.values())
 
     def _admit(self, text: TextState, rows: dict[TextState, ScheduledRow]) -> bool:
-        """Give a waiting text a slot and its first row; false when it and those behind it must wait."""
+        """Give a waiting text a slot and its first row. False if it and all later ones must wait."""
         shared: list[int] = []
         if self.options.prefix_caching:
             text.extend_keys(self.limits.block_size)

@@ -39,7 +39,7 @@ class PlanRow:
 
     @property
     def num_logits(self) -> int:
-        """After how many of the tokens logits are wanted."""
+        """Number of tokens after which logits are wanted."""
         return len(self.tokens) - self.logits_from
 
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 
 class StopStrings:
-    """Looks for stop strings in a text that comes in pieces, and holds back what may become one.
+    """Finds stop strings in a text that comes in pieces, and holds back an end that may become one.
 
     A text ends before the stop string that is complete first, after it with ``include_string``. So the result doesn't
     depend on how the text is cut into pieces. ``matched``: the stop string that was found.
@@ -19,7 +19,7 @@ class StopStrings:
         self.matched: str | None = None
 
     def add(self, text: str, *, may_stop: bool = True) -> str:
-        """The text that can be shown now that ``text`` has come.
+        """Add ``text``. Returns the text that can be shown.
 
         Without ``may_stop`` no stop string may end in it, but one may begin. After a match nothing is shown.
         """
@@ -40,7 +40,7 @@ class StopStrings:
         return text
 
     def finish(self) -> str:
-        """What was held back, at the end of the text."""
+        """Returns what was held back, at the end of the text."""
         text, self._held = self._held, ""
         return text
 

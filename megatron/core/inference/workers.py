@@ -67,7 +67,7 @@ def follow(stages: Sequence[ModelStage], mesh: Mesh, messages: Messages) -> None
 
 
 class EveryRanksRunner:
-    """A ``ModelRunner`` on every rank, in engines with the same requests, so that no rank has to be told what to do.
+    """A ``ModelRunner`` on every rank, whose engines all get the same requests, so that ranks needn't exchange plans.
 
     ``stages``: of this rank, by chunk of ``placement``. ``start`` is a collective of a pipeline's ranks, which all get
     the logits.
@@ -105,7 +105,7 @@ class EveryRanksRunner:
         return RunningStep(Handle([broadcast(result[0].contiguous(), self._mesh, "pp", src=last)]))
 
     def close(self) -> None:
-        """Nothing: no rank waits for plans."""
+        """Does nothing: no rank waits for plans."""
 
 
 class _PipelinePlace:
