@@ -16,8 +16,8 @@ from megatron.errors import ConfigError, DataError
 if TYPE_CHECKING:
     from llguidance import LLMatcher
 
-# Without a limit a model that likes spaces would write nothing else.
-_JSON_OPTIONS: Any = {"whitespace_pattern": r"[\x20\x0A\x0D\x09]{1,40}"}
+# A space, or a line break and the indentation after it: a model that likes spaces would write little else.
+_JSON_OPTIONS: Any = {"whitespace_pattern": r"\x20|\x0D?\x0A[\x20\x09]{0,40}"}
 
 
 class ConstraintCompiler:
