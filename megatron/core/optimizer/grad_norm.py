@@ -71,10 +71,6 @@ class ModelStatistics:
             sums.append(self._sum(part.numel() - torch.count_nonzero(part) for each in parts for part in each))
         return self._over_all_ranks(sums)
 
-    def gradients(self, *, count_zeros: bool = False) -> GradientStatistics:
-        """Statistics of the gradient buffers."""
-        return GradientStatistics.of(self.gradient_sums(count_zeros=count_zeros).tolist())
-
     def parameter_norm(self) -> float:
         """L2 norm of the weights that the forward pass uses, the frozen ones included."""
         parts = [[buffer.own(span) for span in spans] for buffer, spans in self._counted]
