@@ -286,7 +286,9 @@ def attention_of_engine(settings: dict[str, Any], given: dict[str, Any]) -> Tens
     width = settings["kv_channels"]
     assert (q.shape[-1], v.shape[-1]) == (width if isinstance(width, tuple) else (width, width))
     assert q.shape[-2:-1] == (settings["num_attention_heads"],) and k.shape[-2:-1] == (settings["num_gqa_groups"],)
-    assert (given["core_attention_bias_type"] == "alibi") == (given["alibi_slopes"] is not None)
+    slopes = given["alibi_slopes"]
+    assert (given["core_attention_bias_type"] == "alibi") == (slopes is not None)
+    assert slopes is None or slopes.dtype == torch.float32
     assert right == 0 or "causal" not in kind, "a causal mask has no keys on the right"
     if layout == "thd":
         assert kind.startswith("padding") and q.dim() == 3
@@ -297,7 +299,7 @@ def attention_of_engine(settings: dict[str, Any], given: dict[str, Any]) -> Tens
         assert layout == "sbhd" and not kind.startswith("padding") and q.dim() == 4
         assert kind != "causal" or len(q) == len(k), "it is aligned top left"
         pieces = [(slice(None), sample) for sample in range(q.shape[1])]
-    rule = Rule(scale=settings["softmax_scale"], left=left, right=right, slopes=given["alibi_slopes"])
+    rule = Rule(scale=settings["softmax_scale"], left=left, right=right, slopes=slopes)
     p, found = settings["attention_dropout"], []
     for at in pieces:
         shape = q.shape[-2], len(q[at]), len(k[at])

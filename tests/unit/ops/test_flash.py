@@ -25,7 +25,7 @@ RELEASES: dict[str, tuple[FlashBackend, float]] = {
     "flash_attn_3-2025": (flash_attn.VERSION_3, -math.inf),
     "flash_attn_3-2026": (flash_attn.VERSION_3, -math.inf),
 }
-SLOPES = torch.tensor([0.5, 0.25, 0.125, 0.0625])
+SLOPES = torch.tensor([0.5, 0.25, 0.125, 0.0625], dtype=torch.float64)
 SINKS = torch.tensor([0.3, -1.0, 2.0, 0.0], dtype=torch.float64)
 DOCUMENTS = torch.tensor([[0, 0, 0, 1, 1, 1, 1, 1, 2], [0] * 9, [5, 6, 6, 6, 6, 6, 7, 7, 7]])
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
@@ -213,6 +213,18 @@ def test_bounds_of_every_small_call() -> None:
                 if a + shift - band.left <= c <= a + shift + band.right
             }
             assert found == wanted, (queries, keys, wide, offset)
+
+
+@pytest.mark.parametrize("is_asked", [False, True])
+def test_gradients_are_deterministic_where_that_is_asked(
+    is_asked: bool, installed: tuple[FlashBackend, Kernels], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With --deterministic-mode gradients of keys would still be added in any order."""
+    backend, kernels = installed
+    kernels.dtypes = (torch.float64,)
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: is_asked)
+    results(backend, make(), AttentionOptions(causal=True, scale=0.3))
+    assert [given["deterministic"] for name, given in kernels.calls if "backward" in name] == [is_asked]
 
 
 @pytest.mark.parametrize("release", ["flash_attn_2-2.6.3", "flash_attn_2-2.8.3"])

@@ -25,6 +25,7 @@ def test_equal_ranks_agree_and_end() -> None:
     asked = rank(("all-reduce", BOTH, None, True), ("all-gather", OTHER, None, True))
     assert disagreements({0: asked, 1: asked}) == []
     assert stuck({0: asked, 1: asked}) is None
+    assert stuck({0: asked, 1: asked}, one_queue=True) is None
 
 
 def test_another_order_size_or_number_is_named() -> None:
