@@ -52,7 +52,9 @@ class SharedExperts(MLP):
         if self.gate is None:
             return found
         out = workload.rows * self.gate.weight.shape[1] * workload.itemsize
-        return found + costs_of(self.gate, workload) + Costs(kept=out)
+        gate = costs_of(self.gate, workload)
+        gate = gate if self._context.keeps_bytes else dataclasses.replace(gate, kept=0)  # the first matmul's input
+        return found + gate + Costs(kept=out)
 
 
 class MoELayer(nn.Module):
@@ -105,10 +107,21 @@ class MoELayer(nn.Module):
         route: Route = inputs.kept[self]
         return route, dispatch(x, weights, route)
 
+    @property
+    def _shared_keeps_input(self) -> bool:
+        """Whether shared experts keep their input in the model's type."""
+        if self.shared_experts is None:
+            return False
+        return self._recomputes_shared or self.shared_experts.gate is not None or not self._context.keeps_bytes
+
     def costs(self, workload: Workload) -> Costs:
-        """Its parts, the rows that it sends and their sums."""
+        """Its parts, the rows that it sends and their sums. The router keeps its input, which may be that of shared
+        experts, but where it computes in another type.
+        """
         parts, shared = total_of((self.router, self.experts), workload), costs_of(self.shared_experts, workload)
         given = workload.rows * self.router.weight.shape[1] * workload.itemsize
+        if not self.router.casts and not self._shared_keeps_input:
+            parts += Costs(kept=given)
         parts += shared.recomputed(given) if self._recomputes_shared and self.shared_experts is not None else shared
         mesh = self._context.mesh
         ids = workload.rows * self._choices * 16  # where each row goes and comes from

@@ -76,6 +76,11 @@ class Router(nn.Module):
         return Routing(ids, weights, kept)
 
     @property
+    def casts(self) -> bool:
+        """Whether it computes in another type than the model's."""
+        return self._dtype != self._context.dtype
+
+    @property
     def weight_bytes(self) -> int:
         """Of the weight of a choice."""
         return torch.promote_types(self._dtype, torch.float32).itemsize
@@ -95,7 +100,7 @@ class Router(nn.Module):
         """Keeps logits, scores and choices; its input, in its type, where that is another than the model's."""
         tokens, (experts, hidden) = workload.rows, self.weight.shape
         own = self._dtype.itemsize
-        cast = tokens * hidden * own if own != workload.itemsize else 0
+        cast = tokens * hidden * own if self.casts else 0
         per_token = experts * (own + 4) + self._moe.moe_router_topk * (8 + 4)
         flops = 2.0 * experts * hidden * workload.all_tokens
         return Costs.of_product(self.weight, flops, kept=cast + tokens * per_token)

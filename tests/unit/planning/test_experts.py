@@ -100,16 +100,17 @@ def test_flops_are_those_of_the_chosen_experts() -> None:
         {},
         {"moe_router_topk": 4, "moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True},
         {"moe_shared_expert_intermediate_size": 128, "moe_shared_expert_gate": True, "moe_layer_freq": "2"},
+        {"moe_router_dtype": "fp64"},
     ],
-    ids=["plain", "sigmoid", "shared"],
+    ids=["plain", "sigmoid", "shared", "wide router"],
 )
 def test_activations(moe: dict[str, Any], precision: dict[str, Any]) -> None:
-    """The estimate is within 5 % of what torch keeps."""
+    """The estimate is within 3 % of what torch keeps."""
     sizes = {"hidden_size": 128, "attention_backend": "sdpa"}
     run = run_with(sizes, {"num_experts": 8, "moe_ffn_hidden_size": 256, **moe})
     run = dataclasses.replace(run, precision=PrecisionConfig(**precision))
     (costs,) = estimate.stage_costs(run, TRAIN_SPEC)
-    assert costs.kept == pytest.approx(measured(run), rel=0.05)
+    assert costs.kept == pytest.approx(measured(run), rel=0.03)
 
 
 @pytest.mark.parametrize(
