@@ -17,9 +17,6 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from megatron.core.device import Event, Stream, event, host_memory
 
-Place = tuple[int, int]
-"""Of a tensor that is saved: its storage, and how often that was written."""
-
 
 class Offload:
     """The groups of one forward pass, in order; each is what one run of layers saves.
@@ -85,7 +82,7 @@ class _Group:
 
     def __init__(self, device: torch.device, least: int, kept: set[int], back: Stream) -> None:
         self._device, self._least, self._kept, self._back = device, least, kept, back
-        self._known: dict[Place, _Away] = {}
+        self._known: dict[int, _Away] = {}  # by storage
         self._members: list[ref[_Away]] = []
         self._leaving: list[_Away] = []
         self._gone, self._arrived = event(device), event(device)
@@ -101,10 +98,9 @@ class _Group:
         is_small = storage.nbytes() // x.element_size() < self._least
         if is_small or storage._cdata in self._kept or x.device.type != self._device.type or x.is_sparse:
             return x
-        key = (storage._cdata, x._version)
-        if key not in self._known:
-            self._known[key] = _Away(x)
-        return _View(self._known[key], x)
+        if storage._cdata not in self._known:
+            self._known[storage._cdata] = _Away(x)
+        return _View(self._known[storage._cdata], x)
 
     def leave(self, stream: Stream) -> None:
         """Begin to copy everything out."""
