@@ -132,6 +132,16 @@ def test_runs_with_remainders_and_with_masters_continue_each_other(
     assert expected.keys() == {"optimizer.fp32_param.matrix", "optimizer.fp32_param.bias"}
 
 
+def test_fp16_weights_keep_whole_masters() -> None:
+    """Remainders are of bf16 weights: bits of fp16 are not the upper half of fp32's, and a run would train noise."""
+    here, there = buffers_of(torch.float16), buffers_of(torch.float16)
+    plain, aware = optimizer_of(here), optimizer_of(there, **AWARE)
+    for buffers, optimizer in ((here, plain), (there, aware)):
+        take_steps(buffers, optimizer, range(2))
+    expected, found = masters_of(plain), masters_of(aware)
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
 def test_narrow_moments_take_nearly_the_same_steps() -> None:
     """Moments in bf16 would be computed in bf16, or be written to the wrong places."""
     wide, narrow = buffers_of(torch.bfloat16), buffers_of(torch.bfloat16)
