@@ -136,17 +136,28 @@ class Experts(nn.Module):
     def costs(self, workload: Workload) -> Costs:
         """Of rows that all ranks share evenly. Keeps the input, the activation's input and, unless it is recomputed,
         its output.
+
+        The backward pass needs most when gradients arrive in another order than that of experts, or while it computes
+        those of the activation beside the activation itself, or of the first matmul, when the second has freed what it
+        kept; of a weight's gradient one at a time, unless it is added to others expert by expert.
         """
         mesh, (_, matrices, width, hidden) = self._context.mesh, sharding_of(self.linear_fc1.weight).shape
         rows = workload.tokens // mesh.size("tp") * self._choices * mesh.size("etp")
-        each = width // mesh.size("etp") * workload.itemsize
-        inner, kept = (matrices + 1) * each, (matrices + self._keeps_activation) * each
-        given = hidden * workload.itemsize
+        each, given = width // mesh.size("etp") * workload.itemsize, hidden * workload.itemsize
+        inner = (matrices + self._keeps_activation) * each
         flops = 2.0 * (matrices + 1) * width * hidden * self._choices * workload.all_tokens
-        weights = self.linear_fc1.weight.numel() * workload.itemsize  # the larger of two gradients
-        return Costs.of_product(
-            self.linear_fc1.weight, flops, kept=rows * (given + kept), working=weights + rows * (2 * given + inner)
+        first, second = (layer.weight.numel() * workload.itemsize for layer in (self.linear_fc1, self.linear_fc2))
+        quantizer = self.linear_fc1.fp8
+        if quantizer is not None and quantizer.wgrad and workload.context.weight_gradients.fuses_accumulation:
+            first, second = (size // len(self.linear_fc1.weight) for size in (first, second))
+        again = 0 if self._keeps_activation else each
+        freed = 0 if workload.splits_backward else inner
+        working = max(
+            3 * rows * given * (mesh.size("ep", "etp") > 1),
+            rows * (given + again + each) + max(second, rows * (matrices + 1) * each),
+            rows * (matrices * each - freed) + max(first, rows * given),
         )
+        return Costs.of_product(self.linear_fc1.weight, flops, kept=rows * (given + inner), working=working)
 
 
 @dataclass(frozen=True)

@@ -122,7 +122,9 @@ class MoELayer(nn.Module):
         given = workload.rows * self.router.weight.shape[1] * workload.itemsize
         if not self.router.casts and not self._shared_keeps_input:
             parts += Costs(kept=given)
-        parts += shared.recomputed(given) if self._recomputes_shared and self.shared_experts is not None else shared
+        if self._recomputes_shared and self.shared_experts is not None:
+            shared = shared.recomputed(given, keeps_input=not self._context.keeps_bytes)
+        parts += shared
         mesh = self._context.mesh
         ids = workload.rows * self._choices * 16  # where each row goes and comes from
         tokens, row = workload.tokens // mesh.size("tp"), self.router.weight.shape[1] * workload.itemsize

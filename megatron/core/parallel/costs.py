@@ -98,9 +98,12 @@ class Costs:
         """Of a product with ``weight``."""
         return cls(flops, kept, working, frozen_flops=0.0 if weight.requires_grad else flops)
 
-    def recomputed(self, given: int) -> Costs:
-        """Of a module that keeps ``given`` bytes, its input, and computes the rest again for its backward pass."""
-        return dataclasses.replace(self, kept=given + self.replayed, working=self.working + self.kept)
+    def recomputed(self, given: int, *, keeps_input: bool) -> Costs:
+        """Of a module that keeps ``given`` bytes, its input, and computes the rest again for its backward pass.
+        ``keeps_input``: whether that same tensor is among what it keeps when it computes.
+        """
+        again = self.kept - given * keeps_input
+        return dataclasses.replace(self, kept=given + self.replayed, working=self.working + again)
 
     @property
     def training_flops(self) -> float:

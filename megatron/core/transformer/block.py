@@ -112,24 +112,25 @@ class TransformerBlock(nn.Module):
         """A recomputed run of layers keeps its input; its working memory is what its layers would keep. An offloaded
         one keeps nothing here, but what two of them keep is here while one is computed and the next comes or goes.
 
-        In the backward pass of a run, those behind it have freed what they kept, unless the schedule splits that pass.
+        In the backward pass of a run, those behind it and the final norm have freed what they kept, unless the schedule
+        splits that pass.
         """
-        layers = [costs_of(layer, workload) for layer in self.layers.values()]
-        found, aside = Costs(), list[int]()
+        modules = [each for each in self.layers.values() if isinstance(each, TransformerLayer)]
+        layers = [costs_of(layer, workload) for layer in modules]
+        found, aside = costs_of(self.final_layernorm, workload), list[int]()
         given, plan = workload.rows * self._hidden_size * workload.stream_itemsize, self._recompute
         offloads = workload.rows * self._hidden_size >= plan.least_offloaded
         stays = given if layers and "0" not in self.layers else 0  # what another stage sent, until its gradient is sent
         for start, stop, recompute in reversed(plan.runs(len(layers))):
             run = sum(layers[start:stop], start=Costs())
             if recompute:
-                run = run.recomputed(given)
+                run = run.recomputed(given, keeps_input=modules[start].begins_with_norm)
             if offloads and start < plan.offloaded:
                 here = run.replayed + (stays if start == 0 else 0)
                 aside.append(run.kept - here)
                 run = dataclasses.replace(run, kept=here, offloaded=run.kept - here)
             freed = 0 if workload.splits_backward else found.kept
             found += dataclasses.replace(run, working=max(0, run.working - freed))
-        found += costs_of(self.final_layernorm, workload)
         both = max((one + other for one, other in zip(aside, [*aside[1:], 0])), default=0)
         return dataclasses.replace(found, working=found.working + max(0, both - found.kept))
 

@@ -97,6 +97,11 @@ class TransformerLayer(nn.Module):
             lambda normed: self._run(branch, normed, inputs), lambda given: (norm(given),), stream
         )
 
+    @property
+    def begins_with_norm(self) -> bool:
+        """Whether its first branch normalizes the residual stream, and so keeps what the layer is given."""
+        return self._branches[0].norm is not None
+
     def costs(self, workload: Workload) -> Costs:
         """Its branches, and a mask of dropout for each of them, one byte an element. Branches in parallel keep the
         same hidden states: those before a norm, or the norm's result, unless they keep copies in 8 bits. A branch that
@@ -105,7 +110,8 @@ class TransformerLayer(nn.Module):
         elements, branches = workload.rows * self._hidden_size, Costs()
         for name, module in self.named_children():
             found = costs_of(module, workload)
-            branches += found.recomputed(elements * workload.itemsize) if name in self._recomputed else found
+            given = elements * workload.itemsize
+            branches += found.recomputed(given, keeps_input=not self._copies) if name in self._recomputed else found
         first = self._branches[0].norm
         of_norm = 0 if self._copies else workload.itemsize
         shared = [

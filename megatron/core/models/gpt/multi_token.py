@@ -89,7 +89,7 @@ class MultiTokenLayer(nn.Module):
         if not self._recompute:
             return found
         given = workload.rows * self._hidden_size * (workload.itemsize + workload.stream_itemsize)
-        return found.recomputed(given)
+        return found.recomputed(given, keeps_input=True)
 
 
 class MultiTokenPrediction(nn.Module):
