@@ -73,3 +73,27 @@ def test_staging_memory_is_not_filled_while_it_is_read() -> None:
     first, second = (transfer.fetch(chunk, purpose="gradients") for chunk in chunks[:2])
     assert torch.equal(first(), chunks[0])
     assert torch.equal(second(), chunks[1])
+
+
+def test_staging_memory_is_filled_again_when_its_copy_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU the weights of a chunk would be those of a later one, or gradients be read before they are there."""
+    said: list[str] = []
+
+    class Place:
+        def __init__(self, device: torch.device) -> None:
+            self.number = sum("begins" in each for each in said)
+
+        def record(self) -> None:
+            said.append(f"copy {self.number} begins")
+
+        def synchronize(self) -> None:
+            said.append(f"wait for {self.number}")
+
+    monkeypatch.setattr(torch, "Event", Place)
+    transfer, chunk = HostTransfer(ParallelContext.single().device, overlaps=True), torch.zeros(4)
+    for _ in range(3):
+        transfer.send(chunk, chunk.clone())
+    assert said == ["copy 0 begins", "copy 1 begins", "wait for 0", "copy 2 begins"]
+    said.clear()
+    transfer.fetch(chunk, purpose="gradients")()
+    assert said == ["copy 0 begins", "wait for 0"]
