@@ -306,3 +306,18 @@ def test_data_parallel_size_may_change(runs: Runs) -> None:
     expected, found = tensors(runs.last("whole")), tensors(runs.last("elastic"))
     for name, value in expected.items():
         torch.testing.assert_close(found[name], value, rtol=1e-9, atol=1e-11)
+
+
+@pytest.mark.slow
+def test_what_waits_in_main_memory_continues_at_any_layout(runs: Runs) -> None:
+    """A run that outgrows its ranks' memory is moved to more of them, and to another layout: no moment may be lost."""
+    double, quiet = {"dtype": torch.float64}, "--attention-dropout 0 --hidden-dropout 0"
+    away = f"{quiet} --optimizer-cpu-offload --cpu-offloading --min-offloaded-tensor-size 1"
+    runs.run(quiet, save="whole", world=double)
+    first = f"{away} --tensor-model-parallel-size 2 --exit-interval {CUT}"
+    runs.run(first, save="moved", world=double | {"tp": 2})
+    second = f"{away} --pipeline-model-parallel-size 2 --use-distributed-optimizer --optimizer-offload-fraction 0.5"
+    runs.run(second, save="moved", load="moved", world=double | {"pp": 2, "dp": 2})
+    expected, found = tensors(runs.last("whole")), tensors(runs.last("moved"))
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value, rtol=1e-9, atol=1e-11)
