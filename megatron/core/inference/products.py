@@ -131,8 +131,6 @@ class Blocked:
 class Columns(Plain):
     """Transposed in memory, for one or two rows in fp32: weights of neighbouring outputs are side by side."""
 
-    copies = True
-
     def pack(self, weight: Tensor) -> Tensor:
         """See ``Form``."""
         return weight.detach().t().contiguous()

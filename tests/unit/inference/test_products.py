@@ -135,6 +135,9 @@ def test_16_bits_without_instructions_for_them(dtype: torch.dtype, is_batch_inva
             assert torch.all((found.double() - expected).abs() <= expected.abs() / 128 + 1e-3)
     multiply.release([weight])
     assert weight.isfinite().all(), "it has no copy"
+    if not is_batch_invariant:  # else another form may have the same bits for more numbers of rows
+        for is_own in (False, True):
+            assert isinstance(multiply._prepare(weight, has_bias=True, is_own=is_own).packed, tuple)
 
 
 def _given() -> tuple[nn.Parameter, Tensor]:
