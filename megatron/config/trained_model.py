@@ -13,8 +13,9 @@ class TrainedModelConfig(Settings):
     load: str = flag("Folder of checkpoints.")
     ckpt_step: int | None = flag("Iteration to load instead of the newest.", default=None, at_least=0)
     fp32: bool = switch(
-        "Compute in fp32, whatever type the model was trained in. Weights take twice the memory of bf16; a CPU without "
-        "instructions for bf16 takes less than half the time for a single text."
+        "Compute in fp32, whatever type the model was trained in, with its fp32 master weights where the checkpoint "
+        "has them. Weights take twice the memory of bf16; a CPU without instructions for bf16 takes less than half the "
+        "time for a single text."
     )
     tokenizer_type: TokenizerType | None = flag(
         "Kind of tokenizer, for a checkpoint that stores none.",
