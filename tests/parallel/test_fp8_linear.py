@@ -285,7 +285,9 @@ def test_delayed_scales_follow_the_largest_values_of_steps() -> None:
     with torch.no_grad(), mock.patch.object(low_precision, "at_end") as at_end, low_precision.step(trains=False):
         layer(torch.full((2, 1, WIDTH), 100.0))
     assert scaling.scale(0).item() == before and not at_end.called
-    assert before == 448 / 2 / 4.0
+    with low_precision.step(trains=True):
+        layer(torch.full((2, 1, WIDTH), 4.0))
+    assert scaling.scale(0).item() == before == 448 / 2 / 4.0
 
 
 def test_each_tensor_of_a_layer_has_a_delayed_scale_of_its_own() -> None:
