@@ -397,7 +397,9 @@ def test_frozen_parameters_take_their_weights_alone() -> None:
         gradients=whole.gradients - 4 * here,
         main_params=whole.main_params - 4 * here,
         moments=whole.moments - 8 * here,
+        working=memory_estimate(half).working,
     )
+    assert memory_estimate(half).working < whole.working  # the loss computes no gradient of frozen words
 
 
 def test_sharded_optimizer() -> None:
