@@ -100,6 +100,8 @@ class Kernel:
             return "its keys and values have one width"
         if k.device.type == "cpu" and k.dtype == torch.bfloat16 and not is_fast_in_bf16():
             return "in bf16 it is slow on this CPU"
+        if k.device.type == "cpu" and k.dtype == torch.float16 and lacks_bf16():
+            return "in fp16 it is slow on this CPU"
         return None
 
     def attend(
