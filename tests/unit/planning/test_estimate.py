@@ -293,6 +293,7 @@ def test_weights_gathered_in_fp8() -> None:
         else:
             assert off.weights - on.weights == weights - 2 * weights // ranks
             assert off.copies - on.copies == weights == on.copies
+            assert (off.updating, on.updating) == (0, 2 * weights - on.copies)  # made whole for a checkpoint
 
 
 def test_activations_in_fp8_with_wide_gradients_of_weights() -> None:
