@@ -39,10 +39,11 @@ def check_patterns(run: RunConfig, train_spec: TrainSpec) -> None:
         pattern, _ = pattern_and_factor(pair)
         _check_matches("--lr-multipliers", pattern, names)
         concerned = {name for name in rest if matches(name, [pattern])}
+        if not concerned and all(matches(name, frozen) for name in names if matches(name, [pattern])):
+            raise ConfigError(f"--lr-multipliers {pair} has no effect: --freeze names all its parameters; leave it out")
         if not concerned:
             raise ConfigError(
-                f"--lr-multipliers {pair} has no effect: its parameters are frozen or match an earlier pair; "
-                "leave it out, or give it first"
+                f"--lr-multipliers {pair} has no effect: earlier pairs match all its parameters; move it before them"
             )
         rest -= concerned
 

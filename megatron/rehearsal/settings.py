@@ -21,7 +21,9 @@ def rehearsed(run: RunConfig, train_spec: TrainSpec, *, vocab_size: int, steps: 
     plain = without_files(run, vocab_size=vocab_size, steps=steps)
     # Without warm-up and decay, which may be longer than the rehearsal.
     rate: dict[str, Any] = {
-        each.name: each.default for each in dataclasses.fields(run.optimizer) if each.name.startswith("lr_")
+        each.name: each.default
+        for each in dataclasses.fields(run.optimizer)
+        if each.name.startswith(("lr_decay", "lr_wsd", "lr_warmup"))
     }
     rate["lr_decay_style"] = "constant"
     plain = dataclasses.replace(

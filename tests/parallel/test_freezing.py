@@ -59,9 +59,10 @@ def test_all_ranks_agree_on_what_patterns_mean() -> None:
         "embedding.* d*": "--freeze embedding.* d* freezes all 28 parameter tensors of the model",
         "embedding.* --lr-multipliers dec*=2 layers.0.*=3": "--lr-multipliers layers.0.* matches no parameter of the "
         "model; close patterns that do: decoder.layers.0.*, decoder.layers.1.*",
-        "embedding.* --lr-multipliers embed*=0.5": "--lr-multipliers embed*=0.5 has no effect: its parameters are "
-        "frozen or match an earlier pair; leave it out, or give it first",
-        "embedding.* --lr-multipliers dec*=2 *.bias=3": "--lr-multipliers *.bias=3 has no effect",
+        "embedding.* --lr-multipliers embed*=0.5": "--lr-multipliers embed*=0.5 has no effect: --freeze names all "
+        "its parameters; leave it out",
+        "embedding.* --lr-multipliers dec*=2 *.bias=3": "--lr-multipliers *.bias=3 has no effect: earlier "
+        "pairs match all its parameters; move it before them",
     }.items():
         for said in run_ranks(trained_here, f"--freeze {patterns}", pp=2):
             assert isinstance(said, str) and said.startswith(complaint), said

@@ -32,8 +32,8 @@ def learning_rate_factors_are_numbers(run: RunConfig) -> str | None:
             pattern_and_factor(pair)
         except ValueError:
             return (
-                f"--lr-multipliers {pair} is not PATTERN=FACTOR with a factor above 0, such as 'embedding.*=0.1'; "
-                "parameters that must keep their values are named with --freeze"
+                f"--lr-multipliers {pair} is not PATTERN=FACTOR with a finite factor above 0, such as "
+                "'embedding.*=0.1'; parameters that must keep their values are named with --freeze"
             )
     return None
 
