@@ -69,6 +69,7 @@ class StoredTensors:
                 target = target.narrow(dim, offset, size)
             target.copy_(box[low - chunk.offsets[0] : high - chunk.offsets[0]])
             filled += target.numel()
+            del box  # before the next one is read
         if filled != whole.numel():
             raise CheckpointError(f"{self._folder}: the boxes of {name} hold {filled} numbers of {whole.numel()}")
         return whole if at is None else whole[0]

@@ -83,6 +83,7 @@ def write_boxes(
                 place = _StorageInfo(name, start, stream.tell() - start)
                 index = MetadataIndex(box.name, torch.Size(box.offsets))
                 results.append(WriteResult(index, tensor.nbytes, place))
+                del tensor  # before the next one is made
                 if stream.tell() >= file_size:
                     break
     raise AssertionError("unreachable")

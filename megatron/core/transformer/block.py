@@ -115,8 +115,7 @@ class TransformerBlock(nn.Module):
         In the backward pass of a run, those behind it and the final norm have freed what they kept, unless the schedule
         splits that pass.
         """
-        modules = [each for each in self.layers.values() if isinstance(each, TransformerLayer)]
-        layers = [costs_of(layer, workload) for layer in modules]
+        layers = [costs_of(layer, workload) for layer in self.layers.values()]
         found, aside = costs_of(self.final_layernorm, workload), list[int]()
         given, plan = workload.rows * self._hidden_size * workload.stream_itemsize, self._recompute
         offloads = workload.rows * self._hidden_size >= plan.least_offloaded
@@ -124,7 +123,9 @@ class TransformerBlock(nn.Module):
         for start, stop, recompute in reversed(plan.runs(len(layers))):
             run = sum(layers[start:stop], start=Costs())
             if recompute:
-                run = run.recomputed(given, keeps_input=modules[start].begins_with_norm)
+                first = [*self.layers.values()][start]
+                assert isinstance(first, TransformerLayer), "layers of a block"
+                run = run.recomputed(given, keeps_input=first.begins_with_norm)
             if offloads and start < plan.offloaded:
                 here = run.replayed + (stays if start == 0 else 0)
                 aside.append(run.kept - here)

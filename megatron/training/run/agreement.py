@@ -89,6 +89,7 @@ def check_replicas_agree(state: Iterable[ShardedState], context: ParallelContext
     for name, entry in entries.items():
         data = entry.tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
         mine[name] = hashlib.blake2b(data.tobytes(), digest_size=16).digest()
+        del data  # a copy, from a GPU
     everyone = gather_objects(mine, context.mesh)
     for name, digest in mine.items():
         for rank in context.mesh.members(*entries[name].sharding.reduce):
