@@ -14,7 +14,7 @@ class TrainedModelConfig(Settings):
     ckpt_step: int | None = flag("Iteration to load instead of the newest.", default=None, at_least=0)
     fp32: bool = switch(
         "Compute in fp32, whatever type the model was trained in, with its fp32 master weights where the checkpoint "
-        "has them. Weights take twice the memory of bf16; a CPU without instructions for bf16 takes less than half the "
+        "has them. Weights take more memory than in bf16; a CPU without instructions for bf16 takes less than half the "
         "time for a single text."
     )
     tokenizer_type: TokenizerType | None = flag(

@@ -69,7 +69,7 @@ def served_model(
     if config.chat_template is not None or own_template(files.tokenizer_model) is not None:
         template = load_template(config.chat_template or OWN, files.tokenizer_model, learned="assistant")
         templates = Templates(template.source, template.tokens)
-    suffix = (f"-{quantization}" if quantization else "") + "-fp32" * trained.is_cast
+    suffix = (f"-{quantization}" if quantization else "") + "-fp32" * trained.is_upcast
     return ServedModel(
         name=name,
         tokenizer=tokenizer,

@@ -24,7 +24,7 @@ class Generator:
     def __init__(self, trained: TrainedModel, engine: Engine, config: GenerateConfig, local: LocalConfig) -> None:
         """Raises ConfigError and DataError for settings and templates that can't be used."""
         self.tokenizer, self.engine, self.folder = trained.tokenizer, engine, trained.folder
-        self.is_cast = trained.is_cast
+        self.is_upcast = trained.is_upcast
         self._config, self._local = config, local
         self._sampling = Sampling(**config.sampling(), **local.sampling())
         self._stop = StopRules(token_ids=end_ids(self.tokenizer, local.end_tokens), strings=local.stop)

@@ -78,7 +78,7 @@ def read_questions(generator: Generator, path: Path) -> list[Question]:
         asked = dataclasses.asdict(dataclasses.replace(request, id=""))
         fingerprint = fingerprint_of(
             [
-                f"{checkpoint}{generator.engine.quantization or ''}{'fp32' * generator.is_cast}",
+                f"{checkpoint}{generator.engine.quantization or ''}{'fp32' * generator.is_upcast}",
                 json.dumps(asked, sort_keys=True, default=sorted),
             ]
         )[:16]

@@ -56,7 +56,7 @@ class TrainedModel(PlacedModel):
     folder: CheckpointFolder
 
     @property
-    def is_cast(self) -> bool:
+    def is_upcast(self) -> bool:
         """Whether the model computes in another type than it was trained in, by ``--fp32``."""
         saved = read_run_state(self.folder)["config"]["precision"]
         return self.context.dtype == torch.float32 and bool(saved["bf16"] or saved["fp16"])

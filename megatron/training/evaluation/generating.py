@@ -119,8 +119,8 @@ def exactness(trained: TrainedModel, config: InferenceConfig) -> str:
         )
         if costs_little(context) and config.quantization is None and lacks_bf16():
             line += (
-                "; this processor has no instructions for 16-bit numbers and multiplies in fp32: --fp32 takes twice "
-                "the memory, and less than half the time for a single text"
+                "; this processor has no instructions for 16-bit numbers and multiplies in fp32: --fp32 takes less "
+                "than half the time for a single text, four times the memory of weights, and is not batch-invariant"
             )
         return line
     return (

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from megatron.config.model import ModelConfig
 from megatron.core.inference import products
-from megatron.core.inference.products import BLOCKED, INT8, Form, GenerationProducts, Widened
+from megatron.core.inference.products import BLOCKED, INT8, Form, GenerationProducts, Upcast
 from megatron.core.inference.runner import CachedRunner
 from megatron.core.inference.step_plan import PlanRow, RunnerLimits, StepPlan
 from megatron.core.models.gpt.model import GPTModel
@@ -125,7 +125,7 @@ def test_16_bits_without_instructions_for_them(dtype: torch.dtype, is_batch_inva
     monkeypatch.setattr(products, "_PART", 256 * 7)
     multiply, (weight, bias) = GenerationProducts(is_batch_invariant=is_batch_invariant), _given()
     weight, bias = nn.Parameter(weight.to(dtype), requires_grad=False), bias.to(dtype)
-    assert [len(part) for part in Widened().pack(weight)] == [7] * 13 + [5]
+    assert [len(part) for part in Upcast().pack(weight)] == [7] * 13 + [5]
     for each in (weight, weight.data[:64]):
         for rows in (1, 2, 9, 40):
             x = weight_of(rows, 256).to(dtype)
@@ -133,6 +133,8 @@ def test_16_bits_without_instructions_for_them(dtype: torch.dtype, is_batch_inva
             found = multiply(x, each, bias[: len(each)])
             assert found.dtype == dtype
             assert torch.all((found.double() - expected).abs() <= expected.abs() / 128 + 1e-3)
+            if is_batch_invariant:
+                assert torch.equal(multiply(x[:1], each, bias[: len(each)]), found[:1])
     multiply.release([weight])
     assert weight.isfinite().all(), "it has no copy"
     if not is_batch_invariant:  # else another form may have the same bits for more numbers of rows
