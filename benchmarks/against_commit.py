@@ -1,4 +1,4 @@
-"""Training of this checkout against that of an earlier commit, on the CPU: the same command at once, as a ratio.
+"""Training of this checkout against that of an earlier commit, on the CPU: one command at the same time, as a ratio.
 
     python -m benchmarks.against_commit 8ef631c
     python -m benchmarks.against_commit v1.0 --script pretrain_t5.py -- --decoder-seq-length 64

@@ -8,7 +8,7 @@ The engine in this process and the same engine over HTTP take turns with random 
 texts of one length. Clients are threads of another process. Printed are tokens a second by the clock, and processor
 time of this process a token, in which other work on the machine and the clients hardly count: its ratio to the engine's
 is what HTTP adds, the median of all rounds with a 95 % interval. Then two numbers that hardly depend on the machine's
-moods: what other threads than the engine's spend for each second of it, and the model's steps, of which prompts that
+load: what other threads than the engine's spend for each second of it, and the model's steps, of which prompts that
 arrive one by one take a few more. Then: time to the first token and between tokens, one client after the other
 and all at once; and time to the first token of prompts with a beginning that was read before.
 """

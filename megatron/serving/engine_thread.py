@@ -72,7 +72,9 @@ class Stream:
             self._held.clear()
 
     def fail(self, error: BaseException) -> None:
-        """End the stream: its reader gets the updates so far, then ``error`` is raised there."""
+        """End the stream: ``error`` is raised in its reader, after the updates handed over so far (none, unless
+        ``is_live``).
+        """
         self._items.put_nowait(error)
 
     def ping(self) -> None:

@@ -40,7 +40,9 @@ class Metrics:
         self._between = self._histogram("inter_token_latency_seconds", "From one token to the next.", _BETWEEN)
         self._whole = self._histogram("e2e_request_latency_seconds", "From arrival to the end.", _WHOLE)
         self._queue = self._histogram("request_queue_time_seconds", "From arrival to the first step.", _WHOLE)
-        self._prefill = self._histogram("request_prefill_time_seconds", "From there to the first token.", _WHOLE)
+        self._prefill = self._histogram(
+            "request_prefill_time_seconds", "From the first step to the first token.", _WHOLE
+        )
         self._decode = self._histogram("request_decode_time_seconds", "From the first token to the last.", _WHOLE)
         self._inference = self._histogram("request_inference_time_seconds", "From the first step to the end.", _WHOLE)
         self._prompts = self._histogram("request_prompt_tokens", "Prompt tokens of a request.", _TOKENS)

@@ -20,7 +20,7 @@ from megatron.core.ops.attention.cached import CachedHeads
 from megatron.core.ops.attention.cached_calls import CachedBackend, CachedCall, cached_backend
 
 _Kind = tuple[tuple[int, int] | None, int]
-"""The window of a layer, and the number that the query counts of its calls are multiples of."""
+"""A layer's window, and the multiple to which its calls pad the number of queries."""
 
 Encoded = tuple[Tensor, Tensor]
 """Keys and values of an encoder prompt, ``[T, 1, groups, width]``."""

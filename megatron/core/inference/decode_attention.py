@@ -1,4 +1,4 @@
-"""Attention of a decoding step, one query for each text: texts with as many keys share a call."""
+"""Attention of a decoding step, one query for each text: texts with the same number of keys share a call."""
 
 from __future__ import annotations
 
@@ -73,9 +73,9 @@ class SharedCall:
 def shared_calls(
     queries: Sequence[OneQuery], *, fewest: int, is_exact: bool, is_alone: bool, device: torch.device
 ) -> list[SharedCall]:
-    """The calls of a step's texts. ``is_exact``: texts share a call only if they have as many keys, and always have a
-    bias, so that bits don't depend on the other texts. ``is_alone``: each text has a call of its own. ``fewest``: how
-    often a text's query is repeated in a call.
+    """The calls of a step's texts. ``is_exact``: texts share a call only if they have the same number of keys, and
+    always have a bias, so that bits don't depend on the other texts. ``is_alone``: each text has a call of its own.
+    ``fewest``: how often a text's query is repeated in a call.
     """
     groups = defaultdict[object, list[int]](list)
     for number, query in enumerate(queries):

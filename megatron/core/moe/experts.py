@@ -137,9 +137,9 @@ class Experts(nn.Module):
         """Of rows that all ranks share evenly. Keeps the input, the activation's input and, unless it is recomputed,
         its output.
 
-        The backward pass needs most when gradients arrive in another order than that of experts, or while it computes
-        those of the activation beside the activation itself, or of the first matmul, when the second has freed what it
-        kept; of a weight's gradient one at a time, unless it is added to others expert by expert.
+        Working memory is the largest of: gradients that are reordered from tokens to experts; gradients of the
+        activation beside the recomputed activation, with the second weight's gradient; gradients of the first matmul,
+        after the second has freed its inputs. Where gradients are added expert by expert, a weight's is held for one.
         """
         mesh, (_, matrices, width, hidden) = self._context.mesh, sharding_of(self.linear_fc1.weight).shape
         rows = workload.tokens // mesh.size("tp") * self._choices * mesh.size("etp")

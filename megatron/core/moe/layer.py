@@ -116,7 +116,7 @@ class MoELayer(nn.Module):
 
     def costs(self, workload: Workload) -> Costs:
         """Its parts, the rows that it sends and their sums. The router keeps its input, which may be that of shared
-        experts, but where it computes in another type.
+        experts, unless it casts it to another type.
         """
         parts, shared = total_of((self.router, self.experts), workload), costs_of(self.shared_experts, workload)
         given = workload.rows * self.router.weight.shape[1] * workload.itemsize

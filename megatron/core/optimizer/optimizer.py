@@ -25,10 +25,10 @@ from megatron.core.optimizer.loss_scaler import build_loss_scaler
 from megatron.core.optimizer.offload import CPU, HostTransfer, divided
 from megatron.core.optimizer.storage import (
     MainParams,
-    PlainStorage,
+    PlainStateStorage,
     Remainders,
+    StateStorage,
     StochasticallyRounded,
-    Storage,
     build_main_params,
 )
 from megatron.core.optimizer.update_rules import UPDATE_RULES, Step
@@ -64,8 +64,8 @@ class _Owned:
     buffer: FlatBuffer
     span: Span
     entries: tuple[ParamEntry, ...]
-    main_params: PlainStorage | MainParams | Remainders
-    state: dict[str, PlainStorage]
+    main_params: PlainStateStorage | MainParams | Remainders
+    state: dict[str, PlainStateStorage]
     transfer: HostTransfer | None
 
     @property
@@ -92,9 +92,9 @@ class _Owned:
             arrived, coming = coming, coming if following is None else fetch(following.of(gradients))
             yield arrived().to(self.wide)
 
-    def kept(self) -> dict[str, Storage]:
+    def kept(self) -> dict[str, StateStorage]:
         """What checkpoints keep, by name."""
-        masters = {} if isinstance(self.main_params, PlainStorage) else {"fp32_param": self.main_params}
+        masters = {} if isinstance(self.main_params, PlainStateStorage) else {"fp32_param": self.main_params}
         return {**self.state, **masters}
 
 
@@ -142,15 +142,15 @@ class Optimizer:
         self._seed_divisor = 1.0
         self.gather = ParamGather(buffers if sharded else [], context)
 
-    def _zeros(self, buffer: FlatBuffer, span: Span, device: torch.device) -> dict[str, PlainStorage]:
+    def _zeros(self, buffer: FlatBuffer, span: Span, device: torch.device) -> dict[str, PlainStateStorage]:
         """The update rule's state before the first step, for a span of the buffer."""
         number = self._numbers[id(buffer)]
-        wide, state = torch.promote_types(buffer.params.dtype, torch.float32), dict[str, PlainStorage]()
+        wide, state = torch.promote_types(buffer.params.dtype, torch.float32), dict[str, PlainStateStorage]()
         for name in self._rules[buffer.policy.update_rule].state_names:
             narrow = self._formats.get(name) == "bf16"
             dtype = torch.bfloat16 if narrow else wide
             zeros = torch.zeros(span.size, dtype=dtype, device=device)
-            state[name] = PlainStorage(zeros, wide)
+            state[name] = PlainStateStorage(zeros, wide)
             if narrow and name == "exp_avg_sq":
                 state[name] = StochasticallyRounded(zeros, wide, partial(self._rounding_key, number), span.start)
         return state

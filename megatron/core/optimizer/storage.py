@@ -15,7 +15,7 @@ from megatron.core.optimizer.offload import CPU, HostTransfer
 _WIDE = (torch.float32, torch.float64)
 
 
-class Storage(Protocol):
+class StateStorage(Protocol):
     """Numbers for the weights of a span; a part of it is given relative to its start, and begins on ``ALIGNMENT``."""
 
     def read(self, part: Span) -> Tensor:
@@ -29,43 +29,43 @@ class Storage(Protocol):
 
 
 @dataclass(frozen=True, eq=False)
-class PlainStorage:
+class PlainStateStorage:
     """In the memory of ``numbers``, rounded to nearest where its format is narrower than ``wide``."""
 
     numbers: Tensor
     wide: torch.dtype
 
     def read(self, part: Span) -> Tensor:
-        """See ``Storage``."""
+        """See ``StateStorage``."""
         return part.of(self.numbers).to(self.wide)
 
     def write(self, part: Span, values: Tensor) -> None:
-        """See ``Storage``."""
+        """See ``StateStorage``."""
         if self.numbers.dtype != self.wide:
             part.of(self.numbers).copy_(values)
 
     def stored(self, part: Span) -> tuple[Tensor, Callable[[], None] | None]:
-        """See ``Storage``."""
+        """See ``StateStorage``."""
         return part.of(self.numbers), None
 
 
 @dataclass(frozen=True, eq=False)
-class DeviceWeights(PlainStorage):
+class DeviceWeights(PlainStateStorage):
     """Wide weights on a device, ``numbers``, for steps in main memory."""
 
     transfer: HostTransfer
 
     def read(self, part: Span) -> Tensor:
-        """See ``Storage``."""
+        """See ``StateStorage``."""
         return self.transfer.fetch(part.of(self.numbers), purpose="weights")()
 
     def write(self, part: Span, values: Tensor) -> None:
-        """See ``Storage``."""
+        """See ``StateStorage``."""
         self.transfer.send(values, part.of(self.numbers))
 
 
 @dataclass(frozen=True, eq=False)
-class StochasticallyRounded(PlainStorage):
+class StochasticallyRounded(PlainStateStorage):
     """Positive numbers in bf16. A number between two of bf16 becomes the upper one with the probability that makes the
     expectation right: rounded to nearest, a sum of squares whose step is below 2⁻⁹ of it would never change again.
 
@@ -77,7 +77,7 @@ class StochasticallyRounded(PlainStorage):
     offset: int
 
     def write(self, part: Span, values: Tensor) -> None:
-        """See ``Storage``."""
+        """See ``StateStorage``."""
         bits = values.float().view(torch.int32)
         bits.add_(_random_halves(self.offset + part.start, part.size, self.key(), values.device))
         part.of(self.numbers).view(torch.int16).copy_(bits.bitwise_right_shift_(16))
@@ -98,18 +98,18 @@ class MainParams:
         return cls(home.float(), weights, transfer)
 
     def read(self, part: Span) -> Tensor:
-        """See ``Storage``."""
+        """See ``StateStorage``."""
         return part.of(self.numbers)
 
     def write(self, part: Span, values: Tensor) -> None:
-        """See ``Storage``."""
+        """See ``StateStorage``."""
         if self.transfer is None:
             part.of(self.weights).copy_(values)
         else:
             self.transfer.send(values, part.of(self.weights))
 
     def stored(self, part: Span) -> tuple[Tensor, Callable[[], None] | None]:
-        """See ``Storage``."""
+        """See ``StateStorage``."""
         return part.of(self.numbers), None
 
 
@@ -133,7 +133,7 @@ class Remainders:
         return cls(weights, low, torch.zeros(weights.numel() // 8, dtype=torch.uint8, device=weights.device))
 
     def read(self, part: Span) -> Tensor:
-        """See ``Storage``."""
+        """See ``StateStorage``."""
         bits = part.of(self.weights).view(torch.int16).to(torch.int32).bitwise_left_shift_(16)
         bits.add_(part.of(self.low))
         marks = (self._ties_of(part).unsqueeze(1) >> self._shifts()) & 1
@@ -141,7 +141,7 @@ class Remainders:
         return bits.view(torch.float32)
 
     def write(self, part: Span, values: Tensor) -> None:
-        """See ``Storage``."""
+        """See ``StateStorage``."""
         weights = part.of(self.weights)
         weights.copy_(values)
         rest = values.view(torch.int32) - weights.view(torch.int16).to(torch.int32).bitwise_left_shift_(16)
@@ -150,7 +150,7 @@ class Remainders:
         self._ties_of(part).copy_((marks << self._shifts()).sum(1, dtype=torch.uint8))
 
     def stored(self, part: Span) -> tuple[Tensor, Callable[[], None] | None]:
-        """See ``Storage``. The masters themselves, in main memory, so that any run continues from them."""
+        """See ``StateStorage``. The masters themselves, in main memory, so that any run continues from them."""
         whole = Span(part.start, min(-(-part.stop // ALIGNMENT) * ALIGNMENT, self.low.numel()))
         masters = self.read(whole).cpu()
         return masters[: part.size], lambda: self.write(whole, masters.to(self.low.device))
@@ -164,13 +164,13 @@ class Remainders:
 
 def build_main_params(
     weights: Tensor, transfer: HostTransfer | None, *, as_remainders: bool
-) -> PlainStorage | MainParams | Remainders:
+) -> PlainStateStorage | MainParams | Remainders:
     """How the fp32 numbers of ``weights`` are kept: wide weights are their own. ``transfer``: for steps in main memory,
     which has room for whole masters.
     """
     if weights.dtype in _WIDE:
         return (
-            PlainStorage(weights, weights.dtype)
+            PlainStateStorage(weights, weights.dtype)
             if transfer is None
             else DeviceWeights(weights, weights.dtype, transfer)
         )

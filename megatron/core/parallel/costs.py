@@ -100,7 +100,7 @@ class Costs:
 
     def recomputed(self, given: int, *, keeps_input: bool) -> Costs:
         """Of a module that keeps ``given`` bytes, its input, and computes the rest again for its backward pass.
-        ``keeps_input``: whether that same tensor is among what it keeps when it computes.
+        ``keeps_input``: whether the tensors that it keeps while computing include that input.
         """
         again = self.kept - given * keeps_input
         return dataclasses.replace(self, kept=given + self.replayed, working=self.working + again)

@@ -108,8 +108,8 @@ class Fp8Quantizer:
     def quantize_each(
         self, matrices: Sequence[Tensor], role: Role, *, across: bool = True, along: bool = True
     ) -> Iterator[Operand]:
-        """Each of several matrices with a scale of its own, or scales of its blocks, when it is asked for; see
-        ``quantize``.
+        """Each of several matrices with a scale of its own, or scales of its blocks, quantized as the iterator is read;
+        ranks agree on the largest values at the call. See ``quantize``.
         """
         largest: Sequence[Tensor | None] = [None] * len(matrices)
         if self.recipe == "tensorwise":

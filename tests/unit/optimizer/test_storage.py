@@ -13,7 +13,7 @@ from megatron.config.optimizer import OptimizerConfig
 from megatron.config.precision import PrecisionConfig
 from megatron.core.distributed.buffers import FlatBuffer, Span, build_buffers
 from megatron.core.optimizer.optimizer import Optimizer
-from megatron.core.optimizer.storage import PlainStorage, Remainders, StochasticallyRounded
+from megatron.core.optimizer.storage import PlainStateStorage, Remainders, StochasticallyRounded
 from megatron.core.parallel.context import ParallelContext
 from megatron.core.parallel.sharding import Sharding, sharded_parameter
 
@@ -157,7 +157,7 @@ def test_narrow_moments_take_nearly_the_same_steps() -> None:
 
 def test_narrow_numbers_in_fp64_runs() -> None:
     """Moments of fp64 weights are rounded from fp64."""
-    kept = PlainStorage(torch.zeros(64, dtype=torch.bfloat16), torch.float64)
+    kept = PlainStateStorage(torch.zeros(64, dtype=torch.bfloat16), torch.float64)
     kept.write(Span(0, 64), torch.full((64,), 1 / 3, dtype=torch.float64))
     assert kept.read(Span(0, 64)).dtype == torch.float64
     assert kept.numbers[0].item() == pytest.approx(1 / 3, rel=1e-2)
