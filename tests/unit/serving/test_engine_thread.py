@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import AbstractContextManager
+from typing import Any
 
 import pytest
 
 from megatron.core.inference.request import Finish, Update
-from megatron.serving.engine_thread import Stream
+from megatron.serving.engine_thread import EngineThread, Stream
 from megatron.serving.errors import ApiError
+from tests.harness.serving import ask, served
 
 
 async def taken(stream: Stream, seconds: float = 0.01) -> list[object]:
@@ -52,3 +55,20 @@ def test_a_failed_request_ends_a_whole_answer_at_once() -> None:
             await taken(stream)
 
     asyncio.run(run())
+
+
+def test_only_streams_are_live(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A whole answer whose reader is woken by each token looks the same to its client."""
+    live, opened = list[bool](), EngineThread.open
+
+    def noted(thread: EngineThread, requests: Any, *, is_live: bool = True) -> AbstractContextManager[Stream]:
+        live.append(is_live)
+        return opened(thread, requests, is_live=is_live)
+
+    monkeypatch.setattr(EngineThread, "open", noted)
+    with served() as running:
+        body = {"prompt": "a", "max_tokens": 2}
+        ask(running.url, "/v1/completions", body)
+        ask(running.url, "/api", {"prompts": ["a"], "tokens_to_generate": 2}, method="PUT")
+        ask(running.url, "/v1/completions", body | {"stream": True})
+    assert live == [False, False, True]
