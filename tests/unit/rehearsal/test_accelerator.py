@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 
@@ -19,7 +21,7 @@ def waits_of_operations(context: ParallelContext) -> dict[str, int]:
 
     with pretending(waits, failed):
         x, host = torch.zeros(4, device=device), torch.zeros(4)
-        for name, operation in {
+        operations: dict[str, Callable[[], object]] = {
             "to the device": lambda: host.to(device),
             "to the device, not blocking": lambda: host.to(device, non_blocking=True),
             "to the host": lambda: x.cpu(),
@@ -29,7 +31,8 @@ def waits_of_operations(context: ParallelContext) -> dict[str, int]:
             "a number": lambda: x.sum().item(),
             "a list": lambda: x.tolist(),
             "an event": lambda: torch.Event(device).synchronize(),
-        }.items():
+        }
+        for name, operation in operations.items():
             before = sum(waits.places.values())
             operation()
             found[name] = sum(waits.places.values()) - before
