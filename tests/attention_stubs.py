@@ -163,12 +163,12 @@ class Kernels:
         """What the C++ code of the packages checks."""
         q, k, v = (given[name] for name in "qkv")
         assert q.dtype in self.dtypes and q.dtype == k.dtype == v.dtype, f"no kernel for {q.dtype}"
-        assert all(x.stride(-1) == 1 for x in (q, k, v)), "the last dim must be contiguous"
+        assert all(x.stride(-1) == 1 for x in (q, k, v)), "elements of a head lie apart"
         assert q.shape[-1] % 8 == 0 and q.shape[-1] <= 256, f"heads of {q.shape[-1]}"
         assert q.shape[-1] == k.shape[-1] == v.shape[-1] and k.shape == v.shape
-        assert q.shape[-2] % k.shape[-2] == 0, "heads must be divisible by groups"
+        assert q.shape[-2] % k.shape[-2] == 0, "a group has no whole number of heads"
         assert isinstance(given["softmax_scale"], float) and given["softcap"] >= 0.0
-        assert not (given["softcap"] and given.get("dropout_p")), "Softcapping does not support dropout for now"
+        assert not (given["softcap"] and given.get("dropout_p")), "a soft cap and dropout in one call"
         slopes = given.get("alibi_slopes")
         assert slopes is None or (slopes.dtype == torch.float32 and slopes.shape == q.shape[-2:-1])
         if given.get("cu_seqlens_q") is None:
