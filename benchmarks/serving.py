@@ -4,13 +4,13 @@
     python -m benchmarks.serving --rounds 9
     python -m benchmarks.serving --quick
 
-The engine in this process and the same engine over HTTP take turns with random prompts, each time new ones, and greedy
-texts of one length. Clients are threads of another process. Printed are tokens a second by the clock, and processor
-time of this process a token, in which other work on the machine and the clients hardly count: its ratio to the engine's
-is what HTTP adds, the median of all rounds with a 95 % interval. Then two numbers that hardly depend on the machine's
-load: what other threads than the engine's spend for each second of it, and the model's steps, of which prompts that
-arrive one by one take a few more. Then: time to the first token and between tokens, one client after the other
-and all at once; and time to the first token of prompts with a beginning that was read before.
+The engine in this process and the same engine behind the HTTP server, which is a process of its own, take turns with
+random prompts, each time new ones, and greedy texts of one length. Clients are threads of a third process. Printed are
+tokens a second by the clock; processor time a token of the engine's process, in which other work on the machine hardly
+counts, and of the HTTP server's; and the model's steps, of which prompts that arrive one by one take a few more.
+Ratios are to the engine alone, the median of all rounds with a 95 % interval: what HTTP adds. Then: time to the first
+token and between tokens, one client after the other and all at once; and time to the first token of prompts with a
+beginning that was read before.
 """
 
 from __future__ import annotations
@@ -25,14 +25,15 @@ import argparse
 import http.client
 import json
 import multiprocessing
+import socket
 import statistics
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from itertools import pairwise
+from pathlib import Path
 
 import torch
 
@@ -43,9 +44,8 @@ from megatron.core.inference.request import Request
 from megatron.core.inference.sampling import Sampling
 from megatron.core.models.gpt.model import GPTModel
 from megatron.core.tokenizers.null import NullTokenizer
-from megatron.serving.app import Server
 from megatron.serving.model import ServedModel
-from megatron.serving.process import ServerProcess, bound_socket
+from megatron.serving.serve import bound_socket, start
 from megatron.serving.settings import ServerConfig
 
 
@@ -99,11 +99,13 @@ class Asking:
 
 @dataclass
 class Turns:
-    """What a contender's turns took: seconds by the clock, and of the processor time of this process and its engine."""
+    """What a contender's turns took: seconds by the clock, processor time of the engine's process and of the HTTP
+    server's, and steps of the model.
+    """
 
     clock: list[float] = field(default_factory=list)
-    processor: list[float] = field(default_factory=list)
     engine: list[float] = field(default_factory=list)
+    http: list[float] = field(default_factory=list)
     steps: list[int] = field(default_factory=list)
 
 
@@ -124,23 +126,27 @@ def in_process(engine: Engine, prompts: Prompts, count: int) -> float:
 
 
 @contextmanager
-def served(engine: Engine, tokenizer: NullTokenizer) -> Iterator[int]:
-    """The port of a server around ``engine``, in a thread of this process."""
+def served(engine: Engine, tokenizer: NullTokenizer) -> Iterator[tuple[int, int]]:
+    """Port and process id of an HTTP server for ``engine``, which runs in a thread of this process."""
     model = ServedModel(
         name="model", tokenizer=tokenizer, max_length=engine.limits.max_length, fingerprint="", end_ids=frozenset()
     )
     config = ServerConfig(port=0, no_access_log=True)
-    server = Server.around(engine, model, config)
-    process, listener = ServerProcess(server), bound_socket(config)
-    thread = threading.Thread(target=process.run, args=([listener],))
-    thread.start()
-    while not process.started:
-        time.sleep(0.01)
+    listener = bound_socket(config)
+    port: int = listener.getsockname()[1]
+    loop, http = start(engine, model, config, listener)
+    assert http.pid is not None, "it has started"
     try:
-        yield listener.getsockname()[1]
+        while http.is_alive():
+            with suppress(OSError):
+                socket.create_connection(("127.0.0.1", port)).close()
+                break
+            time.sleep(0.01)
+        yield port, http.pid
     finally:
-        process.should_exit = True
-        thread.join()
+        http.terminate()
+        http.join()
+        loop.join()
 
 
 def compare(
@@ -149,46 +155,48 @@ def compare(
     *,
     rounds: int,
     engines: Sequence[Engine],
+    http: int,
 ) -> dict[str, Turns]:
-    """Each contender in each round, with new prompts, after a round that does not count."""
+    """Each contender in each round, with new prompts, after a round that does not count. ``http``: process id."""
     turns = {name: Turns() for name in contenders}
     for number in range(rounds + 1):
         for name, contender in list(contenders.items())[:: 1 if number % 2 else -1]:
             prompts = new()
-            before, engine_before = time.process_time(), engine_seconds()
+            before, http_before = time.process_time(), processor_seconds(http)
             steps_before = sum(engine.statistics.steps for engine in engines)
             seconds = contender(prompts)
-            spent, engine_spent = time.process_time() - before, engine_seconds() - engine_before
+            spent, http_spent = time.process_time() - before, processor_seconds(http) - http_before
             if number:
                 turns[name].clock.append(seconds)
-                turns[name].processor.append(spent)
-                turns[name].engine.append(engine_spent)
+                turns[name].engine.append(spent)
+                turns[name].http.append(http_spent)
                 turns[name].steps.append(sum(engine.statistics.steps for engine in engines) - steps_before)
     return turns
 
 
-def engine_seconds() -> float:
-    """Processor time of the thread of the server's engine."""
-    (thread,) = (each for each in threading.enumerate() if each.name == "engine")
-    assert thread.ident is not None, "it has started"
-    return time.clock_gettime(time.pthread_getcpuclockid(thread.ident))
+def processor_seconds(process: int) -> float:
+    """Processor time that a process has taken (proc(5), stat)."""
+    fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def report(turns: dict[str, Turns], tokens: int) -> None:
     """A table; ratios are of a round's turns to that of the engine alone, by median."""
     first, *_ = turns.values()
-    titles = f"{'ms of CPU a token':>19}{'ratio':>7}{'interval':>16}{'others':>8}{'steps':>7}"
-    print(f"  {'':<22}{'tokens/s':>9}{'ratio':>7}{titles}")
+    ratio = f"{'ratio':>7}{'interval':>16}"
+    print(f"  {'':<20}{'tokens/s':>9}{ratio}{'engine ms':>11}{ratio}{'HTTP ms':>9}{'steps':>7}")
     for name, each in turns.items():
-        clock = statistics.median(mine / own for mine, own in zip(first.clock, each.clock))
-        ratios = [own / mine for mine, own in zip(first.processor, each.processor)]
-        rate, spent = tokens / statistics.median(each.clock), 1e3 * statistics.median(each.processor) / tokens
-        shares = [whole / engine - 1 for whole, engine in zip(each.processor, each.engine) if each is not first]
-        low, high = interval(ratios)
-        within = f"{low:.3f} to {high:.3f}" if each is not first else ""
-        others = f"{statistics.median(shares):.1%}" if shares else ""
-        ratio, steps = statistics.median(ratios), statistics.median(each.steps)
-        print(f"  {name:<22}{rate:>9.0f}{clock:>7.2f}{spent:>19.2f}{ratio:>7.3f}{within:>16}{others:>8}{steps:>7.0f}")
+        said = f"  {name:<20}{tokens / statistics.median(each.clock):>9.0f}{compared(each.clock, first.clock)}"
+        said += f"{1e3 * statistics.median(each.engine) / tokens:>11.3f}{compared(each.engine, first.engine)}"
+        said += f"{1e3 * statistics.median(each.http) / tokens:>9.3f}{statistics.median(each.steps):>7.0f}"
+        print(said)
+
+
+def compared(mine: Sequence[float], first: Sequence[float]) -> str:
+    """Median ratio of a round's turns and its 95 % interval."""
+    ratios = [one / other for one, other in zip(mine, first)]
+    low, high = interval(ratios)
+    return f"{statistics.median(ratios):>7.3f}{f'{low:.3f} to {high:.3f}' if mine is not first else '':>16}"
 
 
 def show(name: str, times: Sequence[Times], tokens: int) -> None:
@@ -228,7 +236,8 @@ def main() -> None:
         return [prompt_of(next(seeds), length, shape) for _ in range(clients)]
 
     context = multiprocessing.get_context("spawn")
-    with served(inside, NullTokenizer(shape.vocabulary - 1)) as port, ProcessPoolExecutor(1, context) as others:
+    tokenizer = NullTokenizer(shape.vocabulary - 1)
+    with served(inside, tokenizer) as (port, http), ProcessPoolExecutor(1, context) as others:
 
         def asked(prompts: Prompts, *, at_once: int = clients, new_tokens: int = count, stream: bool = True) -> Times:
             return others.submit(Asking(port, prompts, new_tokens, at_once, stream).times).result()
@@ -241,7 +250,7 @@ def main() -> None:
             "HTTP, whole answers": lambda prompts: asked(prompts, stream=False).whole,
             "HTTP, streams": lambda prompts: asked(prompts).whole,
         }
-        report(compare(contenders, new, rounds=rounds, engines=(alone, inside)), tokens)
+        report(compare(contenders, new, rounds=rounds, engines=(alone, inside), http=http), tokens)
         print(f"  {'':<28}{'tokens/s':>9}{'first ms':>9}{'p90':>9}{'between':>9}{'p90':>9}")
         few = -(-clients // 4)
         found = [(asked(new()[:few], at_once=1), asked(new())) for _ in range(-(-rounds // 2))]

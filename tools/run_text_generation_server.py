@@ -35,7 +35,7 @@ def main(argv: Sequence[str]) -> int:
         check_access(server)
         keys = api_keys(server, os.environ.get(API_KEY_VARIABLE, ""))
         try:
-            from megatron.serving import process
+            from megatron.serving import serve as serving
         except ImportError as error:
             raise ConfigError(
                 f"the server needs the library {error.name}: pip install starlette uvicorn prometheus_client jinja2, "
@@ -52,14 +52,17 @@ def main(argv: Sequence[str]) -> int:
         for each in (signal.SIGTERM, signal.SIGINT):
             signal.signal(each, signal.SIG_IGN)
     # A taken port is noticed before the model is loaded.
-    listener = process.bound_socket(server) if launch.rank == 0 else None
+    listener = serving.bound_socket(server) if launch.rank == 0 else None
     with (
         trained_model(choice, GENERATIVE, launch, layout=layout) as trained,
         generation_engine(trained, inference, releases=True) as engine,
     ):
         if engine is not None and listener is not None:  # else another rank, whose work is done
             print(exactness(trained, inference), file=sys.stderr, flush=True)
-            process.serve_trained(trained, engine, server, listener, keys=keys)
+            model = serving.served_model(
+                trained, server, max_length=engine.limits.max_length, quantization=engine.quantization
+            )
+            serving.serve(engine, model, server, listener, keys=keys)
     return 0
 
 

@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequenc
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import cached_property
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +23,11 @@ from starlette.types import ASGIApp
 
 from megatron import __version__
 from megatron.config.suggestions import did_you_mean
-from megatron.core.inference.engine import Engine
+from megatron.core.inference.limits import EngineLimits
 from megatron.core.inference.request import Result, Update
 from megatron.serving.chat import ChatAnswer, chat_call, conversation_ids, read_chat
 from megatron.serving.completions import CompletionAnswer, read_completion
-from megatron.serving.engine_thread import PING, ClientLeftError, EngineThread, Stream
+from megatron.serving.engine_client import EngineClient
 from megatron.serving.errors import ApiError
 from megatron.serving.generating import Answer, ApiCall, results, usage
 from megatron.serving.megatron_api import answer_of, read_megatron
@@ -36,6 +37,7 @@ from megatron.serving.model import ServedModel
 from megatron.serving.openapi import document
 from megatron.serving.responses import EventStream, error_response, json_response, watched
 from megatron.serving.settings import ServerConfig
+from megatron.serving.streams import PING, ClientLeftError, Stream
 from megatron.serving.tokenizing import detokenized, tokenized, tokenizer_info
 
 PAGE = Path(__file__).parent / "page" / "index.html"
@@ -47,18 +49,26 @@ class Server:
     """The server's parts and its endpoints. ``keys``: API keys of the flag and of the environment."""
 
     model: ServedModel
-    thread: EngineThread
+    engine: EngineClient
     metrics: Metrics
     config: ServerConfig
     keys: Sequence[str] = ()
 
     @classmethod
-    def around(cls, engine: Engine, model: ServedModel, config: ServerConfig, *, keys: Sequence[str] = ()) -> Server:
-        """A server for ``engine``, which only the server's engine thread may call from then on."""
+    def connected(
+        cls,
+        connection: Connection,
+        limits: EngineLimits,
+        model: ServedModel,
+        config: ServerConfig,
+        *,
+        keys: Sequence[str] = (),
+    ) -> Server:
+        """A server for the engine at the other end of ``connection``, which has these ``limits``."""
         metrics = Metrics(model.name, "vllm:" if config.vllm_metric_names else "megatron_")
-        thread = EngineThread(engine, config.max_queue, metrics)
-        metrics.watch(thread)
-        return cls(model=model, thread=thread, metrics=metrics, config=config, keys=keys)
+        engine = EngineClient(connection, limits, config.max_queue, metrics)
+        metrics.watch(engine)
+        return cls(model=model, engine=engine, metrics=metrics, config=config, keys=keys)
 
     @cached_property
     def app(self) -> Starlette:
@@ -113,11 +123,11 @@ class Server:
 
     @asynccontextmanager
     async def _lifespan(self, app: Starlette) -> AsyncIterator[None]:
-        self.thread.start()
+        self.engine.start()
         try:
             yield
         finally:
-            self.thread.stop()
+            self.engine.stop()
             if self.model.templates is not None:
                 await self.model.templates.close()
 
@@ -136,20 +146,21 @@ class Server:
         if call.fields["stream"]:
             await self._check(call)
             seconds = self.config.request_timeout
-            return EventStream(self.thread.open(call.requests), lambda stream: _frames(stream, call, answer), seconds)
+            opened = self.engine.open(call.requests, grammar=call.grammar)
+            return EventStream(opened, lambda stream: _frames(stream, call, answer), seconds)
         return json_response(answer.whole(await self._results(request, call)))
 
     async def _results(self, request: HttpRequest, call: ApiCall) -> list[Result]:
         await self._check(call)
         seconds = self.config.request_timeout
         with (
-            self.thread.open(call.requests, is_live=False) as stream,
+            self.engine.open(call.requests, grammar=call.grammar, is_live=False) as stream,
             watched(stream, request.receive, seconds=seconds),
         ):
             return await results(stream, call.requests)
 
     async def _check(self, call: ApiCall) -> None:
-        await asyncio.to_thread(self.thread.check, call.requests[:: call.choices])
+        await asyncio.to_thread(self.engine.check, call.requests[:: call.choices])
 
     async def _megatron(self, request: HttpRequest) -> ASGIApp:
         body = await self._body(request)
@@ -176,10 +187,10 @@ class Server:
         return json_response(self.model.listed())
 
     async def _health(self, request: HttpRequest) -> ASGIApp:
-        silent = time.monotonic() - self.thread.last_heartbeat
-        if self.thread.failure is not None:
-            raise ApiError(f"the generation engine has failed: {self.thread.failure}", status=503)
-        if self.thread.closing:
+        silent = time.monotonic() - self.engine.last_report
+        if self.engine.failure is not None:
+            raise ApiError(f"the generation engine has failed: {self.engine.failure}", status=503)
+        if self.engine.closing:
             raise ApiError("the server is shutting down", status=503)
         if silent > self.config.health_timeout:
             raise ApiError(f"the generation engine has finished no step for {silent:.0f} s", status=503)

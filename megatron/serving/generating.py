@@ -9,13 +9,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from megatron.core.inference.constrained import Constraint
 from megatron.core.inference.request import BeamSearch, Finish, Request, Result, StopRules, Update
 from megatron.core.inference.sampling import Sampling
 from megatron.errors import ConfigError, MegatronError
-from megatron.serving.engine_thread import Stream
 from megatron.serving.errors import ApiError
 from megatron.serving.model import ServedModel
+from megatron.serving.streams import Stream
 from megatron.small_files import shown
 
 
@@ -24,8 +23,8 @@ class ApiCall:
     """An HTTP request, read: its ``fields``, its ``prompts`` as token ids, and the engine's ``requests`` for them:
     ``choices`` continuations of each, prompt by prompt.
 
-    ``seed``: the one that was given, or drawn; None for a search, which samples nothing. ``answered``: how many of the
-    continuations the answer holds.
+    ``seed``: the one that was given, or drawn; None for a search, which samples nothing. ``grammar``: which all of them
+    follow. ``answered``: how many of the continuations the answer holds.
     """
 
     id: str
@@ -34,6 +33,7 @@ class ApiCall:
     requests: Sequence[Request]
     choices: int
     seed: int | None
+    grammar: str | None = None
 
     @property
     def answered(self) -> int:
@@ -72,7 +72,7 @@ def api_call(
         beams, choices = BeamSearch(width=choices, length_penalty=fields["length_penalty"]), 1
     seed = secrets.randbits(31) if fields["seed"] is None else fields["seed"]
     sampling, stop = sampling_of(fields, model), stop_rules(fields, model)
-    constraint = constraint_of(fields, model)
+    grammar = grammar_of(fields, model)
     requests = [
         Request(
             id=f"{id}-{number * choices + choice}",
@@ -80,7 +80,6 @@ def api_call(
             max_tokens=model.room(ids) if most is None else most,
             sampling=sampling,
             stop=stop,
-            constraint=constraint,
             skip_special_tokens=fields["skip_special_tokens"],
             seed=seed,
             choice=choice,
@@ -96,7 +95,13 @@ def api_call(
         raise ApiError(f"min_tokens {sampling.min_tokens} is more than max_tokens {fewest}", param="min_tokens")
     requests = list(map(model.placed, requests))
     return ApiCall(
-        id=id, fields=fields, prompts=checked, requests=requests, choices=choices, seed=None if beams else seed
+        id=id,
+        fields=fields,
+        prompts=checked,
+        requests=requests,
+        choices=choices,
+        seed=None if beams else seed,
+        grammar=grammar,
     )
 
 
@@ -160,8 +165,8 @@ def sampling_of(fields: Mapping[str, Any], model: ServedModel) -> Sampling:
         raise ApiError(str(error)) from None
 
 
-def constraint_of(fields: Mapping[str, Any], model: ServedModel) -> Constraint | None:
-    """The constraint of the text, which may take seconds to compile; raises ApiError if it cannot be."""
+def grammar_of(fields: Mapping[str, Any], model: ServedModel) -> str | None:
+    """The grammar of the text. It is compiled here, too, which may take seconds: raises ApiError if it cannot be."""
     form, other = fields["response_format"], fields["structured_outputs"]
     kinds = dict(other or {})
     if form is not None and form["type"] != "text":
@@ -172,17 +177,17 @@ def constraint_of(fields: Mapping[str, Any], model: ServedModel) -> Constraint |
     try:
         match kinds:
             case {"json_object": _}:
-                return model.constraints.json_object()
+                return model.constraints.json_object().grammar
             case {"json_schema": None}:
                 raise ApiError("response_format of the type json_schema has no json_schema", param=param)
             case {"json_schema": {"schema": schema}} | {"json": schema}:
-                return model.constraints.json_schema(schema)
+                return model.constraints.json_schema(schema).grammar
             case {"regex": pattern}:
-                return model.constraints.regex(pattern)
+                return model.constraints.regex(pattern).grammar
             case {"choice": texts}:
-                return model.constraints.choice(texts)
+                return model.constraints.choice(texts).grammar
             case {"grammar": lark}:
-                return model.constraints.grammar(lark)
+                return model.constraints.grammar(lark).grammar
         return None
     except ConfigError as error:
         raise ApiError(str(error), param=param) from None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, disable_created_metrics, generate_latest
@@ -10,7 +10,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from megatron.core.inference.request import Update
-from megatron.serving.engine_thread import EngineThread, Progress
+from megatron.serving.engine_client import EngineClient, Progress
 
 _FIRST_TOKEN = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160)
 _BETWEEN = (0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80)
@@ -49,10 +49,14 @@ class Metrics:
         self._texts = self._histogram("request_generation_tokens", "Generated tokens of a request.", _TOKENS)
         self._steps = self._histogram("iteration_tokens_total", "Tokens that a step of the engine computes.", _STEP)
 
-    def watch(self, thread: EngineThread) -> None:
-        """Add the engine's own numbers: those of its steps, and those that are read at each scrape."""
-        thread.engine.on_step = self._steps.observe
-        self.registry.register(_EngineNumbers(thread, self.model_name, self.prefix))
+    def watch(self, engine: EngineClient) -> None:
+        """Add the engine's own numbers, which are read at each scrape."""
+        self.registry.register(_EngineNumbers(engine, self.model_name, self.prefix))
+
+    def stepped(self, step_tokens: Sequence[int]) -> None:
+        """Count steps of the engine by their tokens."""
+        for number in step_tokens:
+            self._steps.observe(number)
 
     def updated(self, progress: Progress, update: Update, now: float) -> None:
         """Count an update of a request."""
@@ -101,14 +105,14 @@ class Metrics:
 class _EngineNumbers(Collector):
     """Gauges and counters of the engine, read at each scrape."""
 
-    thread: EngineThread
+    engine: EngineClient
     model_name: str
     prefix: str
 
     def collect(self) -> Iterator[Metric]:
         """The numbers."""
-        numbers = self.thread.engine.statistics
-        waiting = self.thread.unfinished - numbers.running  # also those that the engine hasn't got yet
+        numbers = self.engine.statistics
+        waiting = self.engine.unfinished - numbers.running  # also those that the engine hasn't got yet
         for name, about, value in (
             ("num_requests_running", "Requests that run.", numbers.running),
             ("num_requests_waiting", "Requests that wait.", max(0, waiting)),

@@ -12,8 +12,8 @@ from typing import Any
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from megatron.serving.engine_thread import PING, ClientLeftError, Stream
 from megatron.serving.errors import ApiError
+from megatron.serving.streams import PING, ClientLeftError, Stream
 
 _PING_SECONDS = 15.0
 _UNREAD_SECONDS = 5.0

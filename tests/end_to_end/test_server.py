@@ -68,6 +68,27 @@ def test_a_model_is_served_until_sigterm(checkpoints: str, tmp_path: Path) -> No
         free.connect(("127.0.0.1", int(url.rpartition(":")[2])))
 
 
+def test_the_engine_and_http_are_two_processes_that_end_together(checkpoints: str, tmp_path: Path) -> None:
+    """HTTP took time from the engine, or one of both was left alone: a port that nobody answers, a model that nobody
+    can ask. The HTTP server needs no torch, and so little memory.
+    """
+    with started(tmp_path / "log", "--load", checkpoints) as (process, url):
+        assert choices(url)
+        http = children(process.pid)[-1]
+        assert "libtorch" not in Path(f"/proc/{http}/maps").read_text()
+        os.kill(http, signal.SIGKILL)
+        assert process.wait(20) == 1
+    assert "error: the process of the HTTP server has ended with signal 9" in (tmp_path / "log").read_text()
+    with started(tmp_path / "log", "--load", checkpoints) as (process, url):
+        http = children(process.pid)[-1]
+        os.kill(process.pid, signal.SIGKILL)
+        end = time.monotonic() + 20
+        while Path(f"/proc/{http}").exists() and time.monotonic() < end:
+            time.sleep(0.05)
+        assert not Path(f"/proc/{http}").exists()
+    assert "Traceback" not in (tmp_path / "log").read_text()
+
+
 def test_two_ranks_serve_one_text_and_a_dead_one_ends_both(checkpoints: str, tmp_path: Path) -> None:
     """The server would answer /health for ever, and no request, if nobody noticed. Its own words come first and alone:
     there was a CancelledError's traceback before them, as the launcher sends SIGTERM, too.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import http.client
 import json
+import multiprocessing
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -15,11 +16,14 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
 from megatron.core.inference.engine import Engine
+from megatron.core.inference.scheduler import SchedulerOptions
 from megatron.core.inference.step_plan import RunnerLimits, StepPlan
 from megatron.core.tokenizers.rust import RustTokenizer
 from megatron.serving.app import Server
+from megatron.serving.engine_loop import EngineLoop
+from megatron.serving.http_process import HttpServer
 from megatron.serving.model import ServedModel
-from megatron.serving.process import ServerProcess, bound_socket
+from megatron.serving.serve import bound_socket
 from megatron.serving.settings import ServerConfig
 from megatron.serving.templates import Templates
 from tests.harness.table_model import RunningTable, Table
@@ -75,18 +79,18 @@ def slow_table(
 
 @dataclass
 class Running:
-    """A server in a thread: its address, and its parts."""
+    """A server: its address, and its parts."""
 
     url: str
     table: SlowTable
     engine: Engine
     server: Server
-    process: ServerProcess
+    http_server: HttpServer
 
     def is_idle(self) -> bool:
         """Whether no request is left anywhere, and no block is held."""
         numbers = self.engine.statistics
-        return not (self.server.thread.unfinished or numbers.running or numbers.waiting or numbers.cache_usage)
+        return not (self.server.engine.unfinished or numbers.running or numbers.waiting or numbers.cache_usage)
 
     def wait_until_idle(self, *, seconds: float = 5.0) -> None:
         """Fail when something is left after ``seconds``."""
@@ -96,12 +100,19 @@ class Running:
             time.sleep(0.002)
 
 
-def server_of(
-    engine: Engine, *, templates: Templates | None = None, keys: Sequence[str] = (), **settings: Any
-) -> Server:
-    """A server around an engine."""
-    config = ServerConfig(**{"port": 0, "no_access_log": True, **settings})
+@contextlib.contextmanager
+def served(
+    table: SlowTable | None = None,
+    *,
+    options: SchedulerOptions | None = None,
+    templates: Templates | None = None,
+    keys: Sequence[str] = (),
+    **settings: Any,
+) -> Iterator[Running]:
+    """A server on a free port, with uvicorn in front."""
+    table = table or slow_table()
     tokenizer = byte_tokenizer()
+    engine = Engine(table, tokenizer=tokenizer, options=options)
     model = ServedModel(
         name="table",
         tokenizer=tokenizer,
@@ -111,35 +122,34 @@ def server_of(
         templates=templates,
         decoder_start=0 if engine.limits.max_encoder_length else None,
     )
-    return Server.around(engine, model, config, keys=keys)
+    config = ServerConfig(**{"port": 0, "no_access_log": True, **settings})
+    with listening(engine, model, config, keys=keys) as (http_server, url):
+        yield Running(url, table, engine, http_server.server, http_server)
 
 
 @contextlib.contextmanager
-def served(table: SlowTable | None = None, **settings: Any) -> Iterator[Running]:
-    """A server on a free port, in a thread, with uvicorn in front."""
-    table = table or slow_table()
-    engine = Engine(table, tokenizer=byte_tokenizer())
-    server = server_of(engine, **settings)
-    with listening(server) as (process, url):
-        yield Running(url, table, engine, server, process)
-
-
-@contextlib.contextmanager
-def listening(server: Server) -> Iterator[tuple[ServerProcess, str]]:
-    """A server in a thread, and its address."""
-    process = ServerProcess(server)
-    listener = bound_socket(server.config)
-    thread = threading.Thread(target=process.run, args=([listener],), daemon=True)
+def listening(
+    engine: Engine, model: ServedModel, config: ServerConfig, *, keys: Sequence[str] = ()
+) -> Iterator[tuple[HttpServer, str]]:
+    """A server and its address. Its two processes are threads here, so that tests see and change what they hold."""
+    ours, theirs = multiprocessing.Pipe()
+    loop = EngineLoop(engine, ours, lambda grammar: model.constraints.compiled(grammar))
+    http_server = HttpServer(Server.connected(theirs, engine.limits, model, config, keys=keys))
+    listener = bound_socket(config)
+    thread = threading.Thread(target=http_server.run, args=([listener],), daemon=True)
+    loop.start()
     thread.start()
-    while not process.started:
+    while not http_server.started:
         assert thread.is_alive()
         time.sleep(0.005)
     try:
-        yield process, f"http://127.0.0.1:{listener.getsockname()[1]}"
+        yield http_server, f"http://127.0.0.1:{listener.getsockname()[1]}"
     finally:
-        process.should_exit = True
+        http_server.should_exit = True
         thread.join(10)
         assert not thread.is_alive()
+        loop.join()
+        ours.close()
 
 
 @dataclass

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Mapping, Sequence
+from functools import lru_cache
 from threading import Thread
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
 
 # A space, or a line break and the indentation after it: a model that likes spaces would write little else.
 _JSON_OPTIONS: Any = {"whitespace_pattern": r"\x20|\x0D?\x0A[\x20\x09]{0,40}"}
+
+_KEPT_GRAMMARS = 32
 
 
 class ConstraintCompiler:
@@ -39,13 +42,14 @@ class ConstraintCompiler:
         if not end_ids:
             raise ConfigError("answers that follow a schema need a token that ends texts, and this tokenizer has none")
         self._seconds = seconds
+        self._compiled = lru_cache(maxsize=_KEPT_GRAMMARS)(self._compile)
         self._matcher = llguidance.LLMatcher
         wrapped = llguidance.TokenizerWrapper(_Vocabulary(tokenizer, end_ids))
         self._vocabulary = llguidance.LLTokenizer(wrapped, eos_token=sorted(end_ids))
 
     def json_schema(self, schema: Mapping[str, Any]) -> Constraint:
         """JSON that validates against a schema."""
-        return self._compiled(self._matcher.grammar_from_json_schema(dict(schema), defaults=_JSON_OPTIONS))
+        return self.compiled(self._matcher.grammar_from_json_schema(dict(schema), defaults=_JSON_OPTIONS))
 
     def json_object(self) -> Constraint:
         """Any JSON object."""
@@ -53,7 +57,7 @@ class ConstraintCompiler:
 
     def regex(self, pattern: str) -> Constraint:
         """Text that a regular expression matches as a whole; it has no look-around and no backreferences."""
-        return self._compiled(self._matcher.grammar_from_regex(pattern))
+        return self.compiled(self._matcher.grammar_from_regex(pattern))
 
     def choice(self, texts: Sequence[str]) -> Constraint:
         """One of several texts."""
@@ -63,9 +67,13 @@ class ConstraintCompiler:
 
     def grammar(self, lark: str) -> Constraint:
         """Text of a context-free grammar, which is written as llguidance's variant of Lark."""
-        return self._compiled(self._matcher.grammar_from_lark(lark))
+        return self.compiled(self._matcher.grammar_from_lark(lark))
 
-    def _compiled(self, grammar: str) -> Constraint:
+    def compiled(self, grammar: str) -> Constraint:
+        """A grammar in the library's own form, such as ``Constraint.grammar``; the latest ones are kept."""
+        return self._compiled(grammar)
+
+    def _compile(self, grammar: str) -> Constraint:
         found: list[LLMatcher] = []
 
         def compile_grammar() -> None:
@@ -84,14 +92,14 @@ class ConstraintCompiler:
             if "NoExtensionBias" in reason:  # no token is allowed at the start
                 reason = "no token of this vocabulary can begin a text of that form"
             raise ConfigError(f"the schema or grammar cannot be followed: {reason[:300]}")
-        return Constraint(found[0])
+        return Constraint(grammar, found[0])
 
 
 class Constraint:
-    """A compiled grammar of the library; requests share it."""
+    """A compiled grammar of the library; requests share it. ``grammar``: its source in the library's own form."""
 
-    def __init__(self, matcher: LLMatcher) -> None:
-        self._matcher = matcher
+    def __init__(self, grammar: str, matcher: LLMatcher) -> None:
+        self.grammar, self._matcher = grammar, matcher
 
     def begin(self) -> ConstraintState:
         """The state of one answer that has no tokens yet."""

@@ -5,18 +5,16 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from megatron.config.flags import plural_s
 from megatron.core.inference.beams import BeamAnswer
 from megatron.core.inference.detokenizer import IncrementalDetokenizer
 from megatron.core.inference.drafts import Drafter, PromptLookup
+from megatron.core.inference.limits import EngineLimits
 from megatron.core.inference.request import (
     Beam,
-    BeamSearch,
     Finish,
     GeneratedToken,
     Request,
@@ -26,33 +24,11 @@ from megatron.core.inference.request import (
 )
 from megatron.core.inference.sampler import SampledToken, SampleRow, SamplerState, sample, token_logprobs
 from megatron.core.inference.scheduler import ScheduledRow, Scheduler, SchedulerOptions, TextState
+from megatron.core.inference.statistics import Statistics
 from megatron.core.inference.step_plan import ModelRunner, RunningStep, StepPlan
 from megatron.core.inference.stop_strings import StopStrings
 from megatron.core.tokenizers.base import Tokenizer
 from megatron.errors import DataError
-
-
-@dataclass(frozen=True, kw_only=True)
-class Statistics:
-    """Gauges and counters of an engine.
-
-    ``running`` and ``waiting`` requests; ``cache_usage``: share of blocks that texts hold. All others count from the
-    start: tokens of prompts read and generated, tokens of prompts looked up in the prefix cache and found there,
-    requests that lost their blocks for a while, drafts proposed and accepted, steps and the tokens they computed.
-    """
-
-    running: int
-    waiting: int
-    cache_usage: float
-    prompt_tokens: int
-    generated_tokens: int
-    prefix_queries: int
-    prefix_hits: int
-    preemptions: int
-    drafted_tokens: int
-    accepted_tokens: int
-    steps: int
-    step_tokens: int
 
 
 class _Answer:
@@ -119,7 +95,7 @@ class Engine:
 
     One thread calls it; only rank 0 has one, see ``workers``. A text depends on its own request alone. ``tokenizer``
     makes text of tokens; without it updates have tokens only. ``drafter``: guesses ``options.num_drafts`` tokens; None:
-    from the text so far. ``limits``: the runner's, and no text is longer than the cache has room for.
+    from the text so far. ``limits``: what it can answer.
     ``quantization``: of the model's weights, which fingerprints of answers name. ``on_step``: called with the number of
     tokens of each step before it is computed.
     """
@@ -140,8 +116,15 @@ class Engine:
         options = options or SchedulerOptions()
         self._drafter = (drafter or PromptLookup()) if options.num_drafts else None
         self._scheduler = Scheduler(runner.limits, options, depth=runner.depth)
-        self._room = self._scheduler.pool.num_blocks * runner.limits.block_size
-        self.limits = replace(runner.limits, max_length=min(runner.limits.max_length, self._room))
+        self.limits = EngineLimits(
+            max_requests=runner.limits.max_requests,
+            context_length=runner.limits.max_length,
+            num_blocks=self._scheduler.pool.num_blocks,
+            block_size=runner.limits.block_size,
+            vocabulary=runner.limits.vocabulary,
+            max_encoder_length=runner.limits.max_encoder_length,
+            has_tokenizer=tokenizer is not None,
+        )
         self._answers: dict[str, _Answer] = {}
         self._in_flight: deque[tuple[Sequence[ScheduledRow], RunningStep]] = deque()
         self._early: list[Update] = []  # for the next step to return
@@ -322,59 +305,6 @@ class Engine:
 
     def check(self, request: Request) -> None:
         """Raise DataError or ConfigError for a request that can never be answered."""
-        limits, prompt, room = self._runner.limits, request.prompt, self._room
-        total = len(prompt) + request.max_tokens
         if request.id in self._answers:
             raise DataError(f"request {request.id!r} is still being answered; give each request an id of its own")
-        if not prompt:
-            raise DataError("the prompt has no tokens; a prompt needs at least one token")
-        begins, shorten = "the prompt has", "shorten the prompt, or "
-        if limits.max_encoder_length:  # which reads what users call the prompt
-            begins, shorten = "a text of this model begins with", ""
-        found = (
-            f"{begins} {len(prompt)} token{plural_s(len(prompt))}; with {request.max_tokens} generated ones that makes"
-        )
-        if total > limits.max_length:
-            raise DataError(
-                f"{found} {total}, and the model sees at most {limits.max_length}: {shorten}generate at most "
-                f"{max(0, limits.max_length - len(prompt))}"
-            )
-        if total > room:
-            raise DataError(
-                f"{found} {total}, and the cache has room for {room}: generate at most {max(0, room - len(prompt))}, "
-                "or give the cache more memory with --inference-dynamic-batching-buffer-size-gb"
-            )
-        if request.beams is not None:
-            self._check_beams(request, request.beams)
-        if request.stop.strings and self._tokenizer is None:
-            raise DataError("stop strings are looked for in text, and this engine has no tokenizer: give token ids")
-        request.sampling.check_vocabulary(limits.vocabulary)
-        for token in (*prompt, *request.encoder_prompt):
-            if not 0 <= token < limits.vocabulary:
-                raise DataError(f"token id {token} is not in the vocabulary: ids are 0 to {limits.vocabulary - 1}")
-        if bool(request.encoder_prompt) != bool(limits.max_encoder_length):
-            needs = "needs" if limits.max_encoder_length else "has no encoder, and takes no"
-            raise DataError(f"this model {needs} text for its encoder")
-        if len(request.encoder_prompt) > limits.max_encoder_length:
-            raise DataError(
-                f"the encoder's text has {len(request.encoder_prompt)} tokens, and the encoder sees at most "
-                f"{limits.max_encoder_length}: shorten it"
-            )
-
-    def _check_beams(self, request: Request, beams: BeamSearch) -> None:
-        most, pool = self._runner.limits.max_requests, self._scheduler.pool
-        if not 1 <= beams.width <= most:
-            raise DataError(
-                f"beam search with {beams.width} beams: give 1 to {most}, the number of texts that are generated at "
-                "once (--inference-max-requests)"
-            )
-        if request.max_tokens < 1:
-            raise DataError(f"beam search with max_tokens {request.max_tokens}: it must be 1 or more")
-        if request.stop.strings:
-            raise DataError("beam search has no stop strings: leave them out, or give token ids that end a text")
-        if (needed := self._scheduler.num_blocks_of(request)) > pool.num_blocks:
-            raise DataError(
-                f"{beams.width} beams of up to {len(request.prompt) + request.max_tokens} tokens need {needed} blocks "
-                f"of the cache, which has {pool.num_blocks}: ask for fewer beams or tokens, or give the cache more "
-                "memory with --inference-dynamic-batching-buffer-size-gb"
-            )
+        self.limits.check(request)

@@ -12,12 +12,11 @@ from typing import Any
 import pytest
 from tokenizers import pre_tokenizers
 
-from megatron.core.inference.engine import Engine
 from megatron.core.inference.scheduler import SchedulerOptions
 from megatron.core.tokenizers import gpt2_bpe
 from megatron.serving.model import ServedModel
 from megatron.serving.tokenizing import tokenized
-from tests.harness.serving import END, Running, ask, byte_tokenizer, listening, server_of, slow_table
+from tests.harness.serving import END, Running, ask, byte_tokenizer, served
 
 PROMPTS: tuple[Any, ...] = ("hello the world", "é", [5, 6, 7], ["one", "two in"], [[1, 2], [3]], "")
 
@@ -88,9 +87,9 @@ def test_a_prompt_is_scored_without_generating(running: Running) -> None:
 
 def test_a_prompt_that_several_steps_read_is_scored_whole(running: Running) -> None:
     """All log-probabilities but those of its first part were missing: beyond 1,024 tokens, with the usual settings."""
-    engine = Engine(slow_table(), tokenizer=byte_tokenizer(), options=SchedulerOptions(max_tokens=8, max_logits=4))
     scored = {"prompt": ["hello the world on the in", "one"], "temperature": 0, "max_tokens": 3, "logprobs": 1}
-    with listening(server_of(engine)) as (_, url):
+    with served(options=SchedulerOptions(max_tokens=8, max_logits=4)) as in_parts:
+        url = in_parts.url
         for more in ({"echo": True}, {"prompt_logprobs": 0}, {"echo": True, "prompt_logprobs": 2}):
             found = ask(url, "/v1/completions", {**scored, **more}).json
             assert found["choices"] == completed(running, **scored, **more)["choices"]

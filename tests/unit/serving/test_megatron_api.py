@@ -101,7 +101,7 @@ def test_other_refusals_have_a_message_too() -> None:
             ask(running.url, "/api", {"prompts": ["a"]}),
             ask(running.url, "/api", b"{}", method="DELETE", headers=key),
         ]
-        running.server.thread.check = lambda requests: 1 / 0  # type: ignore[method-assign, assignment]
+        running.server.engine.check = lambda requests: 1 / 0  # type: ignore[method-assign, assignment]
         replies.append(ask(running.url, "/api", {"prompts": ["a"]}, headers=key))
         assert [reply.status for reply in replies] == [401, 405, 500]
         assert all(reply.json["message"] == reply.message for reply in replies)

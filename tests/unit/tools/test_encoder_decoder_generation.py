@@ -18,8 +18,7 @@ from megatron.core.models.t5.model import T5Model
 from megatron.core.parallel.environment import launch_environment
 from megatron.core.tokenizers.wordpiece import WordPieceTokenizer
 from megatron.errors import ConfigError, DataError
-from megatron.serving.app import Server
-from megatron.serving.process import served_model
+from megatron.serving.serve import served_model
 from megatron.serving.settings import ServerConfig
 from megatron.training.checkpoints.trained_model import trained_model
 from megatron.training.evaluation.generating import generation_engine
@@ -122,7 +121,7 @@ def url(said: tuple[str, list[str]], template: str) -> Iterator[str]:
     ):
         assert engine is not None
         model = served_model(trained, config, max_length=engine.limits.max_length)
-        with listening(Server.around(engine, model, config, keys=())) as (_, address):
+        with listening(engine, model, config) as (_, address):
             yield address
 
 

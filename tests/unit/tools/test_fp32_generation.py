@@ -12,7 +12,7 @@ from megatron.config.trained_model import TrainedModelConfig
 from megatron.core.parallel.context import ParallelContext
 from megatron.core.parallel.environment import launch_environment
 from megatron.errors import ConfigError
-from megatron.serving.process import served_model
+from megatron.serving.serve import served_model
 from megatron.serving.settings import ServerConfig
 from megatron.training.checkpoints.saving import Saver
 from megatron.training.checkpoints.trained_model import trained_model

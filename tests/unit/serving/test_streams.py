@@ -1,4 +1,4 @@
-"""Streams between the engine's thread and the event loop."""
+"""Streams of updates to the tasks that answer requests."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 
 from megatron.core.inference.request import Finish, Update
-from megatron.serving.engine_thread import EngineThread, Stream
+from megatron.serving.engine_client import EngineClient
 from megatron.serving.errors import ApiError
+from megatron.serving.streams import Stream
 from tests.harness.serving import ask, served
 
 
@@ -59,13 +60,15 @@ def test_a_failed_request_ends_a_whole_answer_at_once() -> None:
 
 def test_only_streams_are_live(monkeypatch: pytest.MonkeyPatch) -> None:
     """A whole answer whose reader is woken by each token looks the same to its client."""
-    live, opened = list[bool](), EngineThread.open
+    live, opened = list[bool](), EngineClient.open
 
-    def noted(thread: EngineThread, requests: Any, *, is_live: bool = True) -> AbstractContextManager[Stream]:
+    def noted(
+        client: EngineClient, requests: Any, *, grammar: str | None, is_live: bool = True
+    ) -> AbstractContextManager[Stream]:
         live.append(is_live)
-        return opened(thread, requests, is_live=is_live)
+        return opened(client, requests, grammar=grammar, is_live=is_live)
 
-    monkeypatch.setattr(EngineThread, "open", noted)
+    monkeypatch.setattr(EngineClient, "open", noted)
     with served() as running:
         body = {"prompt": "a", "max_tokens": 2}
         ask(running.url, "/v1/completions", body)

@@ -1,9 +1,10 @@
-"""The server as a process: sockets, signals and the exit code."""
+"""The HTTP server, in a process of its own that takes no time from the engine: uvicorn, signals, connections."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import signal
 import socket
 import sys
@@ -11,7 +12,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
+from multiprocessing.connection import Connection
 from types import FrameType
 from typing import Any
 
@@ -19,75 +20,36 @@ import h11
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from megatron.core.inference.engine import Engine
-from megatron.core.tokenizers.conversations import OWN, load_template, own_template
-from megatron.errors import ConfigError
+from megatron.core.inference.limits import EngineLimits
 from megatron.serving.app import Server
 from megatron.serving.errors import ApiError
 from megatron.serving.model import ServedModel
 from megatron.serving.responses import encoded
 from megatron.serving.settings import ServerConfig
-from megatron.serving.templates import Templates
-from megatron.training.checkpoints.trained_model import TrainedModel
-from megatron.training.evaluation.generating import decoder_start, end_ids
+
+ENDING = (signal.SIGTERM, signal.SIGINT)
+"""Signals that end the server."""
 
 _GRACE_SECONDS = 5
 _LARGEST_HEADERS = 1 << 16
 
 
-def bound_socket(config: ServerConfig) -> socket.socket:
-    """A socket bound to where the flags say; raises ConfigError when it can't be."""
-    family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        listener.bind((config.host, config.port))
-    except OSError as error:
-        listener.close()
-        raise ConfigError(
-            f"--host {config.host} --port {config.port}: {error.strerror or error}; name another port (0: any free "
-            "one) or an address of this machine"
-        ) from None
-    return listener
-
-
-def serve_trained(
-    trained: TrainedModel, engine: Engine, config: ServerConfig, listener: socket.socket, *, keys: Sequence[str]
+def run_http(
+    connection: Connection,
+    listener: socket.socket,
+    limits: EngineLimits,
+    model: ServedModel,
+    config: ServerConfig,
+    keys: Sequence[str],
 ) -> None:
-    """Serve a trained model; see ``serve``."""
-    model = served_model(trained, config, max_length=engine.limits.max_length, quantization=engine.quantization)
-    serve(Server.around(engine, model, config, keys=keys), listener)
+    """The whole of the HTTP server's process: serve on ``listener`` until a signal ends it, or the engine is gone.
 
-
-def served_model(
-    trained: TrainedModel, config: ServerConfig, *, max_length: int, quantization: str | None = None
-) -> ServedModel:
-    """What the server serves; raises ConfigError and DataError for a template that can't be used."""
-    tokenizer, files = trained.tokenizer, trained.config.tokenizer
-    name = config.served_model_name or Path(str(trained.config.checkpoint.load)).resolve().name
-    templates = None
-    if config.chat_template is not None or own_template(files.tokenizer_model) is not None:
-        template = load_template(config.chat_template or OWN, files.tokenizer_model, learned="assistant")
-        templates = Templates(template.source, template.tokens)
-    suffix = (f"-{quantization}" if quantization else "") + "-fp32" * trained.is_upcast
-    return ServedModel(
-        name=name,
-        tokenizer=tokenizer,
-        max_length=max_length,
-        fingerprint=f"iteration-{trained.folder.iteration}-tokenizer-{tokenizer.fingerprint[:12]}{suffix}",
-        end_ids=end_ids(tokenizer, config.end_tokens),
-        templates=templates,
-        decoder_start=decoder_start(trained),
-    )
-
-
-def serve(server: Server, listener: socket.socket) -> None:
-    """Serve until a signal ends the server. Raises the engine's exception if that ends it."""
+    It is no member of the process group of whoever started it: a terminal's Ctrl-C is for the engine's process, which
+    hands it on.
+    """
+    os.setsid()
     _log_to_stderr()
-    ServerProcess(server).run([listener])
-    # The loss of a rank may be noticed after a launcher has sent SIGTERM for it.
-    if (failure := server.thread.failure) is not None:
-        raise failure
+    HttpServer(Server.connected(connection, limits, model, config, keys=keys)).run([listener])
 
 
 def uvicorn_config(server: Server) -> uvicorn.Config:
@@ -116,13 +78,13 @@ def _log_to_stderr() -> None:
         logger.setLevel(level)
 
 
-class ServerProcess(uvicorn.Server):
+class HttpServer(uvicorn.Server):
     """uvicorn's server, which ends in order on SIGTERM, and when the engine fails."""
 
     def __init__(self, server: Server) -> None:
         super().__init__(uvicorn_config(server))
-        self._server = server
-        server.thread.on_failure = self._end_after
+        self.server = server
+        server.engine.on_failure = self._end_after
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -133,7 +95,8 @@ class ServerProcess(uvicorn.Server):
         if threading.current_thread() is not threading.main_thread():
             yield
             return
-        before = {each: signal.signal(each, self.handle_exit) for each in (signal.SIGTERM, signal.SIGINT)}
+        before = {each: signal.signal(each, self.handle_exit) for each in ENDING}
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDING)  # those that came during the start are handled now
         try:
             yield
         finally:
@@ -142,9 +105,9 @@ class ServerProcess(uvicorn.Server):
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Refuse new requests, give unfinished ones their time, and end; a second signal ends at once."""
-        self.force_exit = self._server.thread.closing
+        self.force_exit = self.server.engine.closing
         self.should_exit = True
-        self._server.thread.closing = True
+        self.server.engine.closing = True
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Begin to listen, and say where."""
@@ -152,7 +115,7 @@ class ServerProcess(uvicorn.Server):
         for each in sockets or ():
             host, port = each.getsockname()[:2]
             print(
-                f"serving {self._server.model.name} at http://{f'[{host}]' if ':' in host else host}:{port}", flush=True
+                f"serving {self.server.model.name} at http://{f'[{host}]' if ':' in host else host}:{port}", flush=True
             )
 
     async def main_loop(self) -> None:
@@ -161,19 +124,19 @@ class ServerProcess(uvicorn.Server):
         Load balancers learn from /health that the server ends, and their clients from a 503.
         """
         await super().main_loop()
-        thread = self._server.thread
-        deadline = time.monotonic() + self._server.config.shutdown_timeout
-        while thread.unfinished and not self.force_exit and thread.failure is None and time.monotonic() < deadline:
+        engine = self.server.engine
+        deadline = time.monotonic() + self.server.config.shutdown_timeout
+        while engine.unfinished and not self.force_exit and engine.failure is None and time.monotonic() < deadline:
             await asyncio.sleep(0.05)
-        thread.cut(ApiError("the server is shutting down; the text ends here", status=503, code="shutting_down"))
+        engine.cut(ApiError("the server is shutting down; the text ends here", status=503, code="shutting_down"))
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Close connections, and end the engine's thread, which uvicorn leaves out after a second signal."""
+        """Close connections, and leave the engine, which uvicorn forgets after a second signal."""
         await super().shutdown(sockets)
         if self.force_exit:
             await self.lifespan.shutdown()
 
-    def _end_after(self, failure: BaseException) -> None:
+    def _end_after(self, failure: str) -> None:
         self.should_exit = True
 
 

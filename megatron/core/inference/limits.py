@@ -1,0 +1,93 @@
+"""What an engine has room for, and so which requests it can answer: without torch, so that any process can ask."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron.config.flags import plural_s
+from megatron.core.inference.request import BeamSearch, Request
+from megatron.errors import DataError
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineLimits:
+    """``max_requests``: texts that are generated at once. ``context_length``: tokens that the model sees, those of a
+    text's prompt included. ``num_blocks`` of ``block_size`` tokens: the cache. ``vocabulary``: number of ids.
+    ``max_encoder_length``: tokens of an encoder's prompt, 0 without an encoder. ``has_tokenizer``: whether tokens
+    become text, in which stop strings are looked for.
+    """
+
+    max_requests: int
+    context_length: int
+    num_blocks: int
+    block_size: int
+    vocabulary: int
+    max_encoder_length: int
+    has_tokenizer: bool
+
+    @property
+    def room(self) -> int:
+        """Tokens that the cache has room for."""
+        return self.num_blocks * self.block_size
+
+    @property
+    def max_length(self) -> int:
+        """The longest text, in tokens, its prompt included."""
+        return min(self.context_length, self.room)
+
+    def check(self, request: Request) -> None:
+        """Raise DataError or ConfigError for a request that can never be answered."""
+        prompt, room = request.prompt, self.room
+        total = len(prompt) + request.max_tokens
+        if not prompt:
+            raise DataError("the prompt has no tokens; a prompt needs at least one token")
+        begins, shorten = "the prompt has", "shorten the prompt, or "
+        if self.max_encoder_length:  # which reads what users call the prompt
+            begins, shorten = "a text of this model begins with", ""
+        found = (
+            f"{begins} {len(prompt)} token{plural_s(len(prompt))}; with {request.max_tokens} generated ones that makes"
+        )
+        if total > self.context_length:
+            raise DataError(
+                f"{found} {total}, and the model sees at most {self.context_length}: {shorten}generate at most "
+                f"{max(0, self.context_length - len(prompt))}"
+            )
+        if total > room:
+            raise DataError(
+                f"{found} {total}, and the cache has room for {room}: generate at most {max(0, room - len(prompt))}, "
+                "or give the cache more memory with --inference-dynamic-batching-buffer-size-gb"
+            )
+        if request.beams is not None:
+            self._check_beams(request, request.beams)
+        if request.stop.strings and not self.has_tokenizer:
+            raise DataError("stop strings are looked for in text, and this engine has no tokenizer: give token ids")
+        request.sampling.check_vocabulary(self.vocabulary)
+        for token in (*prompt, *request.encoder_prompt):
+            if not 0 <= token < self.vocabulary:
+                raise DataError(f"token id {token} is not in the vocabulary: ids are 0 to {self.vocabulary - 1}")
+        if bool(request.encoder_prompt) != bool(self.max_encoder_length):
+            needs = "needs" if self.max_encoder_length else "has no encoder, and takes no"
+            raise DataError(f"this model {needs} text for its encoder")
+        if len(request.encoder_prompt) > self.max_encoder_length:
+            raise DataError(
+                f"the encoder's text has {len(request.encoder_prompt)} tokens, and the encoder sees at most "
+                f"{self.max_encoder_length}: shorten it"
+            )
+
+    def _check_beams(self, request: Request, beams: BeamSearch) -> None:
+        if not 1 <= beams.width <= self.max_requests:
+            raise DataError(
+                f"beam search with {beams.width} beams: give 1 to {self.max_requests}, the number of texts that are "
+                "generated at once (--inference-max-requests)"
+            )
+        if request.max_tokens < 1:
+            raise DataError(f"beam search with max_tokens {request.max_tokens}: it must be 1 or more")
+        if request.stop.strings:
+            raise DataError("beam search has no stop strings: leave them out, or give token ids that end a text")
+        length = len(request.prompt) + request.max_tokens
+        if (needed := beams.width * -(-length // self.block_size)) > self.num_blocks:
+            raise DataError(
+                f"{beams.width} beams of up to {length} tokens need {needed} blocks "
+                f"of the cache, which has {self.num_blocks}: ask for fewer beams or tokens, or give the cache more "
+                "memory with --inference-dynamic-batching-buffer-size-gb"
+            )
