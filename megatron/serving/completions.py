@@ -26,9 +26,8 @@ def read_completion(body: Mapping[str, Any], model: ServedModel, *, id: str) -> 
         raise ApiError(f"best_of {choices} is less than n {fields['n']}: ask for at least n", param="best_of")
     check_together(fields, choices=choices)
     if fields["max_tokens"] == 0 and not fields["echo"]:
-        raise ApiError(
-            "max_tokens is 0; it must be 1 or more, or 0 with echo: true to score a prompt", param="max_tokens"
-        )
+        scored = "" if model.decoder_start is not None else ", or 0 with echo: true to score a prompt"
+        raise ApiError(f"max_tokens is 0; it must be 1 or more{scored}", param="max_tokens")
     if fields["echo"]:
         model.check_continues("echo begins a text with its prompt", param="echo")
     if fields["prompt_logprobs"] is not None:

@@ -56,8 +56,11 @@ def tokenizer_info(model: ServedModel) -> dict[str, Any]:
 
 
 def _special_tokens(model: ServedModel) -> dict[str, int | None]:
+    """By role; ``eos_token``: what ends the texts that the model writes."""
     tokenizer = model.tokenizer
-    return {"bos_token": tokenizer.bos, "eos_token": tokenizer.eod, "pad_token": tokenizer.pad}
+    is_decoder_text = model.decoder_start is not None and tokenizer.eos is not None
+    end = tokenizer.eos if is_decoder_text else tokenizer.eod
+    return {"bos_token": tokenizer.bos, "eos_token": end, "pad_token": tokenizer.pad}
 
 
 def _ids_of_text(text: str, model: ServedModel, *, whole: bool) -> list[int]:

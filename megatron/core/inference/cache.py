@@ -26,6 +26,7 @@ Encoded = tuple[Tensor, Tensor]
 """Keys and values of an encoder prompt, ``[T, 1, groups, width]``."""
 
 _MOST_QUERIES = 512  # of a call, whose scores take memory for each query and key
+_COPIED_BYTES = 1 << 18  # of a text's keys and values in a layer: copying more takes a CPU longer than a call more
 
 
 class KeyValueCache:
@@ -33,7 +34,7 @@ class KeyValueCache:
     block table gives. Block 0 is never written: its zeros pad the keys of a text.
 
     ``encoder_outputs``: for each request's slot the encoder's hidden states ``[T, 1, h]``, and by layer their keys and
-    values.
+    values. ``most_copied``: keys of a text that are copied so that it shares a call with others.
     """
 
     def __init__(
@@ -54,6 +55,8 @@ class KeyValueCache:
             else table(heads.groups, heads.value_width)
             for layer, heads in layers.items()
         }
+        widest = max(heads.groups * (heads.key_width + heads.value_width) for heads in layers.values()) if layers else 1
+        self.most_copied = _COPIED_BYTES // (widest * dtype.itemsize) if device.type == "cpu" else self.max_length
         self.encoder_outputs: dict[int, tuple[Tensor, dict[int, Encoded]]] = {}
         self._gathered: dict[str, Tensor] = {}
         self._views: dict[int, tuple[tuple[int, ...], Tensor, Tensor]] = {}
@@ -275,6 +278,7 @@ class CachedStep:
             fewest=fewest,
             is_exact=self._in_tiles,
             is_alone=not backend.takes_texts,
+            most_copied=self._cache.most_copied,
             device=self._cache.device,
         )
         return [(call, call.bias(like)) for call in calls]

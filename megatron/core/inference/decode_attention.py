@@ -1,4 +1,4 @@
-"""Attention of a decoding step, one query for each text: texts with the same number of keys share a call."""
+"""Attention of a decoding step, one query for each text: texts share a call where that is faster."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-BUCKET = 64  # keys: where bits may depend on the batch, texts share a call if their counts differ by less
+BUCKET = 64  # keys: where bits may depend on the batch, short texts share a call if their counts differ by less
 
 
 @dataclass(frozen=True)
@@ -71,16 +71,23 @@ class SharedCall:
 
 
 def shared_calls(
-    queries: Sequence[OneQuery], *, fewest: int, is_exact: bool, is_alone: bool, device: torch.device
+    queries: Sequence[OneQuery], *, fewest: int, is_exact: bool, is_alone: bool, most_copied: int, device: torch.device
 ) -> list[SharedCall]:
     """The calls of a step's texts. ``is_exact``: texts share a call only if they have the same number of keys, and
     always have a bias, so that bits don't depend on the other texts. ``is_alone``: each text has a call of its own.
-    ``fewest``: how often a text's query is repeated in a call.
+    ``fewest``: how often a text's query is repeated in a call. ``most_copied``: texts of more keys share a call only
+    where these lie so that none is copied.
     """
-    groups = defaultdict[object, list[int]](list)
+    groups = defaultdict[tuple[bool, int], list[int]](list)
     for number, query in enumerate(queries):
-        groups[number if is_alone else query.keys if is_exact else -(-query.keys // BUCKET)].append(number)
-    return [_shared(members, queries, fewest, is_exact, device, is_all=len(groups) == 1) for members in groups.values()]
+        by_keys = is_exact or query.keys > most_copied
+        key = number if is_alone else query.keys if by_keys else -(-query.keys // BUCKET)
+        groups[by_keys, key].append(number)
+    together = list[list[int]]()
+    for members in groups.values():
+        is_shared = queries[members[0]].keys <= most_copied or _regular(members, queries) is not None
+        together += [members] if is_shared else [[number] for number in members]
+    return [_shared(members, queries, fewest, is_exact, device, is_all=len(together) == 1) for members in together]
 
 
 def _shared(
@@ -93,14 +100,9 @@ def _shared(
     is_all: bool,
 ) -> SharedCall:
     keys = max(queries[number].keys for number in members)
-    starts = {number: _start(queries[number], keys) for number in members}
-    ordered = sorted(members, key=lambda number: starts[number] or 0)
-    apart = (starts[ordered[-1]] or 0) - (starts[ordered[0]] or 0)
-    step = apart // max(1, len(ordered) - 1)
-    first = starts[ordered[0]]
     places: Tensor | tuple[int, int]
-    if first is not None and [starts[number] for number in ordered] == [first + step * n for n in range(len(ordered))]:
-        members, places = ordered, (first, step)
+    if (regular := _regular(members, queries)) is not None:
+        members, places = regular
     else:
         table = np.zeros((len(members), keys), dtype=np.int64)
         for row, number in zip(table, members):
@@ -120,6 +122,18 @@ def _shared(
     )
 
 
-def _start(query: OneQuery, keys: int) -> int | None:
-    """The first place, if the text has ``keys`` keys in consecutive places."""
-    return query.places.start if isinstance(query.places, slice) and query.keys == keys else None
+def _regular(members: Sequence[int], queries: Sequence[OneQuery]) -> tuple[list[int], tuple[int, int]] | None:
+    """The texts by their places, the first place and the distance from one to the next; None where they have different
+    numbers of keys, or distances, or keys that aren't in consecutive places.
+    """
+    starts = dict[int, int]()
+    for number in members:
+        places = queries[number].places
+        if not isinstance(places, slice) or queries[number].keys != queries[members[0]].keys:
+            return None
+        starts[number] = places.start
+    ordered = sorted(members, key=lambda number: starts[number])
+    first, last = starts[ordered[0]], starts[ordered[-1]]
+    apart = (last - first) // max(1, len(ordered) - 1)
+    is_regular = [starts[number] for number in ordered] == [first + apart * n for n in range(len(ordered))]
+    return (ordered, (first, apart)) if is_regular else None

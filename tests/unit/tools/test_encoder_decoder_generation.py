@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, cast
@@ -182,12 +183,18 @@ def test_megatron_lms_endpoint_and_chat_answer_too(said: tuple[str, list[str]], 
             "17 tokens, and the encoder reads at most 16",
         ),
         ("/v1/completions", {"prompt": "cat", "max_tokens": 16}, "max_tokens", "lower max_tokens to 15"),
+        ("/v1/completions", {"prompt": "cat", "max_tokens": 0}, "max_tokens", "max_tokens is 0; it must be 1 or more$"),
     ],
-    ids=["api", "chat going on", "echo", "scores", "long", "room"],
+    ids=["api", "chat going on", "echo", "scores", "long", "room", "none"],
 )
 def test_a_server_refuses_what_continues_prompts(
     url: str, path: str, body: dict[str, Any], param: str, message: str
 ) -> None:
     reply = ask(url, path, body)
     assert (reply.status, reply.json["error"]["param"]) == (400, param)
-    assert message in reply.message
+    assert re.search(message, reply.message)
+
+
+def test_the_end_of_a_decoders_text_is_named(url: str) -> None:
+    """/tokenizer_info named [SEP], which ends documents, as the end of its texts; and max_tokens 0 was said to work."""
+    assert ask(url, "/tokenizer_info").json["eos_token"] == "[EOS]"
