@@ -23,7 +23,7 @@ _PACKED_FROM = {torch.bfloat16: 1, torch.float32: 3}  # rows; fewer are multipli
 _LARGE = 1 << 22  # numbers of a weight from which on fewer bytes are worth a dozen small operators
 _STRIDE = 32  # inputs: torch's bf16 product with int8 weights reads past rows of other lengths than its multiples
 _STEPS = 32_639  # from 0 to the largest of a row, so that both bytes have room for their offsets
-_PART = 1 << 18  # numbers of a weight that are in fp32 at once: what stays in the caches
+_PART = 1 << 19  # numbers of a weight that are in fp32 at once: what stays in the caches
 _HINT = 8  # rows for which oneDNN is asked to choose the blocks: measured to be good for any number
 
 
