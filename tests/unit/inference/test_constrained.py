@@ -186,6 +186,15 @@ def test_a_grammar_that_takes_too_long_is_refused(tmp_path: Path, monkeypatch: p
         compile_for.regex("a")
 
 
+def test_a_grammar_is_compiled_once(tmp_path: Path) -> None:
+    """Most clients send one schema with all their requests."""
+    compile_for = compiler("tiktoken", tmp_path)[1]
+    first = compile_for.regex("a")
+    assert (
+        compile_for.regex("a") is first is compile_for.compiled(first.grammar) and compile_for.regex("b") is not first
+    )
+
+
 def test_a_tokenizer_without_an_end_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="need a token that ends texts"):
         ConstraintCompiler(KINDS["tiktoken"](tmp_path), end_ids=[])

@@ -12,12 +12,14 @@ import pytest
 import torch
 
 from megatron.config.model import ModelConfig
+from megatron.core.inference.cache import KeyValueCache
 from megatron.core.inference.engine import Engine
 from megatron.core.inference.request import Request
 from megatron.core.inference.runner import CachedRunner
 from megatron.core.inference.sampling import Sampling
 from megatron.core.inference.step_plan import PlanRow, RunnerLimits, StepPlan
 from megatron.core.models.gpt.model import GPTModel
+from megatron.core.ops.attention.cached import CachedHeads
 from megatron.core.parallel.context import ParallelContext
 
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -145,11 +147,13 @@ def test_a_beam_goes_on_in_a_copy_of_a_block_that_another_keeps() -> None:
         torch.testing.assert_close(found, whole, rtol=0, atol=1e-9)
 
 
-def test_texts_of_any_lengths_get_their_own_logits_in_one_step() -> None:
+@pytest.mark.parametrize("most_copied", [1000, 0], ids=["shared calls", "calls of their own"])
+def test_texts_of_any_lengths_get_their_own_logits_in_one_step(most_copied: int) -> None:
     """The first and the third text share a call, so results don't come in the order of texts."""
     model = gpt(VARIANTS["two groups"], max_position_embeddings=128)
     limits = replace(LIMITS, num_blocks=61, max_length=128)
     steps = CachedRunner(model, model._config, model._context, limits)
+    steps._cache.most_copied = most_copied
     texts = [torch.randint(VOCABULARY, (length,)).tolist() for length in (6, 71, 7)]
     rows = [
         PlanRow(slot=n, start=0, tokens=tuple(text[:-1]), blocks=tuple(range(1 + 20 * n, 21 + 20 * n)), logits_from=0)
@@ -160,6 +164,14 @@ def test_texts_of_any_lengths_get_their_own_logits_in_one_step() -> None:
     logits = steps.start(StepPlan(tuple(last))).logits()
     for text, found in zip(texts, logits, strict=True):
         torch.testing.assert_close(found, model(torch.tensor([text])).logits()[0, -1], rtol=0, atol=1e-9)
+
+
+def test_a_cpu_copies_short_texts_only() -> None:
+    """Copying keys and values of 700 tokens for a shared call took longer than the calls that it saved."""
+    heads = CachedHeads(groups=8, key_width=64, value_width=64)
+    for device, most in (("cpu", 64), ("meta", LIMITS.max_length)):
+        cache = KeyValueCache({0: heads}, LIMITS, dtype=torch.float32, device=torch.device(device))
+        assert cache.most_copied == most
 
 
 def test_latent_attention_keeps_latents_only() -> None:
