@@ -44,6 +44,7 @@ from megatron.core.inference.request import Request
 from megatron.core.inference.sampling import Sampling
 from megatron.core.models.gpt.model import GPTModel
 from megatron.core.tokenizers.null import NullTokenizer
+from megatron.serving.http_process import END
 from megatron.serving.model import ServedModel
 from megatron.serving.serve import bound_socket, start
 from megatron.serving.settings import ServerConfig
@@ -141,7 +142,8 @@ def served(engine: Engine, tokenizer: NullTokenizer) -> Iterator[tuple[int, int]
     config = ServerConfig(port=0, no_access_log=True)
     listener = bound_socket(config)
     port: int = listener.getsockname()[1]
-    loop, http = start(engine, model, config, listener)
+    running = start(engine, model, config, listener)
+    http = running.http
     assert http.pid is not None, "it has started"
     try:
         while http.is_alive():
@@ -151,9 +153,9 @@ def served(engine: Engine, tokenizer: NullTokenizer) -> Iterator[tuple[int, int]
             time.sleep(0.01)
         yield port, http.pid
     finally:
-        http.terminate()
+        os.kill(http.pid, END)
         http.join()
-        loop.join()
+        running.loop.join()
 
 
 def compare(

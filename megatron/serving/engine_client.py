@@ -37,7 +37,7 @@ class Progress:
 
 @dataclass(eq=False)
 class EngineClient:
-    """Asks the engine at the other end of ``connection`` (see ``EngineLoop``). Used in the event loop alone, but for
+    """Asks the engine at the other end of ``connection`` (see ``EngineLoop``). Used in the event loop alone, except
     ``check``.
 
     ``limits``: the engine's. ``max_queue``: requests that may wait besides those that run. ``on_failure``: called once
@@ -99,13 +99,13 @@ class EngineClient:
         stream, now = Stream(len(requests), is_live), time.monotonic()
         for request in requests:
             self._open[request.id] = Progress(stream, now, len(request.encoder_prompt or request.prompt))
-        self._send(Submission(requests, grammar))
         try:
+            self._send(Submission(requests, grammar))
             yield stream
         finally:
             left = [request.id for request in requests if self._open.pop(request.id, None) is not None]
             if left:
-                self._send(Abort(left, grammar))
+                self._send(Abort(left))
                 self.metrics.aborted(len(left))
 
     def _check_room(self, count: int) -> None:

@@ -5,28 +5,31 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import replace
 from multiprocessing.connection import Connection
 
 from megatron.core.inference.constrained import Constraint
 from megatron.core.inference.engine import Engine
 from megatron.core.inference.request import Finish, Update
-from megatron.errors import ConfigError
 from megatron.serving.messages import Abort, Report, Submission
 
 _IDLE_SECONDS = 0.5
+_Command = Submission | Abort | list[Update]
+"""For the engine's thread; updates are of requests that never reach the engine."""
 
 
 class EngineLoop:
     """Runs ``engine`` for the process at the other end of ``connection`` (see ``EngineClient``), until that ends.
 
-    ``compiled``: makes a constraint of a grammar, or raises ConfigError.
+    ``compiled``: makes a constraint of a grammar, or raises what is wrong with it.
     """
 
     def __init__(self, engine: Engine, connection: Connection, compiled: Callable[[str], Constraint]) -> None:
         self.engine, self._connection, self._compiled = engine, connection, compiled
-        self._commands = queue.SimpleQueue[Submission | Abort | Sequence[Update] | None]()
+        self._commands = queue.SimpleQueue[_Command]()
+        self._compiling = set[str]()  # requests whose grammar is being compiled, and which nobody has aborted
+        self._compiling_lock, self._sending_lock = threading.Lock(), threading.Lock()
         self._step_tokens: list[int] = []
         self._raised: BaseException | None = None
         engine.on_step = self._step_tokens.append
@@ -41,7 +44,7 @@ class EngineLoop:
             thread.start()
 
     def join(self, *, seconds: float = 5.0) -> None:
-        """Wait until the threads have ended, which they do when the other process has."""
+        """Wait for the threads, which end when the other process has; for each at most ``seconds``."""
         for thread in self._threads:
             thread.join(seconds)
 
@@ -52,26 +55,27 @@ class EngineLoop:
 
     def _run(self) -> None:
         try:
-            while (commands := self._next_commands()) is not None:
-                self._report(self._updates(commands))
+            while True:
+                updates = self._updates(self._next_commands())
+                step_tokens = self._step_tokens[:]
+                self._step_tokens.clear()
+                self._report(updates, step_tokens)
         except OSError:  # nobody reads reports any more
             return
+        except BaseException as error:  # `_receive` reports it
+            self._raised = error
 
-    def _next_commands(self) -> list[Submission | Abort | Sequence[Update]] | None:
-        """Those that have come; without work, wait a little for one. None when the thread is to end."""
-        found = list[Submission | Abort | Sequence[Update]]()
-        block = self.failure is not None or not self.engine.has_work
+    def _next_commands(self) -> list[_Command]:
+        """Those that have come; without work, wait a little for one."""
+        found, block = list[_Command](), self.failure is not None or not self.engine.has_work
         while True:
             try:
-                command = self._commands.get(block=block, timeout=_IDLE_SECONDS)
+                found.append(self._commands.get(block=block, timeout=_IDLE_SECONDS))
             except queue.Empty:
                 return found
-            if command is None:
-                return None
-            found.append(command)
             block = False
 
-    def _updates(self, commands: Sequence[Submission | Abort | Sequence[Update]]) -> list[Update]:
+    def _updates(self, commands: Sequence[_Command]) -> list[Update]:
         """What the next step brings."""
         updates = list[Update]()
         try:
@@ -91,38 +95,44 @@ class EngineLoop:
             self._raised = error
         return updates
 
-    def _report(self, updates: Sequence[Update]) -> None:
-        step_tokens = self._step_tokens[:]
-        self._step_tokens.clear()
+    def _report(self, updates: Sequence[Update] = (), step_tokens: Sequence[int] = ()) -> None:
         failure = None if self.failure is None else str(self.failure)
-        self._connection.send(Report(updates, self.engine.statistics, step_tokens, failure))
+        with self._sending_lock:
+            self._connection.send(Report(updates, self.engine.statistics, step_tokens, failure))
 
     def _receive(self) -> None:
-        """Take commands while a step is computed, so that the other process never waits for its end.
-
-        Grammars may take seconds to compile: a thread of their own does it, and keeps the order of commands about one
-        request.
+        """Take commands while a step is computed, so that the other process never waits for its end. And report the
+        loss of a rank, for which a step may wait long.
         """
-        with ThreadPoolExecutor(1, thread_name_prefix="engine-grammars") as grammars:
-            try:
-                while True:
-                    command: Submission | Abort = self._connection.recv()
-                    if command.grammar is None:
-                        self._commands.put(command)
-                    else:
-                        grammars.submit(self._constrain, command)
-            except (EOFError, OSError):  # the other process has ended
-                pass
-            self._commands.put(None)
+        with suppress(EOFError, OSError):  # the other process has ended
+            while True:
+                if self._connection.poll(_IDLE_SECONDS):
+                    self._take(self._connection.recv())
+                if self.failure is not None:
+                    self._report()
+        self._commands.put([])  # wakes the engine's thread, whose report fails then
 
-    def _constrain(self, command: Submission | Abort) -> None:
-        if isinstance(command, Abort) or command.grammar is None:
+    def _take(self, command: Submission | Abort) -> None:
+        with self._compiling_lock:
+            if isinstance(command, Abort):
+                self._compiling.difference_update(command.request_ids)
+            elif command.grammar is not None:
+                self._compiling.update(request.id for request in command.requests)
+                constrain = threading.Thread(target=self._constrain, args=(command,), daemon=True)
+                constrain.start()
+                return
             self._commands.put(command)
-            return
+
+    def _constrain(self, submission: Submission) -> None:
+        """Submit those of the requests that are not aborted while their grammar is compiled, which may take seconds."""
+        assert submission.grammar is not None, "others need no thread"
         try:
-            constraint = self._compiled(command.grammar)
-        except ConfigError as error:
+            constraint = self._compiled(submission.grammar)
+        except BaseException as error:  # their clients wait for an answer
             finish = Finish("error", error=str(error))
-            self._commands.put([Update(request_id=request.id, finish=finish) for request in command.requests])
-        else:
-            self._commands.put(Submission([replace(request, constraint=constraint) for request in command.requests]))
+            self._commands.put([Update(request_id=request.id, finish=finish) for request in submission.requests])
+            return
+        with self._compiling_lock:
+            wanted = [request for request in submission.requests if request.id in self._compiling]
+            self._compiling.difference_update(request.id for request in wanted)
+            self._commands.put(Submission([replace(request, constraint=constraint) for request in wanted]))

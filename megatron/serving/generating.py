@@ -76,7 +76,7 @@ def api_call(
     requests = [
         Request(
             id=f"{id}-{number * choices + choice}",
-            prompt=tuple(ids),
+            prompt=ids,  # one object for all choices, which goes to the engine once
             max_tokens=model.room(ids) if most is None else most,
             sampling=sampling,
             stop=stop,
@@ -87,7 +87,7 @@ def api_call(
             prompt_logprobs=_prompt_logprobs_of(fields),
             beams=beams,
         )
-        for number, ids in enumerate(checked)
+        for number, ids in enumerate(map(tuple, checked))
         for choice in range(choices)
     ]
     fewest = min(request.max_tokens for request in requests)

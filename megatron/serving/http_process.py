@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import signal
 import socket
 import sys
@@ -12,6 +11,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from types import FrameType
 from typing import Any
@@ -27,29 +27,34 @@ from megatron.serving.model import ServedModel
 from megatron.serving.responses import encoded
 from megatron.serving.settings import ServerConfig
 
-ENDING = (signal.SIGTERM, signal.SIGINT)
-"""Signals that end the server."""
+END = signal.SIGUSR1
+"""The signal that ends this process; those that end the server are for the engine's."""
 
 _GRACE_SECONDS = 5
 _LARGEST_HEADERS = 1 << 16
 
 
-def run_http(
-    connection: Connection,
-    listener: socket.socket,
-    limits: EngineLimits,
-    model: ServedModel,
-    config: ServerConfig,
-    keys: Sequence[str],
-) -> None:
-    """The whole of the HTTP server's process: serve on ``listener`` until a signal ends it, or the engine is gone.
+@dataclass(frozen=True)
+class HttpParts:
+    """What the HTTP server is made of; see ``Server``."""
 
-    It is no member of the process group of whoever started it: a terminal's Ctrl-C is for the engine's process, which
-    hands it on.
+    limits: EngineLimits
+    model: ServedModel
+    config: ServerConfig
+    keys: Sequence[str]
+
+
+def run_http(connection: Connection, listener: socket.socket) -> None:
+    """The whole of the HTTP server's process: serve on ``listener`` until ``END``, or until the engine is gone. Its
+    parts are the first that ``connection`` brings.
     """
-    os.setsid()
     _log_to_stderr()
-    HttpServer(Server.connected(connection, limits, model, config, keys=keys)).run([listener])
+    try:
+        parts: HttpParts = connection.recv()
+    except (EOFError, OSError):  # the engine's process has ended
+        return
+    server = Server.connected(connection, parts.limits, parts.model, parts.config, keys=parts.keys)
+    HttpServer(server).run([listener])
 
 
 def uvicorn_config(server: Server) -> uvicorn.Config:
@@ -88,20 +93,13 @@ class HttpServer(uvicorn.Server):
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Handle signals for as long as the server runs; unlike uvicorn's, a signal isn't raised again at the end.
-
-        Only a main thread can.
-        """
+        """Handle ``END`` for as long as the server runs, and those that came before. Only a main thread can."""
         if threading.current_thread() is not threading.main_thread():
             yield
             return
-        before = {each: signal.signal(each, self.handle_exit) for each in ENDING}
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDING)  # those that came during the start are handled now
-        try:
-            yield
-        finally:
-            for each, handler in before.items():
-                signal.signal(each, handler)
+        signal.signal(END, self.handle_exit)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, (END,))
+        yield
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Refuse new requests, give unfinished ones their time, and end; a second signal ends at once."""

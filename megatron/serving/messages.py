@@ -21,15 +21,14 @@ class Submission:
 
 @dataclass(frozen=True)
 class Abort:
-    """Requests that nobody waits for any more; ``grammar``: theirs."""
+    """Requests that nobody waits for any more."""
 
     request_ids: Sequence[str]
-    grammar: str | None = None
 
 
 @dataclass(frozen=True)
 class Report:
-    """What the engine says after each step and, while it has no work, twice a second.
+    """What the engine says after each step and, while it has no work or has failed, twice a second.
 
     ``statistics``: the engine's. ``step_tokens``: those of each step since the last report. ``failure``: why it can't
     answer any more.

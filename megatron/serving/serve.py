@@ -2,27 +2,33 @@
 
 from __future__ import annotations
 
+import functools
 import multiprocessing
 import os
 import signal
 import socket
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from multiprocessing import resource_tracker
 from multiprocessing.context import SpawnProcess
 from pathlib import Path
 from types import FrameType
 
+from megatron.core.inference.constrained import ConstraintCompiler
 from megatron.core.inference.engine import Engine
 from megatron.core.tokenizers.conversations import OWN, load_template, own_template
 from megatron.errors import ConfigError, ParallelError
 from megatron.serving.engine_loop import EngineLoop
-from megatron.serving.http_process import ENDING, run_http
+from megatron.serving.http_process import END, HttpParts, run_http
 from megatron.serving.model import ServedModel
 from megatron.serving.settings import ServerConfig
 from megatron.serving.templates import Templates
 from megatron.training.checkpoints.trained_model import TrainedModel
 from megatron.training.evaluation.generating import decoder_start, end_ids
+
+_ENDING = (signal.SIGTERM, signal.SIGINT)
+_SECONDS_TO_COMPILE = 60.0  # beside a busy engine, what the HTTP server has compiled in less
 
 
 def bound_socket(config: ServerConfig) -> socket.socket:
@@ -66,53 +72,101 @@ def served_model(
 def serve(
     engine: Engine, model: ServedModel, config: ServerConfig, listener: socket.socket, *, keys: Sequence[str] = ()
 ) -> None:
-    """Serve until a signal ends the server. Only a main thread can.
+    """Serve until SIGTERM or SIGINT ends the server. Only a main thread can.
 
     Raises the engine's exception if that ends it, and ParallelError if the HTTP server's process is lost.
     """
-    resource_tracker.ensure_running()  # starting it lets signals through
-    signal.pthread_sigmask(signal.SIG_BLOCK, ENDING)  # which the new process inherits, until it can handle them
-    loop, http = start(engine, model, config, listener, keys=keys)
-    with _signals_handed_to(http):
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDING)
-        http.join()
-    loop.join()
+    with _Signals() as signals:
+        running = start(engine, model, config, listener, keys=keys)
+        signals.hand_to(running.http)
+        running.http.join()
+    running.loop.join()
     # The loss of a rank may be noticed after a launcher has sent SIGTERM for it.
-    if loop.failure is not None:
-        raise loop.failure
-    if http.exitcode:
-        how = f"signal {-http.exitcode}" if http.exitcode < 0 else f"code {http.exitcode}"
+    if running.loop.failure is not None:
+        raise running.loop.failure
+    if code := running.http.exitcode:
+        how = f"signal {-code}" if code < 0 else f"code {code}"
         raise ParallelError(f"the process of the HTTP server has ended with {how}; start the server again")
+
+
+@dataclass(frozen=True)
+class RunningServer:
+    """The engine's loop in this process, and the process of the HTTP server, which ends on ``END``."""
+
+    loop: EngineLoop
+    http: SpawnProcess
 
 
 def start(
     engine: Engine, model: ServedModel, config: ServerConfig, listener: socket.socket, *, keys: Sequence[str] = ()
-) -> tuple[EngineLoop, SpawnProcess]:
+) -> RunningServer:
     """Start the HTTP server's process, which gets ``listener``, and the loop that runs ``engine`` for it."""
+
+    @functools.cache
+    def compiler() -> ConstraintCompiler:
+        return ConstraintCompiler(model.tokenizer, end_ids=model.end_ids, seconds=_SECONDS_TO_COMPILE)
+
     ours, theirs = multiprocessing.Pipe()
-    loop = EngineLoop(engine, ours, lambda grammar: model.constraints.compiled(grammar))
-    arguments = (theirs, listener, engine.limits, model, config, tuple(keys))
-    http = multiprocessing.get_context("spawn").Process(target=run_http, args=arguments, name="http", daemon=True)
-    http.start()
+    http = multiprocessing.get_context("spawn").Process(
+        target=run_http, args=(theirs, listener), name="http", daemon=True
+    )
+    with _blocked_signals():  # which the new process inherits
+        http.start()
     theirs.close()  # else the end of that process would not be noticed
     listener.close()
+    try:
+        ours.send(HttpParts(engine.limits, model, config, tuple(keys)))
+    except OSError:
+        pass  # it has ended, of which its exit code tells
+    except BaseException:
+        http.kill()  # it waits for this
+        raise
+    loop = EngineLoop(engine, ours, lambda grammar: compiler().compiled(grammar))
     loop.start()
-    return loop, http
+    return RunningServer(loop, http)
 
 
 @contextmanager
-def _signals_handed_to(process: SpawnProcess) -> Iterator[None]:
-    """In the block ``process`` gets the signals that end the server."""
-
-    def hand_on(number: int, frame: FrameType | None) -> None:
-        if process.is_alive():
-            process_id = process.pid
-            assert process_id is not None, "it has started"
-            os.kill(process_id, number)
-
-    before = {each: signal.signal(each, hand_on) for each in ENDING}
+def _blocked_signals() -> Iterator[None]:
+    """In the block no signal that ends a server reaches this thread or what it starts."""
+    resource_tracker.ensure_running()  # which would let them through when it is started later
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, (*_ENDING, END))
     try:
         yield
     finally:
-        for each, handler in before.items():
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+class _Signals:
+    """In its block, SIGTERM and SIGINT are counted, and a process gets ``END`` for each of them.
+
+    The process itself takes neither of both: a terminal sends SIGINT to it as well, and a service manager SIGTERM, and
+    it would count each twice.
+    """
+
+    def __init__(self) -> None:
+        self._came = self._handed = 0
+        self._process: SpawnProcess | None = None
+
+    def __enter__(self) -> _Signals:
+        self._before = {each: signal.signal(each, self._take) for each in _ENDING}
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for each, handler in self._before.items():
             signal.signal(each, handler)
+
+    def hand_to(self, process: SpawnProcess) -> None:
+        """Hand on the signals that have come and those that will."""
+        self._process = process
+        self._hand_on()
+
+    def _take(self, number: int, frame: FrameType | None) -> None:
+        self._came += 1
+        self._hand_on()
+
+    def _hand_on(self) -> None:
+        while self._process is not None and self._process.is_alive() and self._handed < self._came:
+            self._handed += 1
+            assert self._process.pid is not None, "it has started"
+            os.kill(self._process.pid, END)

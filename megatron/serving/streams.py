@@ -23,7 +23,7 @@ class Stream:
 
     Raises ApiError (500) for a request that failed. ``fail`` ends it early.
     ``is_live``: its reader gets each update at once; otherwise all of them when the last request has ended, since a
-    reader that wakes for each token takes time from the engine's thread.
+    reader that wakes for each token takes the event loop's time.
     """
 
     unfinished: int

@@ -143,8 +143,8 @@ def assert_same_tensors(first: AnyPath, second: AnyPath, *, names: Sequence[str]
 
 
 @contextlib.contextmanager
-def started(log: Path, *flags: str, ranks: int = 1) -> Iterator[tuple[subprocess.Popen[bytes], str]]:
-    """The server's process and its address; it is killed when it hasn't ended by itself."""
+def starting(log: Path, *flags: str, ranks: int = 1) -> Iterator[subprocess.Popen[bytes]]:
+    """The server's process; it is killed when it hasn't ended by itself."""
     with log.open("wb") as output:
         process = subprocess.Popen(
             command(SERVER, "--port 0 --inference-max-requests 4", *flags, ranks=ranks),
@@ -153,11 +153,18 @@ def started(log: Path, *flags: str, ranks: int = 1) -> Iterator[tuple[subprocess
             stderr=subprocess.STDOUT,
         )
     try:
-        while not (found := re.search(r"serving \S+ at (http://\S+)", log.read_text())):
-            assert process.poll() is None, log.read_text()
-            time.sleep(0.05)
-        yield process, found[1]
+        yield process
     finally:
         if process.poll() is None:
             process.kill()
         process.wait()
+
+
+@contextlib.contextmanager
+def started(log: Path, *flags: str, ranks: int = 1) -> Iterator[tuple[subprocess.Popen[bytes], str]]:
+    """The server's process, and its address as soon as it serves."""
+    with starting(log, *flags, ranks=ranks) as process:
+        while not (found := re.search(r"serving \S+ at (http://\S+)", log.read_text())):
+            assert process.poll() is None, log.read_text()
+            time.sleep(0.05)
+        yield process, found[1]

@@ -7,12 +7,13 @@ import signal
 import socket
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.end_to_end.commands import SERVER, TINY, run, started
+from tests.end_to_end.commands import SERVER, TINY, run, started, starting
 from tests.harness.serving import ask
 
 GREEDY = {"prompt": [1, 2, 3], "max_tokens": 8, "temperature": 0, "logprobs": 1, "echo": True}
@@ -68,6 +69,14 @@ def test_a_model_is_served_until_sigterm(checkpoints: str, tmp_path: Path) -> No
         free.connect(("127.0.0.1", int(url.rpartition(":")[2])))
 
 
+def is_running(process: int) -> bool:
+    """Whether it has not ended, also if nobody has asked for its code yet."""
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
 def test_the_engine_and_http_are_two_processes_that_end_together(checkpoints: str, tmp_path: Path) -> None:
     """HTTP took time from the engine, or one of both was left alone: a port that nobody answers, a model that nobody
     can ask. The HTTP server needs no torch, and so little memory.
@@ -77,15 +86,36 @@ def test_the_engine_and_http_are_two_processes_that_end_together(checkpoints: st
         http = children(process.pid)[-1]
         assert "libtorch" not in Path(f"/proc/{http}/maps").read_text()
         os.kill(http, signal.SIGKILL)
-        assert process.wait(20) == 1
+        assert process.wait(5) == 1
     assert "error: the process of the HTTP server has ended with signal 9" in (tmp_path / "log").read_text()
     with started(tmp_path / "log", "--load", checkpoints) as (process, url):
         http = children(process.pid)[-1]
         os.kill(process.pid, signal.SIGKILL)
         end = time.monotonic() + 20
-        while Path(f"/proc/{http}").exists() and time.monotonic() < end:
+        while is_running(http):
+            assert time.monotonic() < end
             time.sleep(0.05)
-        assert not Path(f"/proc/{http}").exists()
+    assert "Traceback" not in (tmp_path / "log").read_text()
+
+
+def test_a_signal_to_both_processes_lets_texts_end(checkpoints: str, tmp_path: Path) -> None:
+    """As a terminal's Ctrl-C and a service manager send it: the HTTP server counted it twice, and cut the texts. One
+    that comes before it listens is not lost.
+    """
+    body = {"prompt": [1], "n": 16, "max_tokens": 31, "ignore_eos": True, "stream": True}
+    with started(tmp_path / "log", "--load", checkpoints) as (process, url), ThreadPoolExecutor(1) as clients:
+        reply = clients.submit(ask, url, "/v1/completions", body)
+        time.sleep(0.1)
+        for each in (*children(process.pid), process.pid):
+            os.kill(each, signal.SIGINT)
+        assert len(reply.result().events) > 16 * 20
+        assert process.wait(20) == 0
+    with starting(tmp_path / "log", "--load", checkpoints) as process:
+        while len(children(process.pid)) < 2:  # that of the HTTP server is the second
+            assert process.poll() is None, (tmp_path / "log").read_text()
+            time.sleep(0.01)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(20) == 0
     assert "Traceback" not in (tmp_path / "log").read_text()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
@@ -56,7 +57,7 @@ class KeyValueCache:
             for layer, heads in layers.items()
         }
         widest = max(heads.groups * (heads.key_width + heads.value_width) for heads in layers.values()) if layers else 1
-        self.most_copied = _COPIED_BYTES // (widest * dtype.itemsize) if device.type == "cpu" else self.max_length
+        self.most_copied = _COPIED_BYTES // (widest * dtype.itemsize) if device.type == "cpu" else sys.maxsize
         self.encoder_outputs: dict[int, tuple[Tensor, dict[int, Encoded]]] = {}
         self._gathered: dict[str, Tensor] = {}
         self._views: dict[int, tuple[tuple[int, ...], Tensor, Tensor]] = {}

@@ -83,15 +83,24 @@ def shared_calls(
         by_keys = is_exact or query.keys > most_copied
         key = number if is_alone else query.keys if by_keys else -(-query.keys // BUCKET)
         groups[by_keys, key].append(number)
-    together = list[list[int]]()
+    together = list[tuple[list[int], tuple[int, int] | None]]()
     for members in groups.values():
-        is_shared = queries[members[0]].keys <= most_copied or _regular(members, queries) is not None
-        together += [members] if is_shared else [[number] for number in members]
-    return [_shared(members, queries, fewest, is_exact, device, is_all=len(together) == 1) for members in together]
+        regular = _regular(members, queries)
+        if regular is not None:
+            together.append(regular)
+        elif queries[members[0]].keys <= most_copied:
+            together.append((members, None))
+        else:
+            starts = {number: at.start for number in members if isinstance(at := queries[number].places, slice)}
+            together += [([number], (start, 0)) for number, start in starts.items()]
+            if scattered := [number for number in members if number not in starts]:
+                together.append((scattered, None))
+    return [_shared(*each, queries, fewest, is_exact, device, is_all=len(together) == 1) for each in together]
 
 
 def _shared(
     members: list[int],
+    regular: tuple[int, int] | None,
     queries: Sequence[OneQuery],
     fewest: int,
     is_exact: bool,
@@ -101,8 +110,8 @@ def _shared(
 ) -> SharedCall:
     keys = max(queries[number].keys for number in members)
     places: Tensor | tuple[int, int]
-    if (regular := _regular(members, queries)) is not None:
-        members, places = regular
+    if regular is not None:
+        places = regular
     else:
         table = np.zeros((len(members), keys), dtype=np.int64)
         for row, number in zip(table, members):

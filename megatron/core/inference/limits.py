@@ -1,4 +1,4 @@
-"""What an engine has room for, and so which requests it can answer: without torch, so that any process can ask."""
+"""What an engine has room for, and which requests it can answer; without torch, which an HTTP server has no use for."""
 
 from __future__ import annotations
 
@@ -84,10 +84,9 @@ class EngineLimits:
             raise DataError(f"beam search with max_tokens {request.max_tokens}: it must be 1 or more")
         if request.stop.strings:
             raise DataError("beam search has no stop strings: leave them out, or give token ids that end a text")
-        length = len(request.prompt) + request.max_tokens
-        if (needed := beams.width * -(-length // self.block_size)) > self.num_blocks:
+        if (needed := request.num_blocks(self.block_size)) > self.num_blocks:
             raise DataError(
-                f"{beams.width} beams of up to {length} tokens need {needed} blocks "
+                f"{beams.width} beams of up to {len(request.prompt) + request.max_tokens} tokens need {needed} blocks "
                 f"of the cache, which has {self.num_blocks}: ask for fewer beams or tokens, or give the cache more "
                 "memory with --inference-dynamic-batching-buffer-size-gb"
             )

@@ -71,6 +71,10 @@ class Request:
         """Number of texts that are generated at once for this request."""
         return 1 if self.beams is None else self.beams.width
 
+    def num_blocks(self, block_size: int) -> int:
+        """How many blocks of the cache its text, or all of its beams together, may need."""
+        return self.width * -(-(len(self.prompt) + self.max_tokens) // block_size)
+
 
 @dataclass(frozen=True)
 class TokenLogprobs:

@@ -254,7 +254,8 @@ class Scheduler:
                 shared = self.pool.find(keys)
                 if len(shared) < len(keys) and self._is_being_computed(len(shared), keys[len(shared)]):
                     return True  # it waits for an equal prompt; those behind it need not
-        needed = self.num_blocks_of(text.request) if text.request.beams else self._num_blocks(len(text.tokens) + 1)
+        reserved = text.request.num_blocks(self.limits.block_size)  # of a search, for all beams at their full length
+        needed = reserved if text.request.beams else self._num_blocks(len(text.tokens) + 1)
         needed -= len(shared)
         available = self._num_available(text) - self.pool.num_cached_of(shared)
         # A block more for each running text, or the new one would soon lose its own to them.
@@ -267,7 +268,7 @@ class Scheduler:
         self.running.sort(key=lambda text: text.arrival)
         if text.request.beams is not None:
             slots = [self._slots.pop() for _ in range(text.request.beams.width)]
-            text.places = BeamPlaces(slots, self.num_blocks_of(text.request), [text])
+            text.places = BeamPlaces(slots, reserved, [text])
             self._searches.append(text.places)
             text.slot = slots.pop()
         else:
@@ -385,10 +386,6 @@ class Scheduler:
         """Blocks that the text may be given: not those that are kept for other searches."""
         kept = sum(each.num_missing for each in self._searches if each is not text.places)
         return self.pool.num_available - kept
-
-    def num_blocks_of(self, request: Request) -> int:
-        """How many blocks a request's text, or all of its beams together, may need."""
-        return request.width * self._num_blocks(len(request.prompt) + request.max_tokens)
 
     def _grow(self, text: TextState, length: int) -> None:
         missing = self._num_blocks(length) - len(text.blocks)

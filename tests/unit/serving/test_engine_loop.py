@@ -15,10 +15,12 @@ import pytest
 from megatron.core.inference.constrained import ConstraintCompiler
 from megatron.core.inference.engine import Engine
 from megatron.core.inference.request import Request, StopRules, Update
+from megatron.core.inference.step_plan import StepPlan
 from megatron.errors import ConfigError
 from megatron.serving.engine_loop import EngineLoop
 from megatron.serving.messages import Abort, Report, Submission
 from tests.harness.serving import SlowTable, byte_tokenizer, slow_table
+from tests.harness.table_model import RunningTable
 
 
 @contextmanager
@@ -44,6 +46,16 @@ def updates_of(connection: Connection, *, requests: int = 1) -> list[Update]:
         report: Report = connection.recv()
         found += report.updates
     return found
+
+
+def failure_of(connection: Connection) -> str | None:
+    """The next failure that is reported."""
+    for _ in range(20):
+        assert connection.poll(5), "no report came"
+        report: Report = connection.recv()
+        if report.failure is not None:
+            return report.failure
+    return None
 
 
 def of(name: str, **settings: Any) -> Request:
@@ -84,40 +96,68 @@ def test_a_grammar_that_cannot_be_compiled_ends_its_request_alone() -> None:
         assert updates_of(connection)[-1].request_id == "b"
 
 
-def test_a_request_that_is_aborted_while_its_grammar_is_compiled_never_runs() -> None:
-    """The abort came before the request, and so the engine wrote a whole text for nobody. Others don't wait."""
+def test_grammars_that_take_long_hold_up_no_other_request() -> None:
+    """A request that is aborted meanwhile never runs: the engine would write a whole text for nobody."""
     go_on, tokenizer = threading.Event(), byte_tokenizer()
     compiler = ConstraintCompiler(tokenizer, end_ids=[tokenizer.eod])
+    slow, quick = (compiler.regex(pattern).grammar for pattern in ("(the ){150}", "(the ){140}"))
 
-    def slowly(grammar: str) -> Any:
-        assert go_on.wait(5)
+    def compiled(grammar: str) -> Any:
+        assert grammar == quick or go_on.wait(5)
         return compiler.compiled(grammar)
 
-    grammar = compiler.regex("(the ){150}").grammar
-    with looping(slow_table(seconds=0.001), slowly) as (loop, connection):
-        connection.send(Submission([of("constrained")], grammar))
-        connection.send(Abort(["constrained"], grammar))
-        connection.send(Submission([of("other", max_tokens=1)]))
-        assert updates_of(connection)[-1].request_id == "other"
+    with looping(slow_table(seconds=0.001), compiled) as (loop, connection):
+        connection.send(Submission([of("slow")], slow))
+        connection.send(Submission([of("running")], quick))
+        while loop.engine.statistics.generated_tokens == 0:
+            time.sleep(0.01)
+        connection.send(Abort(["slow"]))
+        connection.send(Abort(["running"]))
+        last = updates_of(connection)[-1]
+        assert last.request_id == "running" and last.finish is not None and last.finish.reason == "abort"
         go_on.set()
-        (last,) = updates_of(connection)
-        assert last.request_id == "constrained" and last.finish is not None and last.finish.reason == "abort"
-        assert loop.engine.statistics.generated_tokens == 1
+        connection.send(Submission([of("other", max_tokens=1)]))
+        assert {update.request_id for update in updates_of(connection)} == {"other"}
+        time.sleep(0.1)
+        assert loop.engine.statistics.running == 0
 
 
 def test_a_failure_is_reported_until_the_server_ends() -> None:
-    """Its first report may be of an effect: the loss of a rank is noticed later."""
+    """Its first report may be of an effect: the loss of a rank is noticed later. Nothing is computed any more."""
     table = slow_table()
+
+    def burn(plan: StepPlan) -> RunningTable:
+        raise RuntimeError("the table is on fire")
+
     with looping(table) as (loop, connection):
-        table.failure = RuntimeError("the table is on fire")
+        table.start = burn  # type: ignore[method-assign]
         connection.send(Submission([of("a")]))
-        failures = [connection.recv().failure for _ in range(2)]
-        while failures[-1] is None:
-            failures.append(connection.recv().failure)
-        assert failures[-1] == "the table is on fire" and loop.failure is table.failure
+        assert failure_of(connection) == "the table is on fire" == str(loop.failure)
         table.failure = RuntimeError("rank 1 is lost")
+        assert "rank 1 is lost" in [failure_of(connection) for _ in range(4)]
+        del table.start
+        table.failure = None
         connection.send(Submission([of("b")]))
-        assert connection.recv().failure == "rank 1 is lost"
+        assert "the table is on fire" in [failure_of(connection) for _ in range(4)]
+        assert not table.plans
+
+
+def test_a_rank_that_is_lost_during_a_step_is_reported_before_its_end() -> None:
+    """A step may wait for it until the collective's time is over, and /health said 200 so long."""
+    table = slow_table(seconds=3)
+    with looping(table) as (_, connection):
+        connection.send(Submission([of("a")]))
+        time.sleep(0.1)
+        started, table.failure = time.monotonic(), RuntimeError("rank 1 is lost")
+        assert failure_of(connection) == "rank 1 is lost" and time.monotonic() - started < 2
+        table.seconds = 0
+
+
+def test_an_error_outside_of_steps_is_reported_too() -> None:
+    """Clients waited for ever when the engine's thread ended so."""
+    with looping(slow_table()) as (_, connection):
+        connection.send(Submission([of("a"), of("a")]))
+        assert "still being answered" in str(failure_of(connection))
 
 
 @pytest.mark.parametrize("seconds", [0.0, 0.2])
