@@ -1,4 +1,4 @@
-"""The HTTP server, in a process of its own that takes no time from the engine: uvicorn, signals, connections."""
+"""The HTTP server, in a process of its own beside the engine's: uvicorn, signals, connections."""
 
 from __future__ import annotations
 

@@ -28,6 +28,13 @@ def query(start: int, keys: int, *, scattered: bool = False) -> OneQuery:
         ([query(10, 61), query(110, 62), query(210, 61)], False, [[0, 2], [1]], True),
         ([query(10, 61), query(80, 61), query(310, 61)], False, [[0], [1], [2]], True),
         ([query(10, 61), query(80, 61), query(310, 61)], True, [[0], [1], [2]], True),
+        (
+            [query(10, 61), query(90, 61, scattered=True), query(180, 61), query(310, 61, scattered=True)],
+            False,
+            [[0], [2], [1, 3]],
+            True,
+        ),
+        ([query(10, 9), query(60, 61), query(200, 12)], False, [[0, 2], [1]], False),
     ],
     ids=[
         "regular",
@@ -38,6 +45,8 @@ def query(start: int, keys: int, *, scattered: bool = False) -> OneQuery:
         "long",
         "long and irregular",
         "long, irregular, exact",
+        "long, some scattered",
+        "long and short",
     ],
 )
 def test_each_text_sees_its_own_keys(
