@@ -153,7 +153,8 @@ def served(engine: Engine, tokenizer: NullTokenizer) -> Iterator[tuple[int, int]
             time.sleep(0.01)
         yield port, http.pid
     finally:
-        os.kill(http.pid, END)
+        with suppress(ProcessLookupError):
+            os.kill(http.pid, END)
         http.join()
         running.loop.join()
 

@@ -15,6 +15,7 @@ from megatron.core.inference.request import Finish, Update
 from megatron.serving.messages import Abort, Report, Submission
 
 _IDLE_SECONDS = 0.5
+_COMPILERS = 4  # grammars at once
 _Command = Submission | Abort | list[Update]
 """For the engine's thread; updates are of requests that never reach the engine."""
 
@@ -30,12 +31,15 @@ class EngineLoop:
         self._commands = queue.SimpleQueue[_Command]()
         self._compiling = set[str]()  # requests whose grammar is being compiled, and which nobody has aborted
         self._compiling_lock, self._sending_lock = threading.Lock(), threading.Lock()
+        self._compilers = threading.Semaphore(_COMPILERS)
+        self._is_left = threading.Event()
         self._step_tokens: list[int] = []
         self._raised: BaseException | None = None
         engine.on_step = self._step_tokens.append
         self._threads = [
             threading.Thread(target=self._run, name="engine", daemon=True),
             threading.Thread(target=self._receive, name="engine-commands", daemon=True),
+            threading.Thread(target=self._watch, name="engine-watch", daemon=True),
         ]
 
     def start(self) -> None:
@@ -62,8 +66,8 @@ class EngineLoop:
                 self._report(updates, step_tokens)
         except OSError:  # nobody reads reports any more
             return
-        except BaseException as error:  # `_receive` reports it
-            self._raised = error
+        except BaseException as error:  # `_watch` reports it
+            self._raised = self._raised or error
 
     def _next_commands(self) -> list[_Command]:
         """Those that have come; without work, wait a little for one."""
@@ -76,8 +80,10 @@ class EngineLoop:
             block = False
 
     def _updates(self, commands: Sequence[_Command]) -> list[Update]:
-        """What the next step brings."""
+        """What the next step brings; nothing after a failure."""
         updates = list[Update]()
+        if self.failure is not None:
+            return updates
         try:
             for command in commands:
                 match command:
@@ -89,10 +95,10 @@ class EngineLoop:
                             self.engine.abort(request_id)
                     case _:
                         updates += command
-            if self.failure is None and self.engine.has_work:
+            if self.engine.has_work:
                 updates += self.engine.step()
         except BaseException as error:  # whatever ends the engine must be said
-            self._raised = error
+            self._raised = self._raised or error
         return updates
 
     def _report(self, updates: Sequence[Update] = (), step_tokens: Sequence[int] = ()) -> None:
@@ -101,16 +107,24 @@ class EngineLoop:
             self._connection.send(Report(updates, self.engine.statistics, step_tokens, failure))
 
     def _receive(self) -> None:
-        """Take commands while a step is computed, so that the other process never waits for its end. And report the
-        loss of a rank, for which a step may wait long.
+        """Take commands while a step is computed, so that the other process never waits for its end. Sends nothing, or
+        both processes could wait for each other to read.
         """
-        with suppress(EOFError, OSError):  # the other process has ended
+        try:
             while True:
-                if self._connection.poll(_IDLE_SECONDS):
-                    self._take(self._connection.recv())
+                self._take(self._connection.recv())
+        except (EOFError, OSError):  # the other process has ended
+            self._is_left.set()
+            self._commands.put([])  # wakes the engine's thread, whose report fails then
+        except BaseException as error:  # nobody takes commands any more, which `_watch` reports
+            self._raised = self._raised or error
+
+    def _watch(self) -> None:
+        """Report a failure also during a step, which may wait long for a rank that is lost."""
+        with suppress(OSError):  # nobody reads it any more
+            while not self._is_left.wait(_IDLE_SECONDS):
                 if self.failure is not None:
                     self._report()
-        self._commands.put([])  # wakes the engine's thread, whose report fails then
 
     def _take(self, command: Submission | Abort) -> None:
         with self._compiling_lock:
@@ -124,15 +138,20 @@ class EngineLoop:
             self._commands.put(command)
 
     def _constrain(self, submission: Submission) -> None:
-        """Submit those of the requests that are not aborted while their grammar is compiled, which may take seconds."""
+        """Submit those of the requests that are not aborted until their grammar is compiled, which may take seconds."""
         assert submission.grammar is not None, "others need no thread"
-        try:
-            constraint = self._compiled(submission.grammar)
-        except BaseException as error:  # their clients wait for an answer
-            finish = Finish("error", error=str(error))
-            self._commands.put([Update(request_id=request.id, finish=finish) for request in submission.requests])
-            return
+        constraint, refusal = None, ""
+        with self._compilers:
+            if not self._compiling.isdisjoint(request.id for request in submission.requests):
+                try:
+                    constraint = self._compiled(submission.grammar)
+                except BaseException as error:  # their clients wait for an answer
+                    refusal = str(error) or type(error).__name__
         with self._compiling_lock:
             wanted = [request for request in submission.requests if request.id in self._compiling]
             self._compiling.difference_update(request.id for request in wanted)
-            self._commands.put(Submission([replace(request, constraint=constraint) for request in wanted]))
+            if refusal:
+                finish = Finish("error", error=refusal)
+                self._commands.put([Update(request_id=request.id, finish=finish) for request in wanted])
+            elif wanted:
+                self._commands.put(Submission([replace(request, constraint=constraint) for request in wanted]))

@@ -84,7 +84,7 @@ def _log_to_stderr() -> None:
 
 
 class HttpServer(uvicorn.Server):
-    """uvicorn's server, which ends in order on SIGTERM, and when the engine fails."""
+    """uvicorn's server, which ends in order on ``END``, and when the engine fails."""
 
     def __init__(self, server: Server) -> None:
         super().__init__(uvicorn_config(server))
@@ -93,13 +93,16 @@ class HttpServer(uvicorn.Server):
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Handle ``END`` for as long as the server runs, and those that came before. Only a main thread can."""
+        """Handle ``END``, also one that came during the start, while the server runs. Only a main thread can."""
         if threading.current_thread() is not threading.main_thread():
             yield
             return
         signal.signal(END, self.handle_exit)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, (END,))
-        yield
+        try:
+            yield
+        finally:
+            signal.signal(END, signal.SIG_IGN)  # one more would kill the process, which ends anyway
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Refuse new requests, give unfinished ones their time, and end; a second signal ends at once."""

@@ -28,7 +28,7 @@ class Abort:
 
 @dataclass(frozen=True)
 class Report:
-    """What the engine says after each step and, while it has no work or has failed, twice a second.
+    """What the engine says after each step and, while it has no work or has failed, every half second or more often.
 
     ``statistics``: the engine's. ``step_tokens``: those of each step since the last report. ``failure``: why it can't
     answer any more.

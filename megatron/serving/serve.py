@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import functools
 import multiprocessing
 import os
 import signal
 import socket
+import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from multiprocessing import resource_tracker
 from multiprocessing.context import SpawnProcess
 from pathlib import Path
 from types import FrameType
 
-from megatron.core.inference.constrained import ConstraintCompiler
+from megatron.core.inference.constrained import Constraint, ConstraintCompiler
 from megatron.core.inference.engine import Engine
 from megatron.core.tokenizers.conversations import OWN, load_template, own_template
 from megatron.errors import ConfigError, ParallelError
@@ -28,7 +28,7 @@ from megatron.training.checkpoints.trained_model import TrainedModel
 from megatron.training.evaluation.generating import decoder_start, end_ids
 
 _ENDING = (signal.SIGTERM, signal.SIGINT)
-_SECONDS_TO_COMPILE = 60.0  # beside a busy engine, what the HTTP server has compiled in less
+_SECONDS_TO_COMPILE = 60.0  # a grammar: the HTTP server has compiled it in 5 already, but here the engine is busy
 
 
 def bound_socket(config: ServerConfig) -> socket.socket:
@@ -101,10 +101,14 @@ def start(
     engine: Engine, model: ServedModel, config: ServerConfig, listener: socket.socket, *, keys: Sequence[str] = ()
 ) -> RunningServer:
     """Start the HTTP server's process, which gets ``listener``, and the loop that runs ``engine`` for it."""
+    making, compilers = threading.Lock(), list[ConstraintCompiler]()
 
-    @functools.cache
-    def compiler() -> ConstraintCompiler:
-        return ConstraintCompiler(model.tokenizer, end_ids=model.end_ids, seconds=_SECONDS_TO_COMPILE)
+    def compiled(grammar: str) -> Constraint:
+        with making:
+            if not compilers:  # it holds the whole vocabulary, which most servers never need
+                made = ConstraintCompiler(model.tokenizer, end_ids=model.end_ids, seconds=_SECONDS_TO_COMPILE)
+                compilers.append(made)
+        return compilers[0].compiled(grammar)
 
     ours, theirs = multiprocessing.Pipe()
     http = multiprocessing.get_context("spawn").Process(
@@ -115,21 +119,20 @@ def start(
     theirs.close()  # else the end of that process would not be noticed
     listener.close()
     try:
-        ours.send(HttpParts(engine.limits, model, config, tuple(keys)))
-    except OSError:
-        pass  # it has ended, of which its exit code tells
+        with suppress(OSError):  # that process has ended already; its exit code says so
+            ours.send(HttpParts(engine.limits, model, config, tuple(keys)))
+        loop = EngineLoop(engine, ours, compiled)
+        loop.start()
     except BaseException:
-        http.kill()  # it waits for this
+        http.kill()  # nobody else ends it
         raise
-    loop = EngineLoop(engine, ours, lambda grammar: compiler().compiled(grammar))
-    loop.start()
     return RunningServer(loop, http)
 
 
 @contextmanager
 def _blocked_signals() -> Iterator[None]:
     """In the block no signal that ends a server reaches this thread or what it starts."""
-    resource_tracker.ensure_running()  # which would let them through when it is started later
+    resource_tracker.ensure_running()  # its own start, within that of the process, would unblock signals
     before = signal.pthread_sigmask(signal.SIG_BLOCK, (*_ENDING, END))
     try:
         yield
@@ -138,10 +141,11 @@ def _blocked_signals() -> Iterator[None]:
 
 
 class _Signals:
-    """In its block, SIGTERM and SIGINT are counted, and a process gets ``END`` for each of them.
+    """In its block, SIGTERM and SIGINT are counted, and the HTTP server's process gets ``END`` for each of them; two at
+    once may arrive as one.
 
-    The process itself takes neither of both: a terminal sends SIGINT to it as well, and a service manager SIGTERM, and
-    it would count each twice.
+    That process has both blocked. A terminal sends SIGINT to it as well, and a service manager SIGTERM: each signal
+    would count twice.
     """
 
     def __init__(self) -> None:
@@ -169,4 +173,5 @@ class _Signals:
         while self._process is not None and self._process.is_alive() and self._handed < self._came:
             self._handed += 1
             assert self._process.pid is not None, "it has started"
-            os.kill(self._process.pid, END)
+            with suppress(ProcessLookupError):
+                os.kill(self._process.pid, END)

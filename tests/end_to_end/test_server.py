@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import socket
 import threading
@@ -53,6 +54,10 @@ def test_a_model_is_served_until_sigterm(checkpoints: str, tmp_path: Path) -> No
         )
         assert ask(url, "/v1/completions", GREEDY).json["system_fingerprint"].startswith("iteration-10-tokenizer-")
         assert ask(url, "/health").status == 200
+        form = {"structured_outputs": {"regex": "( ?[1-3])+"}}
+        reply = ask(url, "/v1/completions", {"prompt": [1], "max_tokens": 8, **form})
+        assert reply.status == 200, reply.body
+        assert re.fullmatch("[1-3 ]+", reply.json["choices"][0]["text"])
         taken = run(SERVER, "", "--load", checkpoints, "--port", url.rpartition(":")[2], expect=2)
         assert "Address already in use; name another port" in taken
         body = {"prompt": [1], "n": 100, "max_tokens": 31, "ignore_eos": True, "stream": True}
@@ -86,7 +91,7 @@ def test_the_engine_and_http_are_two_processes_that_end_together(checkpoints: st
         http = children(process.pid)[-1]
         assert "libtorch" not in Path(f"/proc/{http}/maps").read_text()
         os.kill(http, signal.SIGKILL)
-        assert process.wait(5) == 1
+        assert process.wait(8) == 1
     assert "error: the process of the HTTP server has ended with signal 9" in (tmp_path / "log").read_text()
     with started(tmp_path / "log", "--load", checkpoints) as (process, url):
         http = children(process.pid)[-1]
@@ -102,13 +107,14 @@ def test_a_signal_to_both_processes_lets_texts_end(checkpoints: str, tmp_path: P
     """As a terminal's Ctrl-C and a service manager send it: the HTTP server counted it twice, and cut the texts. One
     that comes before it listens is not lost.
     """
-    body = {"prompt": [1], "n": 16, "max_tokens": 31, "ignore_eos": True, "stream": True}
+    body = {"prompt": [1], "n": 24, "max_tokens": 31, "ignore_eos": True, "stream": True}
     with started(tmp_path / "log", "--load", checkpoints) as (process, url), ThreadPoolExecutor(1) as clients:
         reply = clients.submit(ask, url, "/v1/completions", body)
-        time.sleep(0.1)
+        while 'generation_tokens_total{model_name="checkpoints"} 0.0' in ask(url, "/metrics").body.decode():
+            assert not reply.done()
         for each in (*children(process.pid), process.pid):
             os.kill(each, signal.SIGINT)
-        assert len(reply.result().events) > 16 * 20
+        assert len(reply.result().events) > 24 * 20
         assert process.wait(20) == 0
     with starting(tmp_path / "log", "--load", checkpoints) as process:
         while len(children(process.pid)) < 2:  # that of the HTTP server is the second

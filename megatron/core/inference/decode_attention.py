@@ -76,7 +76,7 @@ def shared_calls(
     """The calls of a step's texts. ``is_exact``: texts share a call only if they have the same number of keys, and
     always have a bias, so that bits don't depend on the other texts. ``is_alone``: each text has a call of its own.
     ``fewest``: how often a text's query is repeated in a call. ``most_copied``: texts of more keys share a call only
-    where these lie so that none is copied.
+    where these lie so that none is copied, or are scattered and so copied in any case.
     """
     groups = defaultdict[tuple[bool, int], list[int]](list)
     for number, query in enumerate(queries):

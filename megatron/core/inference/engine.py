@@ -95,7 +95,7 @@ class Engine:
 
     One thread calls it; only rank 0 has one, see ``workers``. A text depends on its own request alone. ``tokenizer``
     makes text of tokens; without it updates have tokens only. ``drafter``: guesses ``options.num_drafts`` tokens; None:
-    from the text so far. ``limits``: of its texts, none of which is longer than the cache has room for.
+    from the text so far. ``limits``: what the engine has room for.
     ``quantization``: of the model's weights, which fingerprints of answers name. ``on_step``: called with the number of
     tokens of each step before it is computed.
     """

@@ -1,4 +1,4 @@
-"""What an engine has room for, and which requests it can answer; without torch, which an HTTP server has no use for."""
+"""What an engine has room for, and which requests it can answer. No torch: the HTTP server checks requests, too."""
 
 from __future__ import annotations
 
