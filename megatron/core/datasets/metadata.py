@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
+from megatron.core.tokenizers.chat_settings import ChatSettings
 from megatron.errors import DataError, exit_code_of
 from megatron.small_files import read_json
 
@@ -56,6 +57,7 @@ class DatasetMetadata:
     num_documents: int
     max_token_id: int | None  # None: no tokens, or tokens that aren't integers
     sha256: ContentDigests | None = None
+    chat: ChatSettings | None = None  # of conversations that tools/preprocess_sft.py wrote
 
     @property
     def counts(self) -> tuple[int, int, int]:
@@ -69,7 +71,10 @@ class DatasetMetadata:
 
     def to_json(self) -> str:
         """Content of the file."""
-        return json.dumps(asdict(self), indent=2) + "\n"
+        found = asdict(self)
+        if self.chat is None:
+            del found["chat"]
+        return json.dumps(found, indent=2) + "\n"
 
     @classmethod
     def read(cls, prefix: str) -> DatasetMetadata | None:
