@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 
 from megatron.core.tokenizers.base import Tokenizer, encoded_texts
 from megatron.core.tokenizers.huggingface import special_tokens
+from megatron.core.tokenizers.messages import NoText, normalized_messages, normalized_tools
 from megatron.core.tokenizers.rust import RustTokenizer
 from megatron.errors import ConfigError, DataError
 from megatron.small_files import read_json, read_text
@@ -122,10 +123,8 @@ class ChatTemplate:
 
         Raises DataError for a conversation that the template rejects, and for one whose answers can't be located.
         """
-        messages = record.get("messages")
-        if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
-            raise DataError('"messages" is not a list of objects')
-        variables = {name: record.get(name) for name in ("tools", "documents")}
+        messages = normalized_messages(record.get("messages"))
+        variables = {"tools": normalized_tools(record.get("tools")), "documents": record.get("documents")}
         if self.marks_answers:
             return self._cut(self._write(messages, variables))
         return self._compared(messages, variables)
@@ -133,14 +132,16 @@ class ChatTemplate:
     def prompt(self, messages: Sequence[Any], *, begin_answer: bool, variables: Mapping[str, Any]) -> str:
         """The text that a model continues: a conversation and, with ``begin_answer``, the beginning of its answer.
 
-        ``variables``: what else the template may use. Raises DataError for a conversation that the template rejects.
+        ``messages`` are as clients and data sets write them. ``variables``: what else the template may use. Raises
+        DataError for messages that can't be read, and for a conversation that the template rejects.
         """
-        text = self._write(messages, variables, prompt=begin_answer)
+        text = self._write(normalized_messages(list(messages)), variables, prompt=begin_answer)
         return text.replace(self._begin, "").replace(self._end, "")
 
     def _write(self, messages: Sequence[Any], variables: Mapping[str, Any], *, prompt: bool = False) -> str:
         settings = {"tools": None, "documents": None, **variables, **self.tokens}
-        settings |= {"messages": messages, "add_generation_prompt": prompt}
+        written = [{**each, "content": NoText()} if each["content"] is None else each for each in messages]
+        settings |= {"messages": written, "add_generation_prompt": prompt}
         try:
             text: str = self._template.render(settings)
         except Exception as error:  # templates may raise anything
@@ -206,6 +207,7 @@ def _compiled(source: str, begin: str, end: str) -> Any:
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[Generation, "jinja2.ext.loopcontrols"]
     )
+    environment.tests["none"] = lambda value: value is None or isinstance(value, NoText)
     environment.filters["tojson"] = lambda value, **options: json.dumps(value, **{"ensure_ascii": False, **options})
     environment.globals["raise_exception"] = refuse
     environment.globals["strftime_now"] = lambda words: datetime.now().strftime(words)

@@ -106,7 +106,7 @@ def test_what_a_template_refuses_is_a_bad_line(folder: Path) -> None:
         encoded(folder, LLAMA, {"messages": [{"role": "system", "content": "x"}]})
     with pytest.raises(DataError, match="nothing to learn: the chat template writes no answer"):
         encoded(folder, CHATML, {"messages": MESSAGES[:1]})
-    with pytest.raises(DataError, match='"messages" is not a list of objects'):
+    with pytest.raises(DataError, match=r'messages\[0\] is "hello"; it must be an object'):
         encoded(folder, CHATML, {"messages": ["hello"]})
     with pytest.raises(DataError, match=r"holds \\ud800, an unpaired surrogate"):
         encoded(folder, CHATML, {"messages": [{"role": "assistant", "content": "\ud800"}]})
