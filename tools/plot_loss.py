@@ -1,4 +1,7 @@
-"""Draw the training and validation loss of one run or several: from TensorBoard folders, or from log files."""
+"""Draw the training and validation loss of one run or several: from TensorBoard folders, or from log files.
+
+With --curve another curve of TensorBoard folders, such as moe/max_violation.
+"""
 
 from __future__ import annotations
 
@@ -43,8 +46,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("runs", nargs="+", metavar="RUN", help="a TensorBoard folder or a log file")
     parser.add_argument("--output", default="loss.png", help="picture to write: .png, .svg or .pdf (default: loss.png)")
     parser.add_argument("--title", help="line above the plot")
+    parser.add_argument("--curve", metavar="NAME", help="another curve than the loss, by its name in TensorBoard")
     arguments = parser.parse_args(argv)
-    runs = [read_losses(Path(run)) for run in arguments.runs]
+    runs = [read_losses(Path(run), name=arguments.curve) for run in arguments.runs]
     draw(runs, Path(arguments.output), title=arguments.title)
     for run in runs:
         print(f"{run.label}: {summary(run)}")
@@ -52,11 +56,16 @@ def main(argv: list[str] | None = None) -> int:
     return 0
 
 
-def read_losses(path: Path) -> Losses:
-    """Losses of the run whose events or log are at ``path``; raises DataError when there are none."""
+def read_losses(path: Path, *, name: str | None = None) -> Losses:
+    """Losses of the run whose events or log are at ``path``, or its curve of that ``name``.
+
+    Raises DataError when it has none, ConfigError for a curve of a log file.
+    """
     if not path.exists():
         raise DataError(f"{path} does not exist; give a --tensorboard-dir folder or a file with the log of a run")
-    losses = read_events(path) if path.is_dir() else read_log(path)
+    if name is not None and not path.is_dir():
+        raise ConfigError(f"--curve {name} is read from TensorBoard's events and {path} is a file; give the folder")
+    losses = read_events(path, name=name) if path.is_dir() else read_log(path)
     if not losses.train:
         kind = "TensorBoard events" if path.is_dir() else "log lines"
         raise DataError(
@@ -77,8 +86,11 @@ def read_log(path: Path) -> Losses:
     return losses
 
 
-def read_events(path: Path) -> Losses:
-    """Losses from a folder of TensorBoard events: the first curve whose name ends in ``loss``."""
+def read_events(path: Path, *, name: str | None = None) -> Losses:
+    """Losses from a folder of TensorBoard events: the first curve whose name ends in ``loss``, or the one named.
+
+    Raises DataError for a name that the folder lacks.
+    """
     try:
         from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
     except ModuleNotFoundError:
@@ -88,7 +100,9 @@ def read_events(path: Path) -> Losses:
     events = EventAccumulator(str(path), size_guidance={"scalars": 0}).Reload()
     tags = events.Tags()["scalars"]
     losses = Losses(path.name)
-    names = [tag for tag in tags if tag.endswith("loss")]
+    names = [tag for tag in tags if (tag.endswith("loss") if name is None else tag == name)]
+    if name is not None and not names:
+        raise DataError(f"{path} has no curve {name}; it has {', '.join(sorted(tags)) or 'none'}")
     if names:
         losses.name = "lm loss" if "lm loss" in names else names[0]
         losses.train = {event.step: event.value for event in events.Scalars(losses.name)}
@@ -118,7 +132,8 @@ def draw(runs: list[Losses], output: Path, *, title: str | None = None) -> None:
         _draw_run(axes, run, color=color, validation_color=other, prefix="" if len(runs) == 1 else f"{run.label}: ")
     axes.set_xlim(left=0)
     axes.margins(x=0.02)
-    style(axes, x="iteration", y=f"{runs[0].name} (nats per token)", title=title)
+    unit = " (nats per token)" if runs[0].name.endswith("loss") else ""
+    style(axes, x="iteration", y=runs[0].name + unit, title=title)
     legend(axes)
     save(axes, output)
 

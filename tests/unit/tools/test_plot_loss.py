@@ -71,6 +71,17 @@ def test_reads_training_and_validation_losses(source: str, request: pytest.Fixtu
     assert (losses.name, losses.train, losses.validation) == ("lm loss", TRAIN, VALIDATION)
 
 
+def test_another_curve_is_read_by_its_name(events: Path, log: Path) -> None:
+    """How evenly experts are used is a curve of TensorBoard alone; a name that isn't there never draws another."""
+    rates = read_losses(events, name="learning-rate")
+    assert rates.name == "learning-rate" and not rates.validation
+    assert rates.train == pytest.approx(dict.fromkeys(TRAIN, 1e-3))
+    with pytest.raises(DataError, match="has no curve moe/max_violation; it has .*learning-rate"):
+        read_losses(events, name="moe/max_violation")
+    with pytest.raises(ConfigError, match="--curve learning-rate is read from TensorBoard's events"):
+        read_losses(log, name="learning-rate")
+
+
 def test_draws_several_runs_into_one_picture(
     log: Path, events: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
