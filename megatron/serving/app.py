@@ -30,9 +30,10 @@ from megatron.serving.completions import CompletionAnswer, read_completion
 from megatron.serving.engine_client import EngineClient
 from megatron.serving.errors import ApiError
 from megatron.serving.generating import Answer, ApiCall, results, usage
+from megatron.serving.hints import hint_of_path
 from megatron.serving.megatron_api import answer_of, read_megatron
 from megatron.serving.metrics import Metrics
-from megatron.serving.middleware import CLIENT_LEFT, Keys, RequestIds, read_body
+from megatron.serving.middleware import CLIENT_LEFT, Keys, OneLength, RequestIds, read_body
 from megatron.serving.model import ServedModel
 from megatron.serving.openapi import document
 from megatron.serving.responses import EventStream, error_response, json_response, watched
@@ -73,7 +74,7 @@ class Server:
     @cached_property
     def app(self) -> Starlette:
         """The ASGI application."""
-        middleware = [Middleware(RequestIds, log=not self.config.no_access_log)]
+        middleware = [Middleware(RequestIds, log=not self.config.no_access_log), Middleware(OneLength)]
         if self.config.allowed_origins:
             middleware.append(
                 Middleware(
@@ -163,7 +164,8 @@ class Server:
         await asyncio.to_thread(self.engine.check, call.requests[:: call.choices])
 
     async def _megatron(self, request: HttpRequest) -> ASGIApp:
-        body = await self._body(request)
+        # Everybody's line for curl names no content type; a web page must ask before it sends a PUT.
+        body = await self._body(request, any_type=request.method == "PUT")
         call = await asyncio.to_thread(read_megatron, body, self.model, id=request.state.id)
         request.state.quiet = call.fields["no_log"]
         return json_response(answer_of(await self._results(request, call), call, self.model))
@@ -208,16 +210,18 @@ class Server:
     async def _page(self, request: HttpRequest) -> ASGIApp:
         return FileResponse(PAGE, media_type="text/html", headers={"cache-control": "no-cache"})
 
-    async def _body(self, request: HttpRequest) -> dict[str, Any]:
+    async def _body(self, request: HttpRequest, *, any_type: bool = False) -> dict[str, Any]:
         most = self.config.max_body_size_mb << 20
-        return await read_body(request, most_bytes=most, seconds=self.config.client_timeout)
+        return await read_body(request, most_bytes=most, seconds=self.config.client_timeout, any_type=any_type)
 
     async def _no_such_page(self, request: HttpRequest, error: Exception) -> Response:
         assert isinstance(error, HTTPException), "it is registered for these"
         paths = [path for paths, _, _ in self.endpoints() for path in paths]
         if error.status_code == 404:
             path = request.url.path[:100]
-            message = f"there is no page {path!r}{did_you_mean(path, paths)}; /openapi.json lists them"
+            hint = hint_of_path(path)
+            listed = f": {hint}" if hint else f"{did_you_mean(path, paths)}; /openapi.json lists them"
+            message = f"there is no page {path!r}{listed}"
         else:
             allowed = (error.headers or {}).get("Allow", "")
             message = f"{request.method[:20]} {request.url.path[:100]}: {error.detail}; it takes {allowed}"

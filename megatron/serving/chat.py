@@ -12,7 +12,6 @@ from megatron.serving.fields import CHAT, read_fields
 from megatron.serving.generating import Answer, ApiCall, api_call, check_together, ending
 from megatron.serving.model import ServedModel
 from megatron.serving.token_texts import TokenTexts, finite
-from megatron.small_files import shown
 
 
 def read_chat(body: Mapping[str, Any], model: ServedModel) -> dict[str, Any]:
@@ -31,6 +30,12 @@ def read_chat(body: Mapping[str, Any], model: ServedModel) -> dict[str, Any]:
         raise ApiError("max_tokens is 0; it must be 1 or more", param="max_tokens")
     if fields["top_logprobs"] and not fields["logprobs"]:
         raise ApiError("top_logprobs need logprobs: true", param="top_logprobs")
+    for listed, choice in (("tools", "tool_choice"), ("functions", "function_call")):
+        if fields[listed] and fields[choice] != "none":
+            raise ApiError(
+                f'this server calls no {listed}: leave out {listed}, or send {choice}: "none" with them',
+                param=listed,
+            )
     check_together(fields, choices=fields["n"])
     return fields
 
@@ -39,7 +44,6 @@ async def conversation_ids(fields: Mapping[str, Any], model: ServedModel, *, tru
     """Token ids of the ``messages`` as the chat template writes them. Raises ApiError."""
     if fields["continue_final_message"]:
         model.check_continues("continue_final_message goes on with a message", param="continue_final_message")
-    messages = [with_text(message, number) for number, message in enumerate(fields["messages"])]
     if fields["chat_template"] is not None and not trust_templates:
         raise ApiError(
             "chat_template: this server uses its own template alone (--trust-request-chat-template would change that)",
@@ -69,7 +73,7 @@ async def conversation_ids(fields: Mapping[str, Any], model: ServedModel, *, tru
                 param="chat_template_kwargs",
             )
     text = await model.templates.write(
-        messages,
+        fields["messages"],
         source=fields["chat_template"],
         begin_answer=fields["add_generation_prompt"] is not False,
         continue_last=fields["continue_final_message"],
@@ -81,18 +85,6 @@ async def conversation_ids(fields: Mapping[str, Any], model: ServedModel, *, tru
 def chat_call(fields: Mapping[str, Any], ids: list[int], model: ServedModel, *, id: str) -> ApiCall:
     """The engine's requests for a conversation of token ids. Raises ApiError."""
     return api_call(model, fields, id=id, prompts={"the conversation": ids}, param="messages", choices=fields["n"])
-
-
-def with_text(message: Mapping[str, Any], number: int) -> dict[str, Any]:
-    """A message whose parts are joined. Without content, which an assistant's may lack, it has the empty text."""
-    content = message.get("content")
-    if content is None and message["role"] != "assistant":
-        raise ApiError(
-            f"messages[{number}] of the role {shown(message['role'])} has no content; only an assistant's may lack it",
-            param="messages",
-        )
-    joined = content if isinstance(content, str) else "".join(part["text"] for part in content or ())
-    return {**message, "content": joined}
 
 
 @dataclass

@@ -8,6 +8,7 @@ from typing import Any
 
 from megatron.config.suggestions import did_you_mean
 from megatron.serving.errors import ApiError
+from megatron.serving.hints import hint_of_field
 from megatron.serving.schema import Schema, checked, words
 from megatron.small_files import shown
 
@@ -58,10 +59,20 @@ PROMPT: Schema = {
 }
 _CONTENT_PART = {
     "type": "object",
-    "properties": {"type": {"enum": ["text"], "x-refusal": "this model reads text alone"}, "text": _TEXT},
-    "required": ["type", "text"],
+    "properties": {
+        "type": {
+            "enum": ["text", "input_text", "output_text", "refusal"],
+            "x-refusal": "this model reads text alone",
+        },
+        "text": _TEXT,
+        "refusal": _TEXT,  # of an assistant's part of this type
+        "cache_control": _OBJECT,  # for servers that are told what to keep; this one finds equal beginnings itself
+        "annotations": {"type": "array", "items": _OBJECT},
+    },
+    "required": ["type"],
     "additionalProperties": False,
 }
+_TOOLS = {"type": "array", "items": _OBJECT, "maxItems": 1000}
 MESSAGES: Schema = {
     "type": "array",
     "minItems": 1,
@@ -319,9 +330,9 @@ CHAT = (
     Field("parallel_tool_calls", _SWITCH, "Accepted without effect; no tools are called."),
     Field("prompt_cache_key", _WORD, "Accepted without effect: prompts with equal beginnings share their cache."),
     Field("safety_identifier", _WORD, "Who asks; accepted without effect."),
-    _refused("tools", "this server calls no tools, so leave them out", []),
+    Field("tools", _TOOLS, "Needs tool_choice none: no tools are called, and the template isn't told of them.", []),
     _refused("tool_choice", "this server calls no tools, so leave it out", "none", "auto"),
-    _refused("functions", "this server calls no functions, so leave them out", []),
+    Field("functions", _TOOLS, "Needs function_call none: no functions are called.", []),
     _refused("function_call", "this server calls no functions, so leave it out", "none", "auto"),
     _refused("modalities", 'this model writes text alone: ["text"]', ["text"]),
     _refused("audio", "this model writes text alone, so leave it out"),
@@ -356,8 +367,9 @@ def read_fields(body: Mapping[str, Any], table: Sequence[Field]) -> dict[str, An
     names = [field.name for field in table]
     for name in body:
         if name not in names:
+            hint = hint_of_field(name, names) or f"{did_you_mean(name, names)}; /openapi.json lists them"
             raise ApiError(
-                f"{shown(name)} is not a field of this request{did_you_mean(name, names)}; /openapi.json lists them",
+                f"{shown(name)} is not a field of this request{hint}",
                 param=name[:60],
                 code="unknown_field",
             )

@@ -91,12 +91,43 @@ class Keys:
         return scheme.lower() == "bearer" and any(found)
 
 
-async def read_body(request: HttpRequest, *, most_bytes: int, seconds: float) -> dict[str, Any]:
-    """The JSON object in a request's body. Raises ApiError for a body that is none, too large, or too slow."""
+class OneLength:
+    """Refuses requests whose body has two lengths, or one that a proxy in front may read in another way.
+
+    Such a proxy takes the end of the body for another client's request.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass on a request with one length."""
+        headers = Headers(scope=scope) if scope["type"] == "http" else {}
+        if "transfer-encoding" not in headers:
+            await self._app(scope, receive, send)
+            return
+        if "content-length" in headers:
+            message = "the request has both Content-Length and Transfer-Encoding: send one of them"
+        elif scope["http_version"] == "1.0":
+            message = "the request has Transfer-Encoding, which HTTP/1.0 doesn't know: send Content-Length"
+        else:
+            await self._app(scope, receive, send)
+            return
+        await error_response(ApiError(message, headers=_CLOSE), scope)(scope, receive, send)
+
+
+async def read_body(request: HttpRequest, *, most_bytes: int, seconds: float, any_type: bool = False) -> dict[str, Any]:
+    """The JSON object in a request's body, whatever its content type with ``any_type``.
+
+    Raises ApiError for a body that is none, too large, or too slow.
+    """
     kind = request.headers.get("content-type", "")
-    if kind.partition(";")[0].strip().lower() != "application/json":
+    if not any_type and kind.partition(";")[0].strip().lower() != "application/json":
+        default = ", which curl sends unless told otherwise" if "x-www-form-urlencoded" in kind else ""
         raise ApiError(
-            f"the content type is {kind[:100]!r}; send the header Content-Type: application/json", status=415
+            f"the content type is {kind[:100]!r}{default}; send the header Content-Type: application/json (curl: "
+            "-H 'Content-Type: application/json')",
+            status=415,
         )
     if (coding := request.headers.get("content-encoding", "identity").lower()) != "identity":
         raise ApiError(f"the content encoding {coding[:100]!r} is not read; send the body as it is", status=415)

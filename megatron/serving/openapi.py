@@ -71,10 +71,11 @@ def document(*, has_keys: bool) -> dict[str, Any]:
 
 
 def body_schema(table: Sequence[Field]) -> dict[str, Any]:
-    """The JSON Schema of a body: null is as good as absent, but for fields that are required."""
+    """The JSON Schema of a body: null is as good as absent, at any depth, but for fields that are required."""
     properties = {}
     for field in table:
-        schema = dict(field.schema) if field.required else {"anyOf": [field.schema, {"type": "null"}]}
+        schema = _with_nulls(field.schema)
+        schema = schema if field.required else _or_null(schema)
         default = {} if field.default is None else {"default": field.default}
         properties[field.name] = {**schema, "description": field.about, **default}
     return {
@@ -83,6 +84,24 @@ def body_schema(table: Sequence[Field]) -> dict[str, Any]:
         "required": [field.name for field in table if field.required],
         "additionalProperties": False,
     }
+
+
+def _with_nulls(schema: Mapping[str, Any]) -> dict[str, Any]:
+    """``schema`` whose objects may have null in place of any property that they may lack."""
+    found = dict(schema)
+    if "anyOf" in found:
+        found["anyOf"] = [_with_nulls(each) for each in found["anyOf"]]
+    if "items" in found:
+        found["items"] = _with_nulls(found["items"])
+    if "properties" in found:
+        parts = {name: _with_nulls(each) for name, each in found["properties"].items()}
+        required = found.get("required", ())
+        found["properties"] = {name: each if name in required else _or_null(each) for name, each in parts.items()}
+    return found
+
+
+def _or_null(schema: Mapping[str, Any]) -> dict[str, Any]:
+    return {"anyOf": [schema, {"type": "null"}]}
 
 
 def _answer(*names: str) -> dict[str, Any]:

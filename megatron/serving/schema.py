@@ -129,6 +129,7 @@ def _check_text(value: str, schema: Schema, name: str) -> None:
 def _checked_object(value: dict[str, Any], schema: Schema, name: str) -> dict[str, Any]:
     known: Schema = schema.get("properties", {})
     others = schema.get("additionalProperties", True)
+    required = schema.get("required", ())
     found = {}
     for key, each in value.items():
         place = f"{name}.{key[:60]}"
@@ -138,9 +139,11 @@ def _checked_object(value: dict[str, Any], schema: Schema, name: str) -> dict[st
                 f"{name} has {shown(key)}{did_you_mean(key, known)}, and can have only {', '.join(known)}",
                 param=_field_of(name),
             )
+        if each is None and key in known and key not in required:  # as good as absent
+            continue
         part = known.get(key, others)
         found[key] = each if part is True else checked(each, part, place)
-    for key in schema.get("required", ()):
+    for key in required:
         if key not in found:
             raise ApiError(
                 f"{name} has no {key}; it must have {' and '.join(schema['required'])}", param=_field_of(name)

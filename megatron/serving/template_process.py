@@ -12,6 +12,7 @@ from functools import lru_cache
 from typing import Any
 
 from megatron.core.tokenizers.conversations import ChatTemplate
+from megatron.core.tokenizers.messages import normalized_messages
 from megatron.errors import MegatronError
 
 _MOST_MEMORY = 2 << 30
@@ -33,7 +34,7 @@ def answered(asked: dict[str, Any]) -> dict[str, str]:
     except MemoryError:
         return {"error": f"the chat template needs more than {_MOST_MEMORY >> 30} GiB"}
     if asked["continue_last"]:
-        last = str(asked["messages"][-1]["content"]).strip()
+        last = (normalized_messages(asked["messages"])[-1]["content"] or "").strip()
         start = text.rfind(last)
         if start < 0:
             return {"error": "the chat template doesn't write the last message as it is, so it cannot be continued"}

@@ -92,13 +92,18 @@ TOGETHER: list[tuple[str, dict[str, Any], str, str]] = [
     (COMPLETIONS, {"prompt": "a", "use_beam_search": True, "stop": "b"}, "stop", "end with tokens (stop_token_ids)"),
     (COMPLETIONS, {"prompt": "a", "length_penalty": 2}, "length_penalty", "no effect without use_beam_search"),
     (CHATS, {"messages": []}, "messages", "1 to 10,000 items"),
-    (CHATS, {"messages": [{"role": "user"}]}, "messages", "no content"),
     (CHATS, {"messages": [{"content": "a"}]}, "messages", "no role"),
     (CHATS, {"messages": [{"role": "user", "content": 5}]}, "messages", "must be a text"),
     (CHATS, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages", "reads text alone"),
-    (CHATS, {"tools": [{}]}, "tools", "calls no tools"),
+    (CHATS, {"tools": [{}]}, "tools", 'calls no tools: leave out tools, or send tool_choice: "none"'),
+    (CHATS, {"tools": [{}], "tool_choice": "auto"}, "tools", "calls no tools"),
     (CHATS, {"tool_choice": "required"}, "tool_choice", "calls no tools"),
-    (CHATS, {"functions": [{}]}, "functions", "calls no functions"),
+    (CHATS, {"functions": [{}]}, "functions", "calls no functions: leave out functions, or send function_call"),
+    (COMPLETIONS, {"prompt": "a", "guided_json": {}}, "guided_json", 'send structured_outputs: {"json": SCHEMA}'),
+    (COMPLETIONS, {"prompt": "a", "max_new_tokens": 5}, "max_new_tokens", "; send max_tokens"),
+    (COMPLETIONS, {"messages": []}, "messages", "/v1/chat/completions takes them"),
+    (CHATS, {"prompt": "a"}, "prompt", "/v1/completions takes it"),
+    (CHATS, {"extra_body": {}}, "extra_body", "sends what is in it as fields"),
     (CHATS, {"audio": {}}, "audio", "text alone"),
     (CHATS, {"modalities": ["audio"]}, "modalities", "text alone"),
     (CHATS, {"reasoning_effort": "high"}, "reasoning_effort", "control reasoning"),
@@ -164,6 +169,81 @@ def refused(running: Running, path: str, body: bytes, headers: dict[str, str] | 
     assert set(reply.json["error"]) == {"message", "type", "param", "code"}, place
     assert len(reply.message) > 10 and "Traceback" not in reply.message and "Error(" not in reply.message, place
     return reply
+
+
+NULLS: list[tuple[str, dict[str, Any]]] = [
+    (COMPLETIONS, {"stream": True, "stream_options": {"include_usage": None, "continuous_usage_stats": None}}),
+    (COMPLETIONS, {"response_format": {"type": "text", "json_schema": None}}),
+    (COMPLETIONS, {"response_format": {"type": "json_object", "json_schema": None}}),
+    (
+        COMPLETIONS,
+        {
+            "response_format": {
+                "type": "json_schema",
+                "json_schema": {"name": "x", "strict": None, "description": None, "schema": {"type": "object"}},
+            }
+        },
+    ),
+    (COMPLETIONS, {"structured_outputs": {"json": None, "regex": "[ab]", "choice": None, "grammar": None}}),
+    ("/tokenize", {"add_special_tokens": None, "messages": None}),
+]
+
+
+def test_nulls_at_any_depth_are_as_good_as_absent(running: Running) -> None:
+    """Clients write what they don't use as null, also within fields: such requests got a 400."""
+    pytest.importorskip("llguidance", reason="the extra constrained is not installed")
+    for path, fields in NULLS:
+        reply = ask(running.url, path, {"prompt": "a", **fields})
+        assert reply.status == 200, (fields, reply.body)
+    required = {"response_format": {"type": "json_schema", "json_schema": {"schema": None}}}
+    assert (
+        "schema is null; it must be an object"
+        in refused(running, COMPLETIONS, json.dumps({"prompt": "a", **required}).encode()).message
+    )
+
+
+def test_well_known_paths_say_what_works(running: Running) -> None:
+    """/v1/responses was a 404 that named nothing."""
+    for path, words in (
+        ("/v1/responses", "POST /v1/chat/completions answers a conversation: put the text of input into messages"),
+        ("/v1/embeddings", "generates text alone"),
+        ("/generate", "PUT /api"),
+        ("/v1/completion", "did you mean /v1/completions?"),
+        ("/nothing/like/it", "/openapi.json lists them"),
+    ):
+        reply = ask(running.url, path, {})
+        assert reply.status == 404 and words in reply.message, (path, reply.message)
+
+
+def test_everybodys_line_for_curl(running: Running) -> None:
+    """curl names a form as the content type unless it is told otherwise: the line of Megatron-LM's users got a 415."""
+    form = {"content-type": "application/x-www-form-urlencoded"}
+    body = {"prompts": ["Hello world"], "tokens_to_generate": 1}
+    assert ask(running.url, API, body, method="PUT", headers=form).status == 200
+    for path, method in ((API, "POST"), (COMPLETIONS, "POST")):
+        reply = ask(running.url, path, body, method=method, headers=form)
+        assert reply.status == 415, path
+        assert "which curl sends unless told otherwise" in reply.message, reply.message
+        assert "-H 'Content-Type: application/json'" in reply.message, reply.message
+
+
+def test_a_body_has_one_length(running: Running) -> None:
+    """A proxy that believes Content-Length lets in a hidden request after a body that Transfer-Encoding ends."""
+    host = running.url.removeprefix("http://")
+    hidden = f"GET /version HTTP/1.1\r\nHost: {host}\r\n\r\n"
+    start = f"POST /v1/completions HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\n"
+    old = start.replace("HTTP/1.1", "HTTP/1.0") + "Transfer-Encoding: chunked\r\n\r\n"
+    both = start + f"Content-Length: {len(hidden) + 5}\r\nTransfer-Encoding: chunked\r\n\r\n"
+    for asked, words in (
+        (both + "0\r\n\r\n" + hidden, "both Content-Length and Transfer-Encoding"),
+        (both.replace("Content-Length: ", "content-length:") + "0\r\n\r\n" + hidden, "both Content-Length and"),
+        (old + "0\r\n\r\n" + hidden, "HTTP/1.0 doesn't know"),
+    ):
+        with socket.create_connection(host.split(":"), timeout=10) as connection:
+            connection.sendall(asked.encode())
+            answer = b"".join(iter(lambda: connection.recv(65536), b""))  # until the server closes
+        assert answer.startswith(b"HTTP/1.1 400 "), answer[:200]
+        assert words.encode() in answer and answer.count(b"HTTP/1.1 ") == 1, answer
 
 
 def test_each_field_refuses_what_it_cannot_be(running: Running) -> None:

@@ -57,6 +57,47 @@ def test_a_conversation_is_the_text_that_the_template_writes() -> None:
         assert counted["count"] == len(counted["token_strs"])
 
 
+CALLS = (
+    "{% for message in messages %}{{ message.role }}:{% if message.tool_calls %}{% for call in message.tool_calls %}"
+    "{{ call.function.name }}({{ call.function.arguments | tojson }}){% endfor %}{% else %}{{ message.content }}"
+    "{% endif %}{% if message.name is defined %}!{% endif %};{% endfor %}"
+)
+
+
+def written(running: Running, **fields: Any) -> str:
+    """What the template writes of a conversation."""
+    reply = ask(running.url, "/v1/chat/completions", {"max_tokens": 1, "return_token_ids": True, **fields})
+    assert reply.status == 200, reply.body
+    return str(ask(running.url, "/detokenize", {"tokens": reply.json["choices"][0]["prompt_token_ids"]}).json["prompt"])
+
+
+def test_messages_as_clients_write_them() -> None:
+    """The text of an assistant with tool_calls: null was lost, and arguments reached the template as JSON text."""
+    from megatron.serving.templates import Templates
+
+    unused = {"refusal": None, "audio": None, "function_call": None, "tool_calls": None, "name": None}
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"a": 3, "b": "x"}'}}
+    parts = [{"type": "text", "text": "a", "cache_control": {"type": "ephemeral"}}, {"type": "refusal", "refusal": "b"}]
+    user = {"role": "user", "content": "hi"}
+    with served(templates=Templates(CALLS, {})) as running:
+        for message, text in (
+            ({"role": "assistant", "content": "yo", **unused}, "assistant:yo;"),
+            ({"role": "assistant", "content": "yo", "tool_calls": []}, "assistant:yo;"),
+            ({"role": "assistant", "content": None, "tool_calls": [call]}, 'assistant:f({"a": 3, "b": "x"});'),
+            ({"role": "tool", "content": "7", "tool_call_id": "1"}, "tool:7;"),
+            ({"role": "assistant", "content": parts}, "assistant:ab;"),
+        ):
+            assert written(running, messages=[user, message]) == f"user:hi;{text}"
+        last = [user, {"role": "assistant", "content": parts}]
+        assert written(running, messages=last, continue_final_message=True) == "user:hi;assistant:ab"
+        tools = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
+        assert written(running, messages=[user], tools=tools, tool_choice="none") == "user:hi;"
+        wrong = {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}
+        refusal = ask(running.url, PATH, {"messages": [user, wrong]})
+        assert (refusal.status, refusal.json["error"]["param"]) == (400, "messages"), refusal.body
+        assert "messages[1].tool_calls[0].function.arguments" in refusal.message
+
+
 def test_variables_that_the_template_has_already_are_refused_by_name() -> None:
     """They had no effect, and nobody said so. Content may be missing in an assistant's message alone."""
     with with_template() as running:
