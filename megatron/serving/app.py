@@ -147,7 +147,7 @@ class Server:
         if call.fields["stream"]:
             await self._check(call)
             seconds = self.config.request_timeout
-            opened = self.engine.open(call.requests, grammar=call.grammar)
+            opened = self.engine.open(call.requests, grammar=call.grammar, form=call.form)
             return EventStream(opened, lambda stream: _frames(stream, call, answer), seconds)
         return json_response(answer.whole(await self._results(request, call)))
 
@@ -155,7 +155,7 @@ class Server:
         await self._check(call)
         seconds = self.config.request_timeout
         with (
-            self.engine.open(call.requests, grammar=call.grammar, is_live=False) as stream,
+            self.engine.open(call.requests, grammar=call.grammar, form=call.form, is_live=False) as stream,
             watched(stream, request.receive, seconds=seconds),
         ):
             return await results(stream, call.requests)

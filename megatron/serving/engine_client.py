@@ -87,16 +87,21 @@ class EngineClient:
 
     @contextmanager
     def open(
-        self, requests: Sequence[Request], *, grammar: str | None = None, is_live: bool = True
+        self,
+        requests: Sequence[Request],
+        *,
+        grammar: str | None = None,
+        form: str | None = None,
+        is_live: bool = True,
     ) -> Iterator[Stream]:
-        """The stream of checked ``requests``, whose answers follow ``grammar``; those that are unfinished at the end of
-        the block are aborted.
+        """The stream of checked ``requests``, whose answers follow ``grammar`` of the field ``form``; those that are
+        unfinished at the end of the block are aborted.
 
         Raises ApiError for more requests than the queue ever has room for (400), when it has no room now (429), and
         when the engine is gone or about to end (503).
         """
         self._check_room(len(requests))
-        stream, now = Stream(len(requests), is_live), time.monotonic()
+        stream, now = Stream(len(requests), is_live, form), time.monotonic()
         for request in requests:
             self._open[request.id] = Progress(stream, now, len(request.encoder_prompt or request.prompt))
         try:

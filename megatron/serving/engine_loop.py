@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import queue
 import threading
+from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -11,11 +12,13 @@ from multiprocessing.connection import Connection
 
 from megatron.core.inference.constrained import Constraint
 from megatron.core.inference.engine import Engine
-from megatron.core.inference.request import Finish, Update
+from megatron.core.inference.request import Finish, Request, Update
+from megatron.errors import MegatronError
 from megatron.serving.messages import Abort, Report, Submission
 
 _IDLE_SECONDS = 0.5
-_COMPILERS = 4  # grammars at once
+_COMPILERS = 2  # grammars at once
+_TOKENS_AT_ONCE = 1 << 15  # of prompts that the engine takes before a step: neighbours wait for no more of them
 _Command = Submission | Abort | list[Update]
 """For the engine's thread; updates are of requests that never reach the engine."""
 
@@ -29,6 +32,7 @@ class EngineLoop:
     def __init__(self, engine: Engine, connection: Connection, compiled: Callable[[str], Constraint]) -> None:
         self.engine, self._connection, self._compiled = engine, connection, compiled
         self._commands = queue.SimpleQueue[_Command]()
+        self._arrived = deque[Request]()  # which the engine takes before one of the next steps
         self._compiling = set[str]()  # requests whose grammar is being compiled, and which nobody has aborted
         self._compiling_lock, self._sending_lock = threading.Lock(), threading.Lock()
         self._compilers = threading.Semaphore(_COMPILERS)
@@ -71,7 +75,7 @@ class EngineLoop:
 
     def _next_commands(self) -> list[_Command]:
         """Those that have come; without work, wait a little for one."""
-        found, block = list[_Command](), self.failure is not None or not self.engine.has_work
+        found, block = list[_Command](), self.failure is not None or not (self.engine.has_work or self._arrived)
         while True:
             try:
                 found.append(self._commands.get(block=block, timeout=_IDLE_SECONDS))
@@ -88,18 +92,32 @@ class EngineLoop:
             for command in commands:
                 match command:
                     case Submission(requests):
-                        for request in requests:
-                            self.engine.submit(request)
+                        self._arrived += requests
                     case Abort(request_ids):
                         for request_id in request_ids:
                             self.engine.abort(request_id)
+                        self._arrived = deque(each for each in self._arrived if each.id not in request_ids)
                     case _:
                         updates += command
+            updates += self._submitted()
             if self.engine.has_work:
                 updates += self.engine.step()
         except BaseException as error:  # whatever ends the engine must be said
             self._raised = self._raised or error
         return updates
+
+    def _submitted(self) -> list[Update]:
+        """Give the engine requests that have arrived, a few at once. Returns the ends of those that it can't take."""
+        ended, tokens = list[Update](), 0
+        while self._arrived and tokens < _TOKENS_AT_ONCE:
+            request = self._arrived.popleft()
+            tokens += len(request.prompt) + len(request.encoder_prompt)
+            try:
+                self.engine.submit(request)
+            except Exception as error:  # the request's own: such as a text that the tokenizer can't write
+                finish = Finish("error", error=str(error) or type(error).__name__, is_refusal=_is_refusal(error))
+                ended.append(Update(request_id=request.id, finish=finish))
+        return ended
 
     def _report(self, updates: Sequence[Update] = (), step_tokens: Sequence[int] = ()) -> None:
         failure = None if self.failure is None else str(self.failure)
@@ -140,18 +158,23 @@ class EngineLoop:
     def _constrain(self, submission: Submission) -> None:
         """Submit those of the requests that are not aborted until their grammar is compiled, which may take seconds."""
         assert submission.grammar is not None, "others need no thread"
-        constraint, refusal = None, ""
+        constraint, refusal, is_refusal = None, "", False
         with self._compilers:
             if not self._compiling.isdisjoint(request.id for request in submission.requests):
                 try:
                     constraint = self._compiled(submission.grammar)
                 except BaseException as error:  # their clients wait for an answer
-                    refusal = str(error) or type(error).__name__
+                    refusal, is_refusal = str(error) or type(error).__name__, _is_refusal(error)
         with self._compiling_lock:
             wanted = [request for request in submission.requests if request.id in self._compiling]
             self._compiling.difference_update(request.id for request in wanted)
             if refusal:
-                finish = Finish("error", error=refusal)
+                finish = Finish("error", error=refusal, is_refusal=is_refusal)
                 self._commands.put([Update(request_id=request.id, finish=finish) for request in wanted])
             elif wanted:
                 self._commands.put(Submission([replace(request, constraint=constraint) for request in wanted]))
+
+
+def _is_refusal(error: BaseException) -> bool:
+    """Whether an error is a sentence about the request."""
+    return isinstance(error, MegatronError)

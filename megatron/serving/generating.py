@@ -24,7 +24,7 @@ class ApiCall:
     ``choices`` continuations of each, prompt by prompt.
 
     ``seed``: the one that was given, or drawn; None for a search, which samples nothing. ``grammar``: which all of them
-    follow. ``answered``: how many of the continuations the answer holds.
+    follow; ``form``: the field that it comes from. ``answered``: how many of the continuations the answer holds.
     """
 
     id: str
@@ -34,6 +34,7 @@ class ApiCall:
     choices: int
     seed: int | None
     grammar: str | None = None
+    form: str | None = None
 
     @property
     def answered(self) -> int:
@@ -72,7 +73,7 @@ def api_call(
         beams, choices = BeamSearch(width=choices, length_penalty=fields["length_penalty"]), 1
     seed = secrets.randbits(31) if fields["seed"] is None else fields["seed"]
     sampling, stop = sampling_of(fields, model), stop_rules(fields, model)
-    grammar = grammar_of(fields, model)
+    form, grammar = form_of(fields), grammar_of(fields, model)
     requests = [
         Request(
             id=f"{id}-{number * choices + choice}",
@@ -102,6 +103,7 @@ def api_call(
         choices=choices,
         seed=None if beams else seed,
         grammar=grammar,
+        form=form,
     )
 
 
@@ -165,13 +167,20 @@ def sampling_of(fields: Mapping[str, Any], model: ServedModel) -> Sampling:
         raise ApiError(str(error)) from None
 
 
+def form_of(fields: Mapping[str, Any]) -> str | None:
+    """The field that says what form the text has."""
+    if fields["structured_outputs"] is not None:
+        return "structured_outputs"
+    return "response_format" if fields["response_format"] is not None else None
+
+
 def grammar_of(fields: Mapping[str, Any], model: ServedModel) -> str | None:
     """The grammar of the text. It is compiled here, too, which may take seconds: raises ApiError if it cannot be."""
     form, other = fields["response_format"], fields["structured_outputs"]
     kinds = dict(other or {})
     if form is not None and form["type"] != "text":
         kinds[form["type"]] = form.get("json_schema")
-    param = "response_format" if other is None else "structured_outputs"
+    param = form_of(fields)
     if other is not None and len(kinds) != 1:
         raise ApiError(f"the text can have one form, and {len(kinds)} are given: give one", param=param)
     try:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from dataclasses import dataclass, field
 
-from megatron.core.inference.request import Update
+from megatron.core.inference.request import Finish, Update
 from megatron.serving.errors import ApiError
 
 
@@ -21,13 +21,15 @@ PING = object()
 class Stream:
     """The updates of a few requests, in the order of steps: ``async for update in stream``.
 
-    Raises ApiError (500) for a request that failed. ``fail`` ends it early.
+    Raises ApiError for a request that failed (500), and for one that asks for what can't be (400). ``fail`` ends it
+    early. ``form``: the field that says what form the texts have.
     ``is_live``: its reader gets each update at once; otherwise all of them when the last request has ended, since a
     reader that wakes for each token takes the event loop's time.
     """
 
     unfinished: int
     is_live: bool = True
+    form: str | None = None
     _items: asyncio.Queue[Update | BaseException | object] = field(default_factory=asyncio.Queue)
     _held: list[Update] = field(default_factory=list)
     _to_end: int = field(init=False)
@@ -66,8 +68,12 @@ class Stream:
             raise item
         if isinstance(item, Update) and item.finish is not None:
             if item.finish.reason == "error":
-                raise ApiError(
-                    f"the model failed on this request: {item.finish.error}", status=500, code="model_failed"
-                )
+                raise _failed(item.finish, self.form)
             self.unfinished -= 1
         return item
+
+
+def _failed(finish: Finish, form: str | None) -> ApiError:
+    if finish.is_refusal:
+        return ApiError(str(finish.error), param=form, code="cannot_be_answered")
+    return ApiError(f"the model failed on this request: {finish.error}", status=500, code="model_failed")

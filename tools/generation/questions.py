@@ -16,7 +16,6 @@ from megatron.core.inference.request import Request
 from megatron.core.tokenizers.base import fingerprint_of
 from megatron.core.tokenizers.text_files import parse_line
 from megatron.errors import DataError, MegatronError
-from megatron.serving.chat import with_text
 from megatron.serving.fields import CHAT, COMPLETION
 from megatron.serving.megatron_api import FIELDS
 from megatron.serving.schema import checked
@@ -123,7 +122,7 @@ def _request(generator: Generator, record: dict[str, Any], *, number: int) -> Re
         ids = generator.tokenizer.tokenize_batch([record["prompt"]])[0]
     else:
         messages = checked(record["messages"], _SCHEMAS["messages"], "messages")
-        ids = generator.ids_of_conversation([with_text(each, place) for place, each in enumerate(messages)])
+        ids = generator.ids_of_conversation(messages)
     request = generator.request(ids, number=number)
     sampling = {name: own[name] for name in SAMPLING if name in own}
     if "top_k" in sampling:

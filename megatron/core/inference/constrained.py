@@ -129,6 +129,26 @@ class ConstraintState:
         """Add an allowed token to the answer."""
         self._matcher.consume_token(token)
 
+    def forked(self) -> ConstraintState:
+        """A copy, for another answer with the same beginning."""
+        return ConstraintState(self._matcher.deep_copy())
+
+    def problem(self) -> str | None:
+        """Why the answer can't go on, as a sentence; None where the grammar isn't the reason."""
+        return _problem(self._matcher)
+
+
+def _problem(matcher: LLMatcher) -> str | None:
+    """What is wrong with a grammar, as a sentence; None where nothing is."""
+    if not matcher.is_error():
+        return None
+    reason = " ".join(matcher.get_error().partition("<state>")[0].split())  # then the parser's insides
+    if "NoExtension" in reason:  # no token is allowed
+        reason = "nothing satisfies it, or no token of this vocabulary can spell what must come next"
+    elif "TooComplex" in reason:
+        reason = "it is too complex: make it simpler"
+    return f"the schema or grammar cannot be followed: {reason[:300]}"
+
 
 class _Vocabulary:
     """What the library asks of a tokenizer."""

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import codecs
 from collections.abc import Container, Sequence
+from itertools import islice
 
 from megatron.core.tokenizers.base import Tokenizer
 
 _UNKNOWN = "\ufffd"
 _FIRST_LOOK = 8  # tokens of a prompt, which usually show how a text goes on
+_LONGEST_LOOK = 64  # also where all of them are spaces, or each token of a long such text would decode all others
 
 
 class IncrementalDetokenizer:
@@ -22,7 +24,7 @@ class IncrementalDetokenizer:
     def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int] = (), *, hidden: Container[int] = ()) -> None:
         self._tokenizer, self._hidden = tokenizer, hidden
         self._bytes = codecs.getincrementaldecoder("utf-8")("replace")
-        prompt = [token for token in prompt if token not in hidden]
+        prompt = [*islice((token for token in reversed(prompt) if token not in hidden), _LONGEST_LOOK)][::-1]
         length = min(_FIRST_LOOK, len(prompt))
         while length < len(prompt) and not _is_clear(tokenizer.detokenize(prompt[-length:])):
             length = min(2 * length, len(prompt))
@@ -37,16 +39,17 @@ class IncrementalDetokenizer:
 
     def add(self, token: int) -> str:
         """Add a token. Returns the characters that it completes."""
-        if token in self._hidden:
+        piece = b"" if token in self._hidden else self._tokenizer.token_bytes(token)
+        if not piece:
             return ""
         self._tokens.append(token)
-        self._bytes.decode(self._tokenizer.token_bytes(token))
+        self._bytes.decode(piece)
         if self._num_unfinished:
             return ""
         text = self._tokenizer.detokenize(self._tokens)
         added, self._num_shown = text[self._num_shown :], len(text)
         self._new += added
-        if self._new.strip():  # enough context for what comes
+        if self._new.strip() or len(self._tokens) >= self._num_context + _LONGEST_LOOK:  # enough for what comes
             self._tokens = self._tokens[self._num_context :]
             self._num_context, self._new = len(self._tokens), ""
             self._num_shown = len(self._tokenizer.detokenize(self._tokens))

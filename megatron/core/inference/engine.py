@@ -9,9 +9,10 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from megatron.core.inference.beams import BeamAnswer
+from megatron.core.inference.beams import BeamAnswer, NotFiniteError
 from megatron.core.inference.detokenizer import IncrementalDetokenizer
 from megatron.core.inference.drafts import Drafter, PromptLookup
+from megatron.core.inference.edits import Edits
 from megatron.core.inference.limits import EngineLimits
 from megatron.core.inference.request import (
     Beam,
@@ -34,11 +35,11 @@ from megatron.errors import DataError
 class _Answer:
     """What a request has got so far, and since its last update."""
 
-    def __init__(self, text: TextState, tokenizer: Tokenizer | None) -> None:
-        self.text, self.sampler = text, SamplerState(text.request)
+    def __init__(self, text: TextState, tokenizer: Tokenizer | None, edits: Edits) -> None:
+        self.text, self.sampler = text, SamplerState(text.request, edits)
         self.prompt_logprobs: list[TokenLogprobs | None] = [] if text.request.prompt_logprobs is None else [None]
         request, self._tokenizer = text.request, tokenizer
-        self.beams = None if request.beams is None else BeamAnswer(text, request.beams)
+        self.beams = None if request.beams is None else BeamAnswer(text, request.beams, self.sampler)
         self._stops = StopStrings(request.stop.strings, include_string=request.stop.include_string)
         self._detokenizer = None
         if tokenizer is not None:
@@ -126,6 +127,7 @@ class Engine:
             has_tokenizer=tokenizer is not None,
         )
         self._answers: dict[str, _Answer] = {}
+        self._edits: Edits | None = None  # of the latest request: its prompt's other choices share them
         self._in_flight: deque[tuple[Sequence[ScheduledRow], RunningStep]] = deque()
         self._early: list[Update] = []  # for the next step to return
         self._generated = self._drafted = self._accepted = self._steps = self._step_tokens = 0
@@ -163,10 +165,15 @@ class Engine:
         )
 
     def submit(self, request: Request) -> None:
-        """Queue a request. Raises DataError for one that can never be answered."""
+        """Queue a request. Raises DataError for one that can never be answered, and what a tokenizer raises."""
         self.check(request)
+        self._edits = Edits.of(request, self._edits)
         text = self._scheduler.add(request)
-        answer = self._answers[request.id] = _Answer(text, self._tokenizer)
+        try:
+            answer = self._answers[request.id] = _Answer(text, self._tokenizer, self._edits)
+        except Exception:  # a tokenizer's: the request is not queued
+            self._scheduler.remove(text)
+            raise
         if answer.has_ended:
             self._early.append(self._finished(answer, Finish("length")))
 
@@ -261,7 +268,8 @@ class Engine:
         try:
             moves = beams.take(text, logits)
         except ValueError as error:
-            return [self._finished(answer, Finish("error", error=str(error)))]
+            finish = Finish("error", error=str(error), is_refusal=not isinstance(error, NotFiniteError))
+            return [self._finished(answer, finish)]
         if moves is None:
             return [answer.update()] if answer.prompt_logprobs else []
         self._generated += len(beams.texts)
@@ -285,10 +293,13 @@ class Engine:
         finish: Finish | None = None
         for number, each in enumerate(sampled):
             if each.error is not None:
-                finish = Finish("error", error=each.error)
+                finish = Finish("error", error=each.error, is_refusal=each.is_refusal)
                 break
             tokens.append(each.token)
-            finish = answer.append(each)
+            try:
+                finish = answer.append(each)
+            except Exception as error:  # a tokenizer's or a grammar's, which no other request has a part in
+                finish = _broken(error)
             if finish is not None or number == len(row.drafts) or each.token != row.drafts[number]:
                 break
         self._generated += len(tokens)
@@ -301,10 +312,18 @@ class Engine:
     def _finished(self, answer: _Answer, finish: Finish) -> Update:
         del self._answers[answer.text.request.id]
         self._scheduler.remove(answer.text, is_broken=finish.reason == "error")
-        return answer.update(finish)
+        try:
+            return answer.update(finish)
+        except Exception as error:  # as in `_accept`
+            return Update(request_id=answer.text.request.id, finish=_broken(error))
 
     def check(self, request: Request) -> None:
         """Raise DataError or ConfigError for a request that can never be answered."""
         if request.id in self._answers:
             raise DataError(f"request {request.id!r} is still being answered; give each request an id of its own")
         self.limits.check(request)
+
+
+def _broken(error: Exception) -> Finish:
+    """The end of a request whose text can't be written."""
+    return Finish("error", error=f"its text could not be written: {type(error).__name__}: {error}"[:300])

@@ -62,9 +62,10 @@ class EngineLimits:
         if request.stop.strings and not self.has_tokenizer:
             raise DataError("stop strings are looked for in text, and this engine has no tokenizer: give token ids")
         request.sampling.check_vocabulary(self.vocabulary)
-        for token in (*prompt, *request.encoder_prompt):
-            if not 0 <= token < self.vocabulary:
-                raise DataError(f"token id {token} is not in the vocabulary: ids are 0 to {self.vocabulary - 1}")
+        for tokens in (prompt, request.encoder_prompt):
+            for token in (min(tokens, default=0), max(tokens, default=0)):  # no loop in Python: prompts are long
+                if not 0 <= token < self.vocabulary:
+                    raise DataError(f"token id {token} is not in the vocabulary: ids are 0 to {self.vocabulary - 1}")
         if bool(request.encoder_prompt) != bool(self.max_encoder_length):
             needs = "needs" if self.max_encoder_length else "has no encoder, and takes no"
             raise DataError(f"this model {needs} text for its encoder")

@@ -99,11 +99,16 @@ class GeneratedToken:
 
 @dataclass(frozen=True)
 class Finish:
-    """Why a text ended: ``reason``; ``stop``: the string or token id that did it; ``error``: what went wrong."""
+    """Why a text ended: ``reason``; ``stop``: the string or token id that did it; ``error``: what went wrong.
+
+    ``is_refusal``: the request asks for what can't be, such as a grammar that nothing satisfies; otherwise the model
+    or the server failed.
+    """
 
     reason: FinishReason
     stop: str | int | None = None
     error: str | None = None
+    is_refusal: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass
+from itertools import chain
 
 import numpy as np
 import torch
@@ -13,6 +14,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional as F
 
+from megatron.config.flags import plural_s
+from megatron.core.inference.edits import Edits, Occurrences
 from megatron.core.inference.request import Request, TokenLogprobs
 from megatron.core.inference.sampling import Sampling
 from megatron.core.parallel.rng import derive_seed
@@ -20,25 +23,24 @@ from megatron.core.parallel.rng import derive_seed
 _BLOCK = 128  # columns that are summed first: a cumulative sum of all columns takes many times as long
 
 NOT_FINITE = "the model's logits are not finite (NaN or infinite): its weights or this prompt are broken"
-NOTHING_LEFT = "the sampling settings leave no token to sample: allow more tokens"
+NOTHING_LEFT = "the request's settings leave no token to sample"
 
 
 class SamplerState:
-    """What the sampler knows of a request: settings, tokens so far, and the state of its constraint."""
+    """What the sampler knows of a request: settings, tokens so far, and the state of its constraint.
 
-    def __init__(self, request: Request) -> None:
+    ``edits``: those of the request, which its choices share.
+    """
+
+    def __init__(self, request: Request, edits: Edits | None = None) -> None:
         self.request = request
         self.tokens = list(request.prompt)
         self.constraint = None if request.constraint is None else request.constraint.begin()
+        self.edits = edits or Edits.of(request)
         sampling = request.sampling
         penalties = (sampling.repetition_penalty - 1.0, sampling.frequency_penalty, sampling.presence_penalty)
-        self._occurrences = _Occurrences(request.prompt) if any(penalties) else None
-        self.is_edited = (
-            self.constraint is not None
-            or self._occurrences is not None
-            or sampling.allowed_ids is not None
-            or any((sampling.logit_bias, sampling.bad_words, sampling.forbidden_after, sampling.min_tokens))
-        )
+        self._occurrences = Occurrences(request.prompt) if any(penalties) else None
+        self.is_edited = self.constraint is not None or self._occurrences is not None or self.edits.has_effect
 
     @property
     def num_generated(self) -> int:
@@ -53,36 +55,42 @@ class SamplerState:
         if self.constraint is not None:
             self.constraint.append(token)
 
+    def forked(self) -> SamplerState:
+        """A copy, for another answer with the same beginning."""
+        found = copy(self)
+        found.tokens = list(self.tokens)
+        found.constraint = None if self.constraint is None else self.constraint.forked()
+        found._occurrences = None if self._occurrences is None else self._occurrences.forked()
+        return found
+
     def edit(self, scores: Tensor, drafts: Sequence[int]) -> None:
         """Change the logits ``scores`` ``[v]`` of the token after ``drafts`` up to the penalties, in place."""
-        sampling, num_generated = self.request.sampling, self.num_generated + len(drafts)
         if self.constraint is not None:
             _keep(scores, _unpacked(self.constraint.allowed(drafts), len(scores)))
-        if sampling.allowed_ids is not None:
-            allowed = torch.zeros(len(scores), dtype=torch.bool)
-            allowed[list(sampling.allowed_ids)] = True
-            _keep(scores, allowed)
-        forbidden = self._forbidden(drafts)
-        if num_generated < sampling.min_tokens:
-            forbidden |= self.request.stop.token_ids
-        if forbidden:
-            scores[[token for token in forbidden if token < len(scores)]] = -math.inf
-        for token, bias in sampling.logit_bias:
-            scores[token] += bias
+        if self.edits.has_effect:
+            backwards = chain(reversed(drafts), reversed(self.tokens))
+            last = drafts[-1] if drafts else self.tokens[-1]
+            self.edits.apply(scores, backwards, last=last, num_generated=self.num_generated + len(drafts))
         if self._occurrences is not None:
             ids, counts = self._occurrences.after(drafts)
             where = torch.from_numpy(ids).to(scores.device)
-            scores[where] = _penalized(scores[where], torch.from_numpy(counts).to(scores), sampling)
+            scores[where] = _penalized(scores[where], torch.from_numpy(counts).to(scores), self.request.sampling)
 
-    def _forbidden(self, drafts: Sequence[int]) -> set[int]:
-        """Tokens that would complete a bad word, or may not follow the last one."""
-        sampling = self.request.sampling
-        longest = max((1, *map(len, sampling.bad_words)))
-        tail = (*self.tokens[-longest:], *drafts)[-longest:]
-        found = {
-            word[-1] for word in sampling.bad_words if len(word) == 1 or tail[1 - len(word) :] == word[: len(word) - 1]
-        }
-        return found.union(*(pair.tokens for pair in sampling.forbidden_after if tail[-1] in pair.previous))
+    def nothing_left(self) -> str:
+        """Why no token is left to sample, as a sentence about the request's settings."""
+        limiting = self.edits.limiting
+        if self.constraint is None:
+            named = f" ({', '.join(limiting)})" if limiting else ""
+            return f"{NOTHING_LEFT}{named}: allow more tokens"
+        if problem := self.constraint.problem():
+            return problem
+        after = f"after {self.num_generated} token{plural_s(self.num_generated)} of the text"
+        if not limiting:
+            return f"nothing can follow the schema or grammar {after}: allow more in it"
+        return (
+            f"{NOTHING_LEFT}: {after} none that the schema or grammar allows is left by {', '.join(limiting)}; leave "
+            "one of them out"
+        )
 
 
 @dataclass(frozen=True)
@@ -101,12 +109,13 @@ class SampleRow:
 @dataclass(frozen=True)
 class SampledToken:
     """A sampled token; ``logprobs`` where the request wants them. With an ``error`` there is none, ``token``
-    is -1, and only this request fails.
+    is -1, and only this request fails; ``is_refusal``: it asks for what can't be.
     """
 
     token: int
     logprobs: TokenLogprobs | None = None
     error: str | None = None
+    is_refusal: bool = False
 
 
 @torch.inference_mode()
@@ -134,10 +143,9 @@ def sample(logits: Tensor, rows: Sequence[SampleRow]) -> list[SampledToken]:
         uniforms = [uniform(request.seed, request.choice, index) for request, index in zip(requests, indices)]
         tokens[random] = picked(weights, torch.tensor(uniforms, dtype=torch.float64))
     reported = _reported(logits, tokens, rows)
-    found = zip(tokens.tolist(), reported, is_finite, can_sample)
     return [
-        SampledToken(token, logprobs) if possible else SampledToken(-1, error=NOTHING_LEFT if finite else NOT_FINITE)
-        for token, logprobs, finite, possible in found
+        SampledToken(token, logprobs) if can_sample[number] else _failed(rows[number], is_finite=is_finite[number])
+        for number, (token, logprobs) in enumerate(zip(tokens.tolist(), reported))
     ]
 
 
@@ -193,6 +201,12 @@ def filtered(scores: Tensor, samplings: Sequence[Sampling], indices: Sequence[in
 def uniform(seed: int, choice: int, index: int) -> float:
     """The random number in [0, 1) of an answer's token ``index``, a function of its arguments alone."""
     return (derive_seed(seed, "generation", choice, index) >> 10) * 2.0**-53
+
+
+def _failed(row: SampleRow, *, is_finite: bool) -> SampledToken:
+    if not is_finite:
+        return SampledToken(-1, error=NOT_FINITE)
+    return SampledToken(-1, error=row.state.nothing_left(), is_refusal=True)
 
 
 def _precise(logits: Tensor) -> Tensor:
@@ -270,32 +284,6 @@ def _last_kept(weights: Tensor, shares: Tensor) -> Tensor:
     else:
         ordered = weights.sort(dim=-1, descending=True).values
     return ordered.gather(1, picked(ordered, shares)[:, None])[:, 0]
-
-
-class _Occurrences:
-    """The tokens of a text, each once, and how many times the answer holds them."""
-
-    def __init__(self, prompt: Sequence[int]) -> None:
-        unique = dict.fromkeys(prompt)
-        self._place = {token: place for place, token in enumerate(unique)}
-        self._ids = np.array(list(unique), dtype=np.int64)
-        self._counts = np.zeros(len(unique), dtype=np.int64)
-
-    def append(self, token: int) -> None:
-        """Add a token to the answer."""
-        self._ids, self._counts = self.after([token])
-        self._place.setdefault(token, len(self._place))
-
-    def after(self, drafts: Sequence[int]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Ids and counts ``[unique tokens]`` of the text and ``drafts``."""
-        more = Counter(drafts)
-        new = [token for token in more if token not in self._place]
-        ids = np.append(self._ids, np.array(new, dtype=np.int64))
-        counts = np.append(self._counts, np.zeros(len(new), dtype=np.int64))
-        places = dict(zip(new, range(len(self._ids), len(ids))))
-        for token, times in more.items():
-            counts[self._place.get(token, places.get(token))] += times
-        return ids, counts
 
 
 def _penalized(scores: Tensor, counts: Tensor, sampling: Sampling) -> Tensor:

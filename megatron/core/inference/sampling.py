@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import sys
 from dataclasses import dataclass
+from functools import cached_property
 
 from megatron.errors import ConfigError
 
@@ -99,12 +100,17 @@ class Sampling:
 
     def check_vocabulary(self, size: int) -> None:
         """Raise ConfigError for a token id that a vocabulary of ``size`` ids doesn't have."""
-        named = {
-            "logit-bias": {token for token, _ in self.logit_bias},
-            "allowed token ids": self.allowed_ids or (),
-            "bad words": {token for word in self.bad_words for token in word},
-        }
-        for name, tokens in named.items():
-            for token in tokens:
+        for name, ends in self._named_ids.items():
+            for token in ends:
                 if not 0 <= token < size:
                     raise ConfigError(f"{name} holds token id {token}; this vocabulary has ids 0 to {size - 1}")
+
+    @cached_property
+    def _named_ids(self) -> dict[str, tuple[int, int]]:
+        """The least and the largest token id of each setting; found once for all requests that share the settings."""
+        named = {
+            "logit-bias": [token for token, _ in self.logit_bias],
+            "allowed token ids": self.allowed_ids or (),
+            "bad words": [token for word in self.bad_words for token in word],
+        }
+        return {name: (min(tokens), max(tokens)) for name, tokens in named.items() if tokens}

@@ -7,6 +7,7 @@ token is being computed. So reading a prompt in chunks, generating, and recomput
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -55,7 +56,8 @@ class TextState:
     """A request's text and where it is: ``computed`` of its ``tokens`` are in the cache or on the way there.
 
     ``num_scored``: tokens of the prompt after the first whose log-probabilities have come. ``attempt``: how often the
-    text has begun; results of an earlier attempt are stale.
+    text has begun; results of an earlier attempt are stale. ``awaited``: the last block that it waited for, which
+    another text was computing.
     """
 
     request: Request
@@ -70,6 +72,7 @@ class TextState:
     num_scored: int = 0
     cached_tokens: int = 0
     attempt: int = 0
+    awaited: int | None = None
     places: BeamPlaces | None = None
 
     def __post_init__(self) -> None:
@@ -91,12 +94,20 @@ class TextState:
         """Whether log-probabilities of the prompt are wanted and some are missing."""
         return self.request.prompt_logprobs is not None and self.num_scored < len(self.request.prompt) - 1
 
+    def has_prompt_of(self, other: TextState) -> bool:
+        """Whether both have one prompt, the same object, as choices have."""
+        mine, theirs = self.request, other.request
+        return mine.prompt is theirs.prompt and mine.encoder_prompt is theirs.encoder_prompt
+
     def extend_keys(self, block_size: int) -> None:
         """Compute keys of blocks that have become full."""
+        if (len(self.keys) + 1) * block_size > len(self.tokens):
+            return
+        # Decoder keys and values depend on the encoder's text.
+        parent = self.keys[-1] if self.keys else block_key(b"", self.request.encoder_prompt)
         while (start := len(self.keys) * block_size) + block_size <= len(self.tokens):
-            root = block_key(b"", self.request.encoder_prompt)  # decoder keys and values depend on the encoder's text
-            parent = self.keys[-1] if self.keys else root
-            self.keys.append(block_key(parent, self.tokens[start : start + block_size]))
+            parent = block_key(parent, self.tokens[start : start + block_size])
+            self.keys.append(parent)
 
 
 @dataclass(eq=False)
@@ -166,6 +177,7 @@ class Scheduler:
         self._slots = list(range(limits.max_requests - 1, -1, -1))
         self._searches: list[BeamPlaces] = []
         self._arrivals = 0
+        self._keyed: TextState | None = None
 
     def add(self, request: Request) -> TextState:
         """Queue a request, which must fit ``limits``."""
@@ -248,11 +260,13 @@ class Scheduler:
         """Give a waiting text a slot and its first row. False if it and all later ones must wait."""
         shared: list[int] = []
         if self.options.prefix_caching:
-            text.extend_keys(self.limits.block_size)
+            self._find_keys(text)
             if not text.is_scoring:
+                if text.awaited is not None and self._is_being_computed(text, text.awaited):
+                    return True  # as in the last step
                 keys = text.keys[: (len(text.tokens) - 1) // self.limits.block_size]
                 shared = self.pool.find(keys)
-                if len(shared) < len(keys) and self._is_being_computed(len(shared), keys[len(shared)]):
+                if len(shared) < len(keys) and self._is_being_computed(text, len(shared)):
                     return True  # it waits for an equal prompt; those behind it need not
         reserved = text.request.num_blocks(self.limits.block_size)  # of a search, for all beams at their full length
         needed = reserved if text.request.beams else self._num_blocks(len(text.tokens) + 1)
@@ -284,10 +298,24 @@ class Scheduler:
         self._schedule(text, rows)
         return True
 
-    def _is_being_computed(self, number: int, key: bytes) -> bool:
-        """Whether a running text has block ``number`` of a chain still to compute."""
-        end = (number + 1) * self.limits.block_size
-        return any(text.computed < end <= len(text.tokens) and text.keys[number] == key for text in self.running)
+    def _find_keys(self, text: TextState) -> None:
+        """Compute the text's keys, or take those of the last text where both have one prompt, as choices have."""
+        if (last := self._keyed) is not None and not text.keys and last.has_prompt_of(text):
+            text.keys = last.keys[: len(text.request.prompt) // self.limits.block_size]
+        text.extend_keys(self.limits.block_size)
+        self._keyed = text
+
+    def _is_being_computed(self, text: TextState, number: int) -> bool:
+        """Whether a running text has block ``number`` of a chain still to compute, of which ``text`` waits for all
+        blocks that both have.
+        """
+        key, end = text.keys[number], (number + 1) * self.limits.block_size
+        for other in self.running:
+            if other.computed < end <= len(other.tokens) and other.keys[number] == key:
+                common = range(number + 1, min(len(other.keys), len(text.keys)))
+                text.awaited = number + bisect_left(common, True, key=lambda n: other.keys[n] != text.keys[n])
+                return True
+        return False
 
     def _schedule(self, text: TextState, rows: dict[TextState, ScheduledRow]) -> None:
         """Add a row for the text, if budget and blocks allow it."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
 
 
@@ -14,6 +15,8 @@ class StopStrings:
 
     def __init__(self, strings: Sequence[str], *, include_string: bool = False) -> None:
         self._strings = tuple(strings)
+        self._sorted = sorted(strings)
+        self._longest = max(map(len, strings), default=0)
         self._include = include_string
         self._held = ""
         self.matched: str | None = None
@@ -46,9 +49,9 @@ class StopStrings:
 
     def _tail(self, text: str) -> int:
         """Length of the longest end of ``text`` that begins a stop string."""
-        longest = min(len(text), max(map(len, self._strings), default=0) - 1)
-        for length in range(longest, 0, -1):
+        for length in range(min(len(text), self._longest - 1), 0, -1):
             tail = text[-length:]
-            if any(len(each) > length and each.startswith(tail) for each in self._strings):
+            place = bisect_right(self._sorted, tail)  # strings that begin with it follow it
+            if place < len(self._sorted) and self._sorted[place].startswith(tail):
                 return length
         return 0

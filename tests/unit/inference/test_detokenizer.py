@@ -182,3 +182,25 @@ def test_time_of_a_token_does_not_grow_with_the_text(tmp_path: Path, monkeypatch
         for token in ids:
             stream.add(token)
         assert max(decoded) <= 16, kind
+
+
+@pytest.mark.parametrize("kind", ["byte-level BPE", "Llama in Hugging Face's form", "SentencePiece with bytes and BOS"])
+def test_spaces_without_an_end_cost_no_more_than_words(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each token of a text of spaces decoded all tokens before it, also those of a prompt of spaces."""
+    tokenizer, longest = KINDS[kind](tmp_path), 0
+    space = tokenizer.tokenize(" ")[-1]
+    text, prompt = [space] * 500 + tokenizer.tokenize("dog") + [space] * 300, [space] * 1000
+    whole, start = tokenizer.detokenize([*prompt, *text]), tokenizer.detokenize(prompt)
+    decode = tokenizer.detokenize
+
+    def counted(ids: list[int]) -> str:
+        nonlocal longest
+        longest = max(longest, len(ids))
+        return decode(ids)
+
+    monkeypatch.setattr(tokenizer, "detokenize", counted)
+    stream = IncrementalDetokenizer(tokenizer, prompt)
+    assert start + "".join(stream.add(token) for token in text) + stream.finish() == whole
+    assert longest <= 200

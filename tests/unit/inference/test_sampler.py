@@ -13,7 +13,6 @@ from megatron.core.inference.request import Request, StopRules
 from megatron.core.inference.sampler import (
     NOT_FINITE,
     NOTHING_LEFT,
-    SampledToken,
     SampleRow,
     SamplerState,
     edited,
@@ -247,7 +246,8 @@ def test_a_broken_row_fails_alone() -> None:
     logits[1, 8] = NONE
     rows = [row(Sampling(allowed_ids=frozenset({8})), seed=5), row(Sampling(), seed=5)]
     first, second = sample(logits[[1, 4]], rows)
-    assert first == SampledToken(-1, error=NOTHING_LEFT) and second.token == good[4].token
+    assert str(first.error).startswith(f"{NOTHING_LEFT} (allowed_token_ids)")
+    assert first.token == -1 and first.is_refusal and second.token == good[4].token
 
 
 def test_logprobs_are_the_models_own() -> None:

@@ -239,7 +239,8 @@ def test_a_body_has_one_length(running: Running) -> None:
         (both.replace("Content-Length: ", "content-length:") + "0\r\n\r\n" + hidden, "both Content-Length and"),
         (old + "0\r\n\r\n" + hidden, "HTTP/1.0 doesn't know"),
     ):
-        with socket.create_connection(host.split(":"), timeout=10) as connection:
+        name, _, port = host.partition(":")
+        with socket.create_connection((name, int(port)), timeout=10) as connection:
             connection.sendall(asked.encode())
             answer = b"".join(iter(lambda: connection.recv(65536), b""))  # until the server closes
         assert answer.startswith(b"HTTP/1.1 400 "), answer[:200]

@@ -239,3 +239,57 @@ def test_a_special_token_has_its_id_where_texts_cannot_spell_it(tmp_path: Path) 
     assert ids(END, add_special_tokens=False) == [tokenizer.eod]
     assert ids(END) == tokenizer.tokenize(END) != [tokenizer.eod]
     assert ids(f"a{END}", add_special_tokens=False) == tokenizer.tokenize(f"a{END}")
+
+
+UNSATISFIABLE: list[tuple[dict[str, Any], str]] = [
+    (
+        {
+            "structured_outputs": {
+                "json": {
+                    "type": "object",
+                    "properties": {"score": {"type": "integer", "multipleOf": 5}},
+                    "required": ["score"],
+                    "additionalProperties": False,
+                    "patternProperties": {"^score$": {"type": "integer"}},
+                }
+            },
+            "max_tokens": 60,
+            # A comma after the number, and no spaces: then no further name is possible.
+            "logit_bias": {
+                str(byte_tokenizer().tokenize(each)[0]): 100 if each == "," else -100 for each in ", \t\r\n"
+            },
+        },
+        "the schema or grammar cannot be followed: nothing satisfies it",
+    ),
+    (
+        {"structured_outputs": {"choice": ["red", "green"]}, "max_tokens": 60, "min_tokens": 20},
+        "none that the schema or grammar allows is left by min_tokens; leave one of them out",
+    ),
+    (
+        {"structured_outputs": {"choice": ["red"]}, "allowed_token_ids": [65]},
+        "none that the schema or grammar allows is left by allowed_token_ids; leave one of them out",
+    ),
+]
+
+
+@pytest.mark.parametrize(("fields", "words"), UNSATISFIABLE)
+def test_what_nothing_satisfies_is_a_mistake_of_the_request(
+    fields: dict[str, Any], words: str, running: Running
+) -> None:
+    """It was a 500, as if the model had failed, with advice about sampling."""
+    pytest.importorskip("llguidance", reason="the extra constrained is not installed")
+    for more in ({}, {"n": 2}, {"use_beam_search": True, "n": 2})[: 3 if "min_tokens" in fields else 2]:
+        reply = ask(running.url, "/v1/completions", {"prompt": "x", **fields, **more})
+        error = reply.json["error"]
+        assert (reply.status, error["param"], error["type"]) == (
+            400,
+            "structured_outputs",
+            "invalid_request_error",
+        ), reply.body
+        assert words in reply.message, reply.message
+    streamed = ask(running.url, "/v1/completions", {"prompt": "x", "stream": True, **fields})
+    if streamed.status == 200:
+        (last,) = (json.loads(line[6:]) for line in streamed.body.decode().split("\n\n") if '"error"' in line)
+        assert words in last["error"]["message"] and last["error"]["param"] == "structured_outputs"
+    else:
+        assert words in streamed.message

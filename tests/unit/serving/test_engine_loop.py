@@ -7,6 +7,8 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
+from itertools import pairwise
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -14,9 +16,11 @@ import pytest
 
 from megatron.core.inference.constrained import ConstraintCompiler
 from megatron.core.inference.engine import Engine
-from megatron.core.inference.request import Request, StopRules, Update
+from megatron.core.inference.request import BeamSearch, Finish, Request, StopRules, Update
+from megatron.core.inference.sampling import Sampling
 from megatron.core.inference.step_plan import StepPlan
 from megatron.errors import ConfigError
+from megatron.serving import engine_loop
 from megatron.serving.engine_loop import EngineLoop
 from megatron.serving.messages import Abort, Report, Submission
 from tests.harness.serving import SlowTable, byte_tokenizer, slow_table
@@ -155,8 +159,8 @@ def test_a_rank_that_is_lost_during_a_step_is_reported_before_its_end() -> None:
 def test_an_error_outside_of_steps_is_reported_too() -> None:
     """Clients waited for ever when the engine's thread ended so."""
     with looping(slow_table()) as (_, connection):
-        connection.send(Submission([of("a"), of("a")]))
-        assert "still being answered" in str(failure_of(connection))
+        connection.send(Submission([None]))  # type: ignore[list-item]
+        assert "no attribute" in str(failure_of(connection))
 
 
 @pytest.mark.parametrize("seconds", [0.0, 0.2])
@@ -168,3 +172,62 @@ def test_a_server_that_goes_away_ends_the_loop(seconds: float) -> None:
         connection.close()
         loop.join(seconds=2)
         assert loop.engine.statistics.generated_tokens < 200 and loop.failure is None
+
+
+def test_a_token_that_the_tokenizer_cannot_write_ends_its_request_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The exception ended the server: also in a prompt, whose end is read before its text begins."""
+    broken, tokenizer = 5, byte_tokenizer()
+    spelled = tokenizer.token_bytes
+
+    def token_bytes(token: int) -> bytes:
+        if token == broken:  # some libraries fail on ids of a padded vocabulary
+            raise IndexError("piece id is out of range")
+        return spelled(token)
+
+    monkeypatch.setattr(tokenizer, "token_bytes", token_bytes)
+    ours, theirs = multiprocessing.Pipe()
+    engine = Engine(slow_table(), tokenizer=tokenizer)
+    loop = EngineLoop(engine, ours, None)  # type: ignore[arg-type]
+    loop.start()
+    try:
+        forced = Sampling(allowed_ids=frozenset({broken}))
+        written, read = of("written", sampling=forced), replace(of("read"), prompt=(1, broken))
+        found_by = replace(of("beams", max_tokens=3), sampling=forced, beams=BeamSearch(width=2))
+        for request in (written, read, found_by):
+            theirs.send(Submission([request]))
+            finish = updates_of(theirs)[-1].finish
+            assert finish is not None and finish.reason == "error", request.id
+            assert "piece id is out of range" in str(finish.error) and not finish.is_refusal
+        theirs.send(Submission([of("other", max_tokens=1, sampling=Sampling(allowed_ids=frozenset({7})))]))
+        assert updates_of(theirs)[-1].finish == Finish("length")
+        assert loop.failure is None and engine.statistics.cache_usage == 0
+    finally:
+        theirs.close()
+        loop.join()
+        ours.close()
+
+
+def test_long_prompts_are_taken_a_few_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine took all choices of a prompt before its next step, and neighbours waited meanwhile."""
+    monkeypatch.setattr(engine_loop, "_TOKENS_AT_ONCE", 100)
+    prompt = (1, 2) * 20
+    with looping(slow_table(), None) as (loop, connection):
+        loop._commands.put(Submission([replace(of(str(n), max_tokens=1), prompt=prompt) for n in range(9)]))
+        taken, waiting, submit, step = 0, list[int](), loop.engine.submit, loop.engine.step
+
+        def counted(request: Request) -> None:
+            nonlocal taken
+            taken += 1
+            submit(request)
+
+        def stepped() -> list[Update]:
+            waiting.append(taken)
+            return step()
+
+        monkeypatch.setattr(loop.engine, "submit", counted)
+        monkeypatch.setattr(loop.engine, "step", stepped)
+        connection.send(Submission([replace(of(f"next {n}", max_tokens=1), prompt=prompt) for n in range(12)]))
+        connection.send(Abort(["next 11"]))
+        updates_of(connection, requests=20)
+        steps = [later - earlier for earlier, later in pairwise([0, *waiting])]
+        assert max(steps) <= 3 and not loop._arrived, waiting
