@@ -31,14 +31,16 @@ class _Tensors:
 
     @classmethod
     def of(cls, sampling: Sampling, stop: StopRules, scores: Tensor) -> _Tensors:
+        size = len(scores)
+
         def ids(tokens: Collection[int]) -> Tensor:
-            return torch.tensor([each for each in tokens if each < len(scores)], device=scores.device).long()
+            return torch.tensor([each for each in tokens if each < size], device=scores.device).long()
 
         left_out = None
         if sampling.allowed_ids is not None:
-            left_out = torch.ones(len(scores), dtype=torch.bool, device=scores.device)
+            left_out = torch.ones(size, dtype=torch.bool, device=scores.device)
             left_out[ids(sampling.allowed_ids)] = False
-        bias = [(token, value) for token, value in sampling.logit_bias if token < len(scores)]
+        bias = [(token, value) for token, value in sampling.logit_bias if token < size]
         return cls(
             left_out=left_out,
             never=ids([word[0] for word in sampling.bad_words if len(word) == 1]),
@@ -63,7 +65,9 @@ class Edits:
     @classmethod
     def of(cls, request: Request, latest: Edits | None = None) -> Edits:
         """Those of a request; ``latest`` ones if its settings are the same objects, as those of a prompt's choices."""
-        if latest is not None and latest.sampling is request.sampling and latest.stop is request.stop:
+        if latest is None or latest.sampling is not request.sampling:
+            return cls(request.sampling, request.stop)
+        if latest.stop is request.stop or not request.sampling.min_tokens:  # before which no text may end
             return latest
         return cls(request.sampling, request.stop)
 

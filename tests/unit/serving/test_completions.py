@@ -253,7 +253,7 @@ UNSATISFIABLE: list[tuple[dict[str, Any], str]] = [
                     "patternProperties": {"^score$": {"type": "integer"}},
                 }
             },
-            "max_tokens": 60,
+            "max_tokens": 200,
             # A comma after the number, and no spaces: then no further name is possible.
             "logit_bias": {
                 str(byte_tokenizer().tokenize(each)[0]): 100 if each == "," else -100 for each in ", \t\r\n"
