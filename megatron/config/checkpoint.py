@@ -22,6 +22,10 @@ class CheckpointConfig(Settings):
     """Saving and loading."""
 
     save: str | None = flag("Folder to write checkpoints into; may be a URL (s3://bucket/run).", default=None)
+    overwrite_run: bool = switch(
+        "Start a new run in a --save folder that holds another one, whose checkpoints are deleted once the first "
+        "checkpoint of the new run is complete. Without it such a start is refused."
+    )
     save_interval: int | None = flag(
         "Iterations between checkpoints.", default=None, aliases=("--persistent-save-interval",), at_least=1
     )

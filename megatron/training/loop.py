@@ -6,12 +6,14 @@ import time
 from collections.abc import Callable, Mapping
 
 from megatron.config.run import RunConfig
+from megatron.core.checkpointing.agreement import run_on_first
 from megatron.core.checkpointing.lease import StillHeld
 from megatron.core.datasets.splits import SplitName
 from megatron.core.models.train_spec import TrainSpec
 from megatron.core.ops.compiled import compile_bodies
 from megatron.core.parallel.context import ParallelContext
 from megatron.errors import kept_on_interrupt
+from megatron.training.checkpoints.earlier_run import check_save_folder
 from megatron.training.checkpoints.huggingface_folders import HuggingFaceFolders
 from megatron.training.checkpoints.loading import load
 from megatron.training.checkpoints.saving import Saver, holding_save_folder, saving
@@ -47,6 +49,7 @@ def train_from_start_to_end(
     run.evaluated = evaluated or run.evaluated
     parameters = check_parameter_count(run.config, run.train_spec, list(run.model_state()), context)
     with holding_save_folder(run.config, context) as still_held:
+        run.reporter.say(run_on_first(lambda: check_save_folder(run.config), context.mesh))
         load(run)
         run.reporter.say(startup_report(run.config, startup_facts(run, parameters=parameters)))
         run.reporter.say("\n".join(["== data", *(f"   {line}" for line in run.data.describe())]))

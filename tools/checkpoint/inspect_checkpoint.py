@@ -165,12 +165,13 @@ def _checkpoints_in(root: AnyPath, step: int | None) -> list[AnyPath]:
 
 
 def problems_of(folder: AnyPath) -> list[str]:
-    """Files that are missing, of another size, or of another content than when they were written."""
+    """Files that are missing, of another size or content than when they were written, or that tensors need unlisted."""
+    from megatron.core.checkpointing.find import content_problems
+
     try:
-        manifest = Manifest.read(folder)
+        return Manifest.read(folder).size_problems(folder) or content_problems(folder)
     except CheckpointError as error:
         return [str(error)]
-    return manifest.size_problems(folder) or manifest.checksum_problems(folder, manifest.files)
 
 
 def print_comparison(found: Comparison, paths: Sequence[AnyPath]) -> int:

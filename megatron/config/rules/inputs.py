@@ -244,6 +244,15 @@ RULES: tuple[Rule, ...] = (
     ),
     retained_checkpoints_exist,
     rule(
+        "--overwrite-run needs --save: the folder whose run is overwritten",
+        lambda run: run.checkpoint.overwrite_run and run.checkpoint.save is None,
+    ),
+    rule(
+        "--overwrite-run starts a new run in --save {run.checkpoint.save}, and --load {run.checkpoint.load} goes on "
+        "with the one there; keep one",
+        lambda run: run.checkpoint.overwrite_run and run.checkpoint.resumes_own and not run.checkpoint.finetune,
+    ),
+    rule(
         "--ckpt-step {run.checkpoint.ckpt_step} needs --load: the folder of the checkpoint",
         lambda run: run.checkpoint.ckpt_step is not None and run.checkpoint.load is None,
     ),

@@ -12,7 +12,8 @@ from dataclasses import dataclass, field, replace
 
 from megatron.core.checkpointing.agreement import gather_from_all, run_on_first
 from megatron.core.checkpointing.folders import TRACKER, iteration_of
-from megatron.core.checkpointing.manifest import MANIFEST, Manifest, listed, unreadable
+from megatron.core.checkpointing.manifest import MANIFEST, METADATA, Manifest, listed, unreadable
+from megatron.core.checkpointing.storage import CheckpointReader
 from megatron.core.files.remote_path import AnyPath, path_of
 from megatron.core.parallel.mesh import Mesh
 from megatron.errors import CheckpointError
@@ -85,6 +86,23 @@ def is_unused(root: str | AnyPath) -> bool:
 def whole_checkpoints(root: AnyPath) -> dict[int, AnyPath]:
     """Checkpoints in ``root`` whose files are all there with the right size, by iteration."""
     return {found.iteration: found.path for found in reversed(_look(root).whole)}
+
+
+def content_problems(path: AnyPath, *, share: int = 0, shares: int = 1) -> list[str]:
+    """Files of a checkpoint whose bytes are not those that were written, and, in the first share, tensors whose files
+    the manifest doesn't list. Reads the files of a share whole.
+    """
+    manifest = Manifest.read(path)
+    names = sorted(manifest.files, key=lambda name: (-manifest.files[name].size, name))
+    problems = manifest.checksum_problems(path, names[share::shares])
+    if share == 0 and not problems:
+        try:
+            CheckpointReader(path).read_metadata()
+        except CheckpointError as error:
+            problems.append(str(error).removeprefix(f"{path}: "))
+        except OSError as error:
+            problems.append(f"{METADATA} {unreadable(path, error)}")
+    return problems
 
 
 def foreign_format(folder: AnyPath) -> str | None:
@@ -182,11 +200,9 @@ def _follow_tracker(root: AnyPath, survey: _Survey) -> None:
 
 
 def _damage(path: AnyPath, mesh: Mesh) -> list[str]:
-    """Files whose checksum is wrong, as found by all ranks together: each reads its share, the largest dealt first."""
+    """What ``content_problems`` finds, by all ranks together: each reads its share, the largest files dealt first."""
 
     def check_share() -> list[str]:
-        manifest = Manifest.read(path)
-        names = sorted(manifest.files, key=lambda name: (-manifest.files[name].size, name))
-        return manifest.checksum_problems(path, names[mesh.world_rank :: mesh.world_size])
+        return content_problems(path, share=mesh.world_rank, shares=mesh.world_size)
 
     return list(itertools.chain.from_iterable(gather_from_all(check_share, mesh)))

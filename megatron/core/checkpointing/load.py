@@ -15,8 +15,8 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 from megatron.config.saved_settings import in_current_names
 from megatron.core.checkpointing.agreement import gather_from_all, run_on_all
 from megatron.core.checkpointing.find import CheckpointFolder
-from megatron.core.checkpointing.manifest import listed
-from megatron.core.checkpointing.save import RUN_FILE, RUN_FORMAT
+from megatron.core.checkpointing.manifest import RUN_FILE, listed
+from megatron.core.checkpointing.save import RUN_FORMAT
 from megatron.core.checkpointing.sharded_view import ShardedView, sharded_views
 from megatron.core.checkpointing.storage import CheckpointReader, tensors_in
 from megatron.core.files.remote_path import AnyPath, path_of

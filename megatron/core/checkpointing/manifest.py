@@ -13,7 +13,7 @@ from megatron.core.files.remote_path import AnyPath, RemotePath
 from megatron.errors import RESTART_MAY_HELP, CheckpointError, exit_code_of
 from megatron.small_files import as_kind, read_json
 
-MANIFEST = "manifest.json"
+MANIFEST, METADATA, RUN_FILE = "manifest.json", ".metadata", "run.json"
 _READ_SIZE = 1 << 20
 
 
@@ -64,7 +64,8 @@ class Manifest:
         except OSError as error:
             return [f"{str(error.filename).rpartition('/')[2]} {unreadable(folder, error)}"]
         found = ((name, sizes.get(name), record.size) for name, record in self.files.items())
-        return [
+        unlisted = [f"{MANIFEST} does not list {name}" for name in (METADATA, RUN_FILE) if name not in self.files]
+        return unlisted + [
             f"{name} is missing" if size is None else f"{name} holds {size} bytes in place of {expected}"
             for name, size, expected in found
             if size != expected
@@ -81,6 +82,15 @@ class Manifest:
             for inner in below
             for name, size in (folder / inner if inner else folder).sizes_below().items()
         }
+
+    def check_holds(self, ends: Mapping[str, int]) -> None:
+        """Raise CheckpointError unless every file is listed with at least as many bytes as ``ends`` says are read."""
+        for name, end in ends.items():
+            record = self.files.get(name)
+            if record is None or record.size < end:
+                known = f"{MANIFEST} lists with {record.size:,} bytes" if record else "is not a file of this checkpoint"
+                without = "" if record else f": {MANIFEST} does not list it"
+                raise CheckpointError(f"tensors need {end:,} bytes of {name!r}, which {known}{without}")
 
     def checksum_problems(self, folder: AnyPath, names: Iterable[str]) -> list[str]:
         """Files among ``names`` whose bytes are not those that were written. Reads them whole."""

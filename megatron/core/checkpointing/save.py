@@ -28,9 +28,9 @@ from torch.distributed.checkpoint.storage import WriteResult
 import megatron
 from megatron.core.checkpointing.agreement import gather_from_all, run_on_first
 from megatron.core.checkpointing.folders import begin, discard, publish
-from megatron.core.checkpointing.manifest import MANIFEST, FileRecord, Manifest, checksum
+from megatron.core.checkpointing.manifest import MANIFEST, METADATA, RUN_FILE, FileRecord, Manifest, checksum
 from megatron.core.checkpointing.sharded_view import ShardedView, Staging, sharded_views
-from megatron.core.checkpointing.storage import METADATA, CheckpointWriter
+from megatron.core.checkpointing.storage import CheckpointWriter
 from megatron.core.checkpointing.streamed import StreamedBox, table_of, write_boxes
 from megatron.core.files.durable import write_durably
 from megatron.core.files.remote_path import AnyPath, path_of
@@ -38,7 +38,6 @@ from megatron.core.parallel.mesh import Mesh
 from megatron.core.parallel.sharding import ShardedState
 from megatron.errors import RESTART_MAY_HELP, CheckpointError
 
-RUN_FILE = "run.json"
 RUN_FORMAT = 1
 
 

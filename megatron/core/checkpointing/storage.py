@@ -24,12 +24,10 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from torch.futures import Future
 
 from megatron.core.checkpointing.contents_table import read_table
-from megatron.core.checkpointing.manifest import FileRecord
+from megatron.core.checkpointing.manifest import METADATA, FileRecord, Manifest
 from megatron.core.checkpointing.torch_files import load_torch_bytes
 from megatron.core.files.remote_path import AnyPath, RemotePath
 from megatron.errors import CheckpointError
-
-METADATA = ".metadata"
 
 
 class _ChecksummedStream:
@@ -155,7 +153,21 @@ class CheckpointReader(FileSystemReader):
             raise CheckpointError(f"{path} is not a checkpoint's table of contents: {error}") from error
         if not self._foreign and len(tensors_in(metadata)) < len(metadata.state_dict_metadata):
             raise CheckpointError(f"{path} lists pickled objects beside tensors; ours never do")
+        if not self._foreign:
+            self._check_listed(metadata)
         return metadata
+
+    def _check_listed(self, metadata: Metadata) -> None:
+        """Raise CheckpointError unless the manifest lists the files of all tensors: no other file is verified."""
+        if not metadata.state_dict_metadata:
+            raise CheckpointError(f"{self._folder / METADATA} lists no tensors")
+        ends = dict[str, int]()
+        for place in metadata.storage_data.values():
+            ends[place.relative_path] = max(ends.get(place.relative_path, 0), place.offset + place.length)
+        try:
+            Manifest.read(self._folder).check_holds(ends)
+        except CheckpointError as error:
+            raise CheckpointError(f"{self._folder}: {error}") from None
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Fill the requested tensors in place; each stored box is read once, in the order of the files."""

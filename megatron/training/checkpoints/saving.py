@@ -28,6 +28,7 @@ from megatron.core.parallel.context import ParallelContext
 from megatron.core.parallel.sharding import ShardedState
 from megatron.errors import CheckpointError
 from megatron.planning.estimate import flops_per_sample
+from megatron.training.checkpoints.earlier_run import delete_earlier, earlier_checkpoints
 from megatron.training.run.run import Run
 from megatron.training.run.stop import NonFiniteError
 
@@ -53,7 +54,9 @@ class Saver:
         self._pending: _Pending | None = None
         published = run.config.checkpoint.load_hf  # which may be a folder in --save
         loaded = None if run.loaded_from in (None, published) else path_of(run.loaded_from or "").parent
-        self._saved_at = run.progress.iteration if loaded == self._root else None
+        goes_on = loaded == self._root and not run.config.checkpoint.finetune
+        self._saved_at = run.progress.iteration if goes_on else None
+        self._earlier = run_on_first(lambda: earlier_checkpoints(run.config.checkpoint), run.context.mesh)
         self._staging = Staging() if run.config.checkpoint.async_save else None
         # What every checkpoint keeps of the tokenizer, as it is at the start; rank 0 writes it.
         self._tokenizer = files_to_keep(run.config.tokenizer) if run.context.mesh.world_rank == 0 else {}
@@ -116,6 +119,8 @@ class Saver:
         pending.save.finish()
         self._saved_at = pending.iteration
         run.reporter.say(f"  successfully saved checkpoint from iteration {pending.iteration:7d} to {self._root}")
+        if self._earlier:
+            self._earlier = delete_earlier(self._earlier, saved=pending.iteration, mesh=run.context.mesh)
         kept = Retention(checkpoint.keep_last_checkpoints, checkpoint.save_retain_interval)
         prune(self._root, pending.iteration, kept, run.context.mesh)
         if run.config.reporting.log_progress and run.context.mesh.world_rank == 0:

@@ -82,6 +82,8 @@ def check_files(run: RunConfig, found: Findings, *, model_name: str, bodies: Seq
 
         found.lines += found.check(lambda: check_huggingface(sized or run)) or ()
     _check_folders(run, found)
+    if run.checkpoint.save is not None:
+        found.lines += filter(None, [found.check(lambda: _look_at_save(run))])
     return sized or run
 
 
@@ -125,6 +127,15 @@ def _check_load(
     line = found.check(lambda: describe_start(run, tokenizer, model_name=model_name, bodies=bodies))
     if line is not None:
         found.lines.append(f"checkpoint: {line}")
+
+
+def _look_at_save(run: RunConfig) -> str:
+    """A remark about what ``--save`` holds; raises CheckpointError for another run that is further on."""
+    if not is_url(run.checkpoint.save or "") and not path_of(run.checkpoint.save or "").is_dir():
+        return ""
+    from megatron.training.checkpoints.earlier_run import check_save_folder
+
+    return check_save_folder(run)
 
 
 def _check_folders(run: RunConfig, found: Findings) -> None:

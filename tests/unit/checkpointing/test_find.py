@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import logging
 import random
+import re
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,7 +15,9 @@ import torch
 
 from megatron.core.checkpointing import manifest
 from megatron.core.checkpointing.find import CheckpointFolder, find_checkpoint, is_unused, whole_checkpoints
+from megatron.core.checkpointing.manifest import FileRecord, Manifest
 from megatron.core.checkpointing.save import save_checkpoint
+from megatron.core.checkpointing.stored_tensors import StoredTensors
 from megatron.core.parallel.mesh import Mesh
 from megatron.core.parallel.sharding import ShardedState, Sharding
 from megatron.errors import CheckpointError
@@ -63,6 +67,42 @@ def test_damage_is_detected_and_the_previous_one_used(
     assert any(name in reason for reason in found.passed_over)
     assert "iter_0000020 instead of the requested one: " in caplog.text
     assert name in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("listed", "words"),
+    [
+        ([], "manifest.json does not list .metadata, manifest.json does not list run.json"),
+        ([".metadata", "__0_0.distcp"], "manifest.json does not list run.json"),
+        ([".metadata", "run.json"], "bytes of '__0_0.distcp', which is not a file of this checkpoint"),
+    ],
+)
+@pytest.mark.parametrize("is_there", [True, False], ids=["there", "deleted"])
+def test_a_manifest_that_lists_too_little(listed: list[str], words: str, is_there: bool, root: Path) -> None:
+    """A checkpoint whose manifest listed no files was called whole, with its tensors' files unread or missing."""
+    folder = root / "iter_0000030"
+    known = Manifest.read(folder)
+    files = {name: known.files[name] for name in listed}
+    (folder / "manifest.json").write_text(replace(known, files=files).to_json())
+    if not is_there:
+        (folder / "__0_0.distcp").unlink()
+    assert words in ", ".join(find_checkpoint(root).passed_over)
+    with pytest.raises(CheckpointError, match=re.escape(words)):
+        find_checkpoint(folder)
+    if words.startswith("bytes"):
+        with pytest.raises(CheckpointError, match=re.escape(words)):
+            StoredTensors(folder)
+
+
+def test_files_shorter_than_their_tensors(root: Path) -> None:
+    """An empty file of tensors, listed with its zero bytes, was called whole."""
+    folder = root / "iter_0000030"
+    (folder / "__0_0.distcp").write_bytes(b"")
+    known = Manifest.read(folder)
+    files = {**known.files, "__0_0.distcp": FileRecord(0, 0)}
+    (folder / "manifest.json").write_text(replace(known, files=files).to_json())
+    reason = find_checkpoint(root).passed_over[0]
+    assert "'__0_0.distcp', which manifest.json lists with 0 bytes" in reason
 
 
 def test_every_flipped_byte_of_a_checkpoint_is_noticed(root: Path) -> None:

@@ -115,7 +115,12 @@ def test_verify_names_the_damaged_file(root: Path, said: Said, tmp_path: Path) -
     assert code == 1
     assert "iter_0000001: whole" in text
     assert "iter_0000002: __0_0.distcp is damaged (checksum mismatch)" in text
+    listed = tmp_path / "copy/iter_0000001/manifest.json"
+    listed.write_text(dataclasses.replace(Manifest.read(listed.parent), files={}).to_json())
+    code, text = said(listed.parent, "--verify")
+    assert (code, "manifest.json does not list .metadata" in text) == (1, True)
     (tmp_path / "copy/iter_0000001/run.json").unlink()
+    shutil.copy(root / "iter_0000001/manifest.json", listed)
     assert "run.json is missing" in said(tmp_path / "copy/iter_0000001", "--verify")[1]
 
 

@@ -47,6 +47,7 @@ class Stage:
         self.run.context = ParallelContext.single()
         self.run.config.checkpoint.async_save = background
         self.run.config.checkpoint.save = "folder"
+        self.run.config.checkpoint.overwrite_run = False
         self.run.config.reporting.log_progress = False
         self.run.reporter.say = lambda text: self.events.append(text.split()[0])
         self.run.progress.iteration = 7
