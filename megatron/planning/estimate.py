@@ -15,7 +15,7 @@ from torch import nn
 from megatron.config.pipeline import Stage, model_stages
 from megatron.config.run import RunConfig
 from megatron.core.distributed.buffers import usual_bucket_size
-from megatron.core.distributed.grad_sync import IN_FLIGHT
+from megatron.core.distributed.grad_sync import IN_FLIGHT, TIED_CHUNK
 from megatron.core.distributed.parameter_policy import matches
 from megatron.core.models.train_spec import TrainSpec
 from megatron.core.optimizer.optimizer import CHUNK
@@ -23,7 +23,7 @@ from megatron.core.parallel.costs import Costs, costs_of
 from megatron.core.parallel.sharding import sharded_parameters, sharding_of
 from megatron.core.pipeline_parallel.settings import PipelineSettings
 from megatron.planning.model import planned_context, stage_model, stage_models, whole_model
-from megatron.planning.schedule import schedule_facts
+from megatron.planning.schedule import most_held, schedule_facts
 
 
 @dataclass(frozen=True)
@@ -144,11 +144,22 @@ def rank_peak(run: RunConfig, train_spec: TrainSpec, pipeline_rank: int) -> Memo
     # A split backward pass holds what has come back until gradients of weights are computed: no less than without.
     splits = PipelineSettings.of(run).splits_backward
     here = [costs.kept + costs.offloaded * splits for costs in by_stage]
-    kept, away = (
-        int(schedule_facts(run, each).peaks[pipeline_rank]) for each in (here, [costs.offloaded for costs in by_stage])
-    )
-    memory = _rank_memory(run, train_spec, pipeline_rank, by_stage, kept=kept)
-    return replace(memory, activations_offloaded=away)
+    kept = most_held(run, here, _received(run, train_spec))[pipeline_rank]
+    away = schedule_facts(run, [costs.offloaded for costs in by_stage]).peaks[pipeline_rank]
+    memory = _rank_memory(run, train_spec, pipeline_rank, by_stage, kept=int(kept))
+    return replace(memory, activations_offloaded=int(away))
+
+
+def _received(run: RunConfig, train_spec: TrainSpec) -> list[int]:
+    """Bytes of a microbatch that each stage receives from the one before."""
+    context = planned_context(run)
+    return [
+        sum(
+            math.prod(spec.shape) * spec.dtype.itemsize
+            for spec in train_spec.stage_inputs(run, stage, context).values()
+        )
+        for stage in model_stages(run)
+    ]
 
 
 def rank_memory(run: RunConfig, train_spec: TrainSpec, pipeline_rank: int) -> MemoryEstimate:
@@ -190,7 +201,12 @@ def _rank_memory(
         gradients=trained * (2 if run.precision.grad_reduce_in_bf16 else 4),
         main_params=here * _master_bits(run, width) // 8,
         moments=here * _moment_bytes(run),
-        updating=max(min(here, CHUNK) * _copied_bytes(run), received, gathered * width - copies),
+        updating=max(
+            min(here, CHUNK) * _copied_bytes(run),
+            received,
+            gathered * width - copies,
+            0 if run.purpose.only_reads else _tied_gradients(run, train_spec, pipeline_rank),
+        ),
         offloaded=(owned - here) * (_moment_bytes(run) + (4 if width < 4 else 0)),
         kept=0 if run.purpose.only_reads else kept,
         working=max(costs.working for costs in mine) + received * overlaps,
@@ -209,6 +225,20 @@ def _received_gradients(run: RunConfig, trained: int) -> int:
         return 0
     bucket = min(trained, parallel.ddp_bucket_size or usual_bucket_size(ranks))
     return 2 * min(trained, IN_FLIGHT * bucket) + 4 * bucket // ranks
+
+
+def _tied_gradients(run: RunConfig, train_spec: TrainSpec, pipeline_rank: int) -> int:
+    """Bytes to sum a part of the gradient of a parameter that pipeline ranks share: the other's, or, of several ranks,
+    theirs twice and the sum.
+    """
+    ranks = range(run.parallel.pipeline_model_parallel_size)
+    held, most = [_held(run, train_spec, rank) for rank in ranks], 0
+    for name, parameter in held[pipeline_rank].items():
+        holders = sum(name in each for each in held)
+        if holders > 1 and parameter.requires_grad:
+            part = min(-(-parameter.numel() // _shards(run, parameter)), TIED_CHUNK)
+            most = max(most, part * (1 if holders == 2 else 2 * holders))
+    return most * (2 if run.precision.grad_reduce_in_bf16 else 4)
 
 
 def _master_bits(run: RunConfig, weight_bytes: int) -> int:

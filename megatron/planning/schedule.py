@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megatron.config.run import RunConfig
+from megatron.core.pipeline_parallel.actions import Action
+from megatron.core.pipeline_parallel.lower import Finish, Message, Plan, Receive, lower
 from megatron.core.pipeline_parallel.settings import PipelineSettings
 from megatron.core.pipeline_parallel.simulate import Simulation, simulate
 
@@ -23,6 +25,69 @@ def schedule_facts(config: RunConfig, stage_bytes: Sequence[float]) -> ScheduleF
     """Facts of the run's schedule, if a microbatch keeps ``stage_bytes`` in each stage and all take equally long."""
     microbatches = config.training.global_batch_size // config.batch_unit
     return _facts(PipelineSettings.of(config), max(microbatches, 1), tuple(stage_bytes))
+
+
+def most_held(config: RunConfig, kept: Sequence[float], received: Sequence[float]) -> tuple[float, ...]:
+    """The most bytes of activations and of messages that each rank holds while it computes.
+
+    A microbatch keeps ``kept`` bytes in each stage, among them its input of ``received`` bytes (0 in the first stage).
+    A backward pass works on the gradient of its output, which counts as its working memory.
+    """
+    microbatches = max(config.training.global_batch_size // config.batch_unit, 1)
+    return _most_held(PipelineSettings.of(config), microbatches, tuple(kept), tuple(received))
+
+
+@functools.lru_cache(maxsize=512)
+def _most_held(
+    settings: PipelineSettings, num_microbatches: int, kept: tuple[float, ...], received: tuple[float, ...]
+) -> tuple[float, ...]:
+    plans, placement = _plans(settings, num_microbatches), settings.placement
+    return tuple(
+        _Held(placement.stages_of(rank), kept, (*received, 0.0)).most(plan, rank) for rank, plan in enumerate(plans)
+    )
+
+
+@functools.lru_cache(maxsize=8)
+def _plans(settings: PipelineSettings, num_microbatches: int) -> tuple[Plan, ...]:
+    return lower(settings.schedule(num_microbatches), overlap=settings.overlap)
+
+
+@dataclass
+class _Held:
+    """Bytes on one rank. ``stages``: by chunk; ``kept``, ``received``: by stage, what the stage after the last receives
+    included.
+    """
+
+    stages: Sequence[int]
+    kept: Sequence[float]
+    received: Sequence[float]
+
+    def most(self, plan: Plan, rank: int) -> float:
+        """At the highest point of a plan."""
+        held = highest = 0.0
+        for each in plan:
+            if isinstance(each, Action):
+                during, after = self._changes(each)
+                highest = max(highest, held + during)
+                held += after
+            elif isinstance(each, Receive):
+                held += self._size(each.message)
+            elif isinstance(each, Finish) and each.message.source.rank == rank:
+                held -= self._size(each.message)
+        return highest
+
+    def _changes(self, action: Action) -> tuple[float, float]:
+        """What an action adds while it runs, and what it leaves."""
+        stage = self.stages[action.chunk]
+        kept, given, sent = self.kept[stage], self.received[stage], self.received[stage + 1]
+        if action.kind == "F":  # the input is among what is kept
+            return kept - given, kept - given + sent
+        if action.kind == "W":
+            return 0.0, -kept
+        return -sent, given - sent - kept * (action.kind == "B")
+
+    def _size(self, message: Message) -> float:
+        return self.received[max(message.from_stage, message.to_stage)]
 
 
 @functools.lru_cache(maxsize=512)

@@ -98,7 +98,7 @@ NEEDS: tuple[tuple[str, str, Callable[[RunConfig], object]], ...] = (
     ("log_progress", " without --save, the folder of progress.txt", lambda run: run.checkpoint.save),
     ("load_hf_proof", " without --load-hf", lambda run: run.checkpoint.load_hf),
     ("save_interval", " without --save", lambda run: run.checkpoint.save),
-    ("overwrite_run", " with --skip-train, which saves nothing", lambda run: not run.training.skip_train),
+    ("overwrite_run", " with --skip-train", lambda run: not run.training.skip_train),
     ("manual_gc_interval", " without --manual-gc", lambda run: run.training.manual_gc),
     (
         "reset_position_ids",

@@ -30,7 +30,7 @@ from megatron.core.parallel.weight_gradients import MainGrad
 from megatron.errors import RESTART_CANNOT_HELP, ParallelError
 
 _COALESCE_BELOW = 1 << 16
-_TIED_CHUNK = 1 << 20
+TIED_CHUNK = 1 << 20
 IN_FLIGHT = 2  # buckets whose parts from all ranks are in memory
 
 
@@ -203,5 +203,5 @@ class GradSync:
         """Sum gradients of tied copies over the stages that hold one, in order of names, a part at a time."""
         tied = [(entry, part.of(buffer.grads)) for buffer, entry, part in self._owned if len(entry.holders) > 1]
         for entry, grads in sorted(tied, key=lambda each: each[0].name):
-            for part in torch.split(grads, _TIED_CHUNK):
+            for part in torch.split(grads, TIED_CHUNK):
                 sum_between_stages(part, self._mesh, entry.holders)

@@ -135,12 +135,13 @@ def _chunks(
     if size > 64:
         size -= size % 64  # whole vectors, and the same kernels for all chunks but the last
     buffer = hidden.new_empty(min(size, total), columns)
-    wide_buffer = torch.empty_like(buffer, dtype=_wide(buffer))
+    is_wide = buffer.dtype == _wide(buffer)
+    wide_buffer = buffer if is_wide else torch.empty_like(buffer, dtype=_wide(buffer))
     slope_buffer = torch.empty_like(wide_buffer) if slopes and cap is not None else None
     for start in range(0, total, size):
         rows = slice(start, min(start + size, total))
         logits = times_transposed(hidden[rows], weight, bias, buffer=buffer)
-        height, is_wide = logits.shape[0], logits.dtype == wide_buffer.dtype
+        height = logits.shape[0]
         wide = logits if is_wide else wide_buffer[:height].copy_(logits)
         slope = None if slope_buffer is None else slope_buffer[:height]
         if cap is not None:  # cap·tanh(x/cap), and its derivative 1 - tanh²(x/cap), both in place

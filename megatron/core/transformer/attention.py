@@ -14,6 +14,7 @@ from megatron.core.context_parallel.attention import attention, heads_split_over
 from megatron.core.context_parallel.visible import Documents
 from megatron.core.ops.attention import AttentionOptions, AttentionRequest
 from megatron.core.ops.attention.cached import AttentionCache, CachedHeads
+from megatron.core.ops.attention.chunked import bytes_of_scores
 from megatron.core.ops.attention.masks import alibi_slopes
 from megatron.core.ops.rotary import apply_rotary
 from megatron.core.parallel.costs import Costs, Workload, costs_of, total_of
@@ -212,7 +213,7 @@ class Attention(nn.Module):
         of_keys = key_rows * (2 * (self._keys + self._values) + exchanged * self._sent)
         gradients = (2 * workload.tokens * self._queries + of_keys) * workload.itemsize
         flops = 2.0 * (self._width + self._value_width) * workload.all_tokens * self._keys_of_a_query(keys)
-        working = matmuls.working + gradients + again
+        working = matmuls.working + gradients + again + self._scores_at_once(workload, keys=keys)
         return dataclasses.replace(matmuls, flops=matmuls.flops + flops, kept=matmuls.kept + kept, working=working)
 
     def _keys_of_a_query(self, keys: int) -> float:
@@ -230,6 +231,22 @@ class Attention(nn.Module):
         rounded = workload.itemsize if wide != workload.itemsize else 0
         after_softmax = 1 + workload.itemsize if self._config.attention_dropout > 0 else rounded
         return workload.tokens * keys * (self._queries // self._head_dim) * (wide + after_softmax)
+
+    def _scores_at_once(self, workload: Workload, *, keys: int) -> int:
+        """Bytes of scores that the backward pass computes again at a time with dropout, which torch's kernels lack, and
+        of sums of narrow gradients over those times.
+        """
+        is_chunked = self._config.attention_backend in ("auto", "chunked") and not self._keeps_scores
+        if self._config.attention_dropout == 0 or not is_chunked:
+            return 0
+        sums = 4 * workload.batch * keys * (self._keys + self._values) * (workload.itemsize < 4)
+        return sums + bytes_of_scores(
+            heads=workload.batch * self._queries // self._head_dim,
+            queries=workload.tokens // workload.batch,
+            keys=keys,
+            itemsize=workload.itemsize,
+            is_banded=self.is_causal or self._window_over(keys) is not None,
+        )
 
     @property
     def _keeps_scores(self) -> bool:

@@ -111,7 +111,10 @@ class TransformerLayer(nn.Module):
         for name, module in self.named_children():
             found = costs_of(module, workload)
             given = elements * workload.itemsize
-            branches += found.recomputed(given, keeps_input=not self._copies) if name in self._recomputed else found
+            found = found.recomputed(given, keeps_input=not self._copies) if name in self._recomputed else found
+            # A branch's backward pass runs when later branches have freed what they kept.
+            before = dataclasses.replace(branches, working=max(branches.working - found.kept, 0))
+            branches = before + found
         first = self._branches[0].norm
         of_norm = 0 if self._copies else workload.itemsize
         shared = [

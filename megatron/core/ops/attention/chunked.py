@@ -31,6 +31,13 @@ def supports(request: AttentionRequest) -> str | None:
     return None
 
 
+def bytes_of_scores(*, heads: int, queries: int, keys: int, itemsize: int, is_banded: bool) -> int:
+    """Bytes of the scores of a block in the backward pass with dropout: probabilities, their gradients before and after
+    dropout, and its mask. ``heads``: of all samples.
+    """
+    return heads * min(_queries_of_block(keys, is_banded=is_banded), queries) * keys * (3 * itemsize + 1)
+
+
 def attend(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Tensor:
     """See ``attention``."""
 
@@ -125,6 +132,7 @@ def gradients_of_part(
             grad_scores.mul_(steepness)
         block.put(torch.bmm(grad_scores, block.k), grad_q, scale=options.scale)
         block_grad_k = torch.bmm(grad_scores.transpose(1, 2), block.q)
+        del grad_scores  # else it lives beside the next block's scores
         if block.rows == slice(0, q.shape[0]) and block.k.shape[1] == k.shape[0]:  # the only block
             grad_k, grad_v = block_grad_k, block_grad_v
             break
@@ -220,7 +228,7 @@ def _blocks(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Itera
         blind = _blind(real, sq, options)
         if q.device.type == "cpu" and not bool(blind.any()):  # elsewhere the question would wait for the device
             blind = None
-    size = _BLOCK if is_banded else max(_BLOCK, 16 * _BLOCK**2 // sk)
+    size = _queries_of_block(sk, is_banded=is_banded)
     for start in range(0, sq, size):
         rows = slice(start, min(start + size, sq))
         visible = options.visible(rows, queries=sq, keys=sk)
@@ -239,6 +247,10 @@ def _blocks(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Itera
             blind=blind[:, rows].repeat(1, queries.shape[1], 1) if blind is not None and is_banded else blind,
             bias=_bias(q, k, rows, visible, options),
         )
+
+
+def _queries_of_block(keys: int, *, is_banded: bool) -> int:
+    return _BLOCK if is_banded else max(_BLOCK, 16 * _BLOCK**2 // keys)
 
 
 def _edges(

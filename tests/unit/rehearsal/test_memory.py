@@ -1,0 +1,76 @@
+"""Memory that a dry run estimates for each pipeline stage, against what a rehearsal of it counts."""
+
+from __future__ import annotations
+
+import multiprocessing
+
+import pytest
+
+from megatron.core.models.registry import FAMILIES
+from megatron.planning.estimate import rank_peak
+from megatron.rehearsal.accelerator import unavailable
+from megatron.rehearsal.rank import Rehearsed
+from megatron.rehearsal.ranks import Task, rehearse_tasks
+from megatron.rehearsal.settings import rehearsed
+from tests.harness.runs import tiny_config
+
+pytestmark = pytest.mark.skipif(unavailable() is not None, reason=str(unavailable()))
+
+GPT = FAMILIES["gpt"].train_spec
+LLAMA = "--swiglu --disable-bias-linear --normalization RMSNorm --position-embedding-type rope"
+QUIET = "--attention-dropout 0 --hidden-dropout 0"
+SHAPES = {
+    "loss": "--num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 64 --micro-batch-size 4",
+    "layers": "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --micro-batch-size 2",
+    "scores": f"--num-layers 8 --hidden-size 64 --num-attention-heads 4 --seq-length 512 --micro-batch-size 1 {LLAMA}",
+}
+WORDS = {"loss": 9999, "layers": 999, "scores": 499}
+TP2_PP2 = "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2"
+CASES = {
+    f"{shape}, {layout}, {kind}": f"{SHAPES[shape]} --vocab-size {WORDS[shape]} {flags} {more}"
+    for shape, layout, flags, kind, more in (
+        ("layers", "tp2 pp2", TP2_PP2, "fp32", ""),
+        ("layers", "tp2 pp2", TP2_PP2, "fp32 untied", "--untie-embeddings-and-output-weights"),
+        ("layers", "tp2 pp2 vpp2", f"{TP2_PP2} --num-virtual-stages-per-pipeline-rank 2", "bf16", f"--bf16 {QUIET}"),
+        (
+            "layers",
+            "pp2 without overlap",
+            "--pipeline-model-parallel-size 2 --no-overlap-p2p-communication",
+            "fp32",
+            "",
+        ),
+        ("loss", "tp2 pp2", TP2_PP2, "fp32", ""),
+        ("loss", "tp2 sp pp2", f"{TP2_PP2} --sequence-parallel", "bf16", "--bf16"),
+        ("loss", "pp2 zb-v", "--pipeline-model-parallel-size 2 --pipeline-schedule zb-v", "fp32", QUIET),
+        ("scores", "tp2 sp pp2", f"{TP2_PP2} --sequence-parallel", "bf16 with dropout", "--bf16"),
+        ("scores", "pp4", "--pipeline-model-parallel-size 4", "fp32", QUIET),
+    )
+}
+
+
+@pytest.fixture(scope="module")
+def counted() -> dict[str, list[tuple[Task, Rehearsed]]]:
+    """The ranks of a pipeline, by case."""
+    tasks: list[tuple[str, Task]] = []
+    for name, flags in CASES.items():
+        ranks = 4 if "tp2" in name or "pp4" in name else 2
+        config = tiny_config(f"--mock-data --global-batch-size 16 {flags}", ranks=ranks)
+        config = rehearsed(config, GPT, vocab_size=config.tokenizer.vocab_size or 0, steps=1)
+        stages = range(0, ranks, config.parallel.tensor_model_parallel_size)
+        tasks += [(name, Task(config=config, train_spec=GPT, rank=rank, steps=1, memory=10**9)) for rank in stages]
+    outcomes = rehearse_tasks([task for _, task in tasks], multiprocessing.get_context("forkserver"))
+    found: dict[str, list[tuple[Task, Rehearsed]]] = {name: [] for name in CASES}
+    for (name, task), outcome in zip(tasks, outcomes):
+        assert isinstance(outcome, Rehearsed), f"{name}: {outcome}"
+        found[name].append((task, outcome))
+    return found
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_each_stage_takes_what_is_estimated(case: str, counted: dict[str, list[tuple[Task, Rehearsed]]]) -> None:
+    """A run that was said to fit could run out of memory on its last stage: in fp32 the loss made logits twice, and
+    messages between stages, the sum of tied gradients and scores under dropout were left out.
+    """
+    for task, found in counted[case]:
+        estimate = rank_peak(task.config, GPT, found.pipeline_rank)
+        assert estimate.total == pytest.approx(found.highest, rel=0.03), f"stage {found.pipeline_rank}: {estimate}"
