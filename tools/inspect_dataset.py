@@ -90,7 +90,7 @@ def main(argv: Sequence[str]) -> int:
     cache = Path(config.data_cache_path) if config.data_cache_path else None
     datasets = [IndexedDataset(prefix, cache=cache) for prefix in config.prefix]
     for dataset in datasets:
-        print("\n".join(describe(dataset)))
+        print("\n".join([*describe(dataset), *chat_lines(dataset, tokenizer)]))
         if config.unigrams:
             print(f"unigrams     {unigram_entropy(dataset):.3f} nats a token, predicted by frequency")
         if config.verify or config.write_digests:
@@ -133,6 +133,19 @@ def describe(dataset: IndexedDataset) -> Iterator[str]:
         yield f"per document {written}; mean {lengths.mean():,.1f}"
     stamp = metadata.tokenizer if metadata else None
     yield f"tokenizer    {stamp or 'not known: there is no .meta.json, or it names none'}"
+
+
+def chat_lines(dataset: IndexedDataset, tokenizer: Tokenizer | None) -> Iterator[str]:
+    """How conversations for fine-tuning are written, and what ends their answers."""
+    metadata = DatasetMetadata.read(dataset.local_prefix)
+    if metadata is None or metadata.chat is None:
+        return
+    texts = {token: f" {tokenizer.detokenize([token])}" if tokenizer else "" for token in metadata.chat.end_tokens}
+    ends = [f"{token}{text}" for token, text in texts.items()]
+    yield f"end tokens   {', '.join([*ends, 'and the end of a document' if ends else 'the end of a document'])}"
+    if metadata.chat.template is not None:
+        yield "chat         turns are written by this template"
+        yield from (f"    {line}" for line in metadata.chat.template.splitlines())
 
 
 def verify(dataset: IndexedDataset, tokenizer: Tokenizer | None) -> str:

@@ -1,4 +1,7 @@
-"""Join all data sets of a folder, in the order of their names, into one."""
+"""Join all data sets of a folder, in the order of their names, into one.
+
+Data for fine-tuning, of tools/preprocess_sft.py, are joined with their targets.
+"""
 
 from __future__ import annotations
 
@@ -12,9 +15,11 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
+from megatron.core.datasets.build import targets_prefix
 from megatron.core.datasets.indexed_dataset import IndexedDataset, IndexedDatasetWriter
 from megatron.core.datasets.indexed_format import bin_path, idx_path
 from megatron.core.datasets.metadata import DatasetMetadata, TokenizerStamp
+from megatron.core.tokenizers.chat_settings import ChatSettings
 from megatron.errors import DataError, run_command
 
 
@@ -25,11 +30,22 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--output-prefix", required=True, metavar="PREFIX", help="start of the names of the new files")
     parser.add_argument("--multimodal", action="store_true", help="the data sets hold a mode for each sequence")
     arguments = parser.parse_args(argv)
-    prefixes = find_prefixes(arguments.input, output_prefix=arguments.output_prefix)
+    found = find_prefixes(arguments.input, output_prefix=arguments.output_prefix)
+    targets = [targets_prefix(prefix) for prefix in found if targets_prefix(prefix) in found]
+    prefixes = [prefix for prefix in found if prefix not in targets]
+    lacking = [prefix for prefix in prefixes if targets and targets_prefix(prefix) not in targets]
+    if lacking:
+        raise DataError(
+            f"{', '.join(lacking)} in --input has no targets, and the others have: data for fine-tuning are merged "
+            "with their _targets files; copy those, or move what is other data out of the folder"
+        )
     merged = merge(prefixes, arguments.output_prefix, multimodal=arguments.multimodal)
+    if targets:
+        merge(targets, targets_prefix(arguments.output_prefix), multimodal=False)
     print(
-        f"wrote {arguments.output_prefix}.{{bin,idx,meta.json}}: {len(prefixes)} data sets, "
-        f"{merged.num_documents:,} documents, {merged.num_sequences:,} sequences, {merged.num_tokens:,} tokens"
+        f"wrote {arguments.output_prefix}.{{bin,idx,meta.json}}{' and their targets' if targets else ''}: "
+        f"{len(prefixes)} data sets, {merged.num_documents:,} documents, {merged.num_sequences:,} sequences, "
+        f"{merged.num_tokens:,} tokens"
     )
     return 0
 
@@ -65,12 +81,41 @@ def merge(prefixes: Sequence[str], output_prefix: str, *, multimodal: bool) -> D
         metadata = DatasetMetadata.read(dataset.prefix)
         if metadata is not None and metadata.sha256 is not None:  # damaged data must not get a new digest
             metadata.check_content(dataset.prefix, dataset.digests())
+    chat = common_chat(prefixes)
     with IndexedDatasetWriter(
         output_prefix, first.dtype, multimodal=multimodal, tokenizer=common_tokenizer(prefixes)
     ) as writer:
+        writer.chat = chat
         for dataset in datasets:
             writer.add_dataset(dataset)
     return writer.metadata()
+
+
+def common_chat(prefixes: Sequence[str]) -> ChatSettings | None:
+    """How the conversations of all data sets are written; None for other data; DataError when two differ."""
+    settings = dict[str, ChatSettings]()
+    for prefix in prefixes:
+        metadata = DatasetMetadata.read(prefix)
+        if metadata is not None and metadata.chat is not None:
+            settings[prefix] = metadata.chat
+    templates = {prefix: each.template for prefix, each in settings.items() if each.template is not None}
+    first = next(iter(templates), "")
+    for prefix, template in templates.items():
+        if template != templates[first]:
+            raise DataError(
+                f"{first} and {prefix} have conversations in two chat formats: preprocess one of them again with the "
+                "other's --chat-template, or --turn-start and --turn-end (tools/inspect_dataset.py shows the formats)"
+            )
+    ends = {prefix: settings[prefix].end_tokens for prefix in templates}
+    for prefix, found in ends.items():
+        if found != ends[first]:
+            raise DataError(
+                f"answers of {first} end with the tokens {list(ends[first])}, and those of {prefix} with {list(found)}"
+                ": preprocess the text of both together"
+            )
+    if not settings:
+        return None
+    return ChatSettings(template=templates.get(first), end_tokens=ends.get(first, ()))
 
 
 def common_tokenizer(prefixes: Sequence[str]) -> TokenizerStamp | None:

@@ -1,10 +1,12 @@
 """Turn conversations into token files for fine-tuning with --sft: loss on the answers only.
 
-Reads JSON lines of {"messages": [{"role": ..., "content": ...}, ...]} or {"prompt": ..., "completion": ...}. Turns are
-written as --turn-start and --turn-end say, or by a Jinja template (--chat-template). Writes
-PREFIX.bin, .idx and .meta.json with a document for each line, and PREFIX_targets.bin and .idx, which mark each token
-that is trained on: the turns of the assistant with their ends, and completions. Train with --data-path PREFIX --sft
---packing best-fit, so that attention stays within each conversation.
+Reads JSON lines, or one JSON list, of {"messages": [{"role": ..., "content": ...}, ...]} or {"prompt": ...,
+"completion": ...} (texts, or lists of messages), of ShareGPT's "conversations" and of Alpaca's "instruction", "input"
+and "output", and says what it found. Turns are written as --turn-start and --turn-end say, or by a Jinja template
+(--chat-template). Writes PREFIX.bin, .idx and .meta.json with a document for each, and PREFIX_targets.bin and .idx,
+which mark each token that is trained on: the turns of the assistant with their ends, but for those with "weight": 0,
+and completions. Train with --data-path PREFIX --sft --packing best-fit, so that attention stays within each
+conversation. The metadata keep the format of turns and the tokens that end answers, for checkpoints.
 """
 
 from __future__ import annotations
@@ -16,10 +18,12 @@ if not __package__:  # started as a script: take megatron and the like from this
     sys.path[0] = os.path.dirname(os.path.dirname(os.path.realpath(__file__)))
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+import json
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
-from typing import Any, Literal
+from dataclasses import dataclass, field
+from typing import Literal
 
 import numpy as np
 
@@ -32,16 +36,21 @@ from megatron.core.datasets.indexed_format import token_dtype
 from megatron.core.datasets.metadata import TokenizerStamp
 from megatron.core.tokenizers.base import Tokenizer
 from megatron.core.tokenizers.build import build_tokenizer
-from megatron.core.tokenizers.conversations import ChatFormat, ChatTemplate, encode, encode_spans, load_template
-from megatron.core.tokenizers.rust import RustTokenizer
-from megatron.core.tokenizers.text_files import BadLine, find_inputs, read_batches, read_record
+from megatron.core.tokenizers.chat_settings import ChatSettings
+from megatron.core.tokenizers.conversations import OWN, ChatFormat, Writer, load_template, own_template
+from megatron.core.tokenizers.json_records import read_records
+from megatron.core.tokenizers.records import Conversation, read_sample
+from megatron.core.tokenizers.targets import Sample, SampleEncoder, leading_text
+from megatron.core.tokenizers.text_files import JSON_ENDINGS, BadLine, find_inputs
 from megatron.errors import ConfigError, DataError, run_command
 
 
 class SftConfig(Settings):
     """Conversations in, tokens and targets out."""
 
-    input: tuple[str, ...] = flag("JSON lines (.gz, .bz2, .xz, .zst too): files, folders, globs in quotes, or -.")
+    input: tuple[str, ...] = flag(
+        "JSON lines, or JSON lists (.gz, .bz2, .xz, .zst too): files, folders, globs in quotes, or -."
+    )
     output_prefix: str = flag("Prefix of all files written.")
     turn_start: str = flag(
         "Text at the start of a turn; {role} is replaced by the speaker's role.", default="<|im_start|>{role}\\n"
@@ -59,12 +68,19 @@ class SftConfig(Settings):
 
 @dataclass
 class Counts:
-    """What was written."""
+    """What was read and written.
 
+    ``samples``: conversations and pairs of prompt and completion. ``forms``: how many of each form of records.
+    ``unlearned``: turns with weight 0.
+    """
+
+    samples: int = 0
     conversations: int = 0
     tokens: int = 0
     targets: int = 0
     bad: int = 0
+    unlearned: int = 0
+    forms: Counter[str] = field(default_factory=Counter)
 
 
 def main(argv: Sequence[str]) -> int:
@@ -74,16 +90,75 @@ def main(argv: Sequence[str]) -> int:
     )
     if tokenizer_config.tokenizer_type is None:
         tokenizer_config = dataclasses.replace(tokenizer_config, tokenizer_type="GPT2BPETokenizer")
-    counts = convert(config, build_tokenizer(tokenizer_config), _template(config, tokenizer_config.tokenizer_model))
-    print(f"conversations  {counts.conversations:,}" + (f" ({counts.bad:,} bad lines left out)" if counts.bad else ""))
-    print(f"tokens         {counts.tokens:,}, of which {counts.targets:,} have a loss")
-    print(f"wrote          {config.output_prefix}.{{bin,idx,meta.json}} and {targets_prefix(config.output_prefix)}.*")
+    tokenizer = build_tokenizer(tokenizer_config)
+    encoder = SampleEncoder(tokenizer, _writer(config, tokenizer, tokenizer_config.tokenizer_model))
+    counts = convert(config, tokenizer, encoder)
+    print("\n".join(report(config, counts, encoder, tokenizer)))
+    own = None if config.chat_template else own_template(tokenizer_config.tokenizer_model)
+    if counts.conversations and own is not None:
+        print(
+            f"remark: the tokenizer has a chat template of its own, which --chat-template {OWN} would use; turns are "
+            "written as --turn-start and --turn-end say"
+        )
     return 0
 
 
-def _template(config: SftConfig, tokenizer_model: str | None) -> ChatTemplate | None:
+def convert(config: SftConfig, tokenizer: Tokenizer, encoder: SampleEncoder) -> Counts:
+    """Write the files; raises DataError for bad lines (unless they are skipped) and without any conversation."""
+    counts, stamp = Counts(), TokenizerStamp.of(tokenizer)
+    with ExitStack() as stack:
+        documents = stack.enter_context(
+            IndexedDatasetWriter(config.output_prefix, token_dtype(tokenizer.vocab_size), tokenizer=stamp)
+        )
+        targets = stack.enter_context(IndexedDatasetWriter(targets_prefix(config.output_prefix), np.uint8))
+        for sample in _encoded(config, encoder, counts):
+            documents.add_document(sample.ids)
+            targets.add_document(np.array(sample.learned, np.uint8))
+            counts.samples += 1
+            counts.tokens += len(sample.ids)
+            counts.targets += sum(sample.learned)
+        if not counts.samples:
+            raise DataError(f"--input {' '.join(config.input)} holds no conversation; nothing is written.")
+        documents.chat = ChatSettings(
+            template=encoder.source if counts.conversations else None,
+            end_tokens=tuple(each for each in encoder.end_tokens if each != tokenizer.eod),
+        )
+    return counts
+
+
+def _encoded(config: SftConfig, encoder: SampleEncoder, counts: Counts) -> Iterator[Sample]:
+    for path, line, record in read_records(find_inputs(config.input, endings=JSON_ENDINGS)):
+        try:
+            if isinstance(record, DataError):
+                raise record
+            found = read_sample(record)
+            encoded = encoder.encode(found)
+        except DataError as error:
+            bad = BadLine(path, line, str(error))
+            if config.on_bad_line == "error":
+                raise DataError(f"{bad}; fix the line, or skip such lines with --on-bad-line skip.") from None
+            print(f"skipped {bad}", file=sys.stderr)
+            counts.bad += 1
+        else:
+            counts.forms[found.form] += 1
+            if isinstance(found, Conversation):
+                counts.conversations += 1
+                counts.unlearned += sum(
+                    message["role"] == config.learned_role and not weight
+                    for message, weight in zip(found.messages, found.weights)
+                )
+            yield encoded
+
+
+def _writer(config: SftConfig, tokenizer: Tokenizer, tokenizer_model: str | None) -> Writer:
+    """The format of turns."""
     if config.chat_template is None:
-        return None
+        return ChatFormat(
+            _unescaped(config.turn_start),
+            _unescaped(config.turn_end),
+            learned=config.learned_role,
+            begin=leading_text(tokenizer),
+        )
     both = [name for name in ("turn_start", "turn_end") if getattr(config, name) != getattr(SftConfig, name)]
     if both:
         raise ConfigError(
@@ -92,61 +167,74 @@ def _template(config: SftConfig, tokenizer_model: str | None) -> ChatTemplate | 
     return load_template(config.chat_template, tokenizer_model, learned=config.learned_role)
 
 
-def convert(config: SftConfig, tokenizer: Tokenizer, template: ChatTemplate | None = None) -> Counts:
-    """Write the files; raises DataError for bad lines (unless they are skipped) and without any conversation."""
-    counts, stamp = Counts(), TokenizerStamp.of(tokenizer)
-    with ExitStack() as stack:
-        documents = stack.enter_context(
-            IndexedDatasetWriter(config.output_prefix, token_dtype(tokenizer.vocab_size), tokenizer=stamp)
+def report(config: SftConfig, counts: Counts, encoder: SampleEncoder, tokenizer: Tokenizer) -> Iterator[str]:
+    """What was written, and what may surprise the user of it, in lines."""
+    ends = encoder.endings
+    bad = f" ({counts.bad:,} bad lines left out)" if counts.bad else ""
+    yield f"conversations  {counts.samples:,}{bad}"
+    yield f"read as        {', '.join(f'{form} ({count:,})' for form, count in counts.forms.items())}"
+    yield f"tokens         {counts.tokens:,}, of which {counts.targets:,} have a loss"
+    last = [f"{count:,} end with {_named(token, tokenizer)}" for token, count in ends.last.most_common()]
+    yield f"answers        {ends.answers:,}: {', '.join(last) or 'none has an end'}"
+    if counts.unlearned:
+        yield f"not trained    {counts.unlearned:,} turns of the {config.learned_role}, which have weight 0"
+    yield f"wrote          {config.output_prefix}.{{bin,idx,meta.json}} and {targets_prefix(config.output_prefix)}.*"
+    for remark in _remarks(encoder, tokenizer):
+        yield f"remark: {remark}"
+
+
+def _named(token: int, tokenizer: Tokenizer) -> str:
+    return f"{json.dumps(tokenizer.detokenize([token]), ensure_ascii=False)} (id {token})"
+
+
+def _remarks(encoder: SampleEncoder, tokenizer: Tokenizer) -> Iterator[str]:
+    ends = encoder.endings
+    never, all_answers = "answers never learn to stop", f"{ends.answers:,}"
+    if ends.next_marks:
+        yield (
+            f"the format has no end of an answer: {ends.next_marks:,} of {all_answers} answers are trained to end with "
+            "the mark of the next turn"
         )
-        targets = stack.enter_context(IndexedDatasetWriter(targets_prefix(config.output_prefix), np.uint8))
-        for ids, learned in _encoded(config, tokenizer, template, counts):
-            documents.add_document(ids)
-            targets.add_document(np.array(learned, np.uint8))
-            counts.conversations += 1
-            counts.tokens += len(ids)
-            counts.targets += sum(learned)
-        if not counts.conversations:
-            raise DataError(f"--input {' '.join(config.input)} holds no conversation; nothing is written.")
-    return counts
-
-
-def _encoded(
-    config: SftConfig, tokenizer: Tokenizer, template: ChatTemplate | None, counts: Counts
-) -> Iterator[tuple[list[int], list[bool]]]:
-    encode_record = _encoder(config, tokenizer, template)
-    for batch in read_batches(find_inputs(config.input, endings=(".jsonl", ".json"))):
-        for number, line in enumerate(batch.data.removesuffix(b"\n").split(b"\n"), batch.first_line):
-            try:
-                encoded = encode_record(read_record(line))
-            except DataError as error:
-                bad = BadLine(batch.path, number, str(error))
-                if config.on_bad_line == "error":
-                    raise DataError(f"{bad}; fix the line, or skip such lines with --on-bad-line skip.") from None
-                print(f"skipped {bad}", file=sys.stderr)
-                counts.bad += 1
-            else:
-                yield encoded
-
-
-def _encoder(
-    config: SftConfig, tokenizer: Tokenizer, template: ChatTemplate | None
-) -> Callable[[dict[str, Any]], tuple[list[int], list[bool]]]:
-    """The function that gives a record's ids, and for each whether it is trained on."""
-    chat = ChatFormat(_unescaped(config.turn_start), _unescaped(config.turn_end), config.learned_role)
-    if template is None:
-        return lambda record: encode(chat.parts(record), tokenizer)
-    if not isinstance(tokenizer, RustTokenizer):
-        raise ConfigError(
-            f"--chat-template needs a tokenizer that reports positions in the text, which {tokenizer.name} does not"
+    if ends.documents:
+        yield (
+            f"the format has no end of an answer: {ends.documents:,} of {all_answers} answers are trained to end with "
+            f"{_named(tokenizer.eod, tokenizer)}, which is put behind the conversation"
         )
+    if ends.unmarked:
+        yield (
+            f"{ends.unmarked:,} of {all_answers} {never}: between {{% generation %}} and {{% endgeneration %}} the "
+            "chat template writes no special token behind them; move the end of the turn in there"
+        )
+    if ends.none:
+        yield (
+            f"{ends.none:,} of {all_answers} {never}: what follows them is ordinary text; end turns with a single token"
+        )
+    ambiguous = [token for token in ends.last if token not in encoder.end_tokens]
+    for token in ambiguous:
+        yield (
+            f"{_named(token, tokenizer)} ends {ends.last[token]:,} answers and is {ends.within[token]:,} times within "
+            "one, so it is no end token; end turns with another one"
+        )
+    if encoder.cut_marks:
+        cut = ", ".join(f"{mark} ({count} tokens)" for mark, count in encoder.cut_marks.items())
+        yield (f"the tokenizer cuts marks of turns into pieces, which answers will show: {cut}")
+    if ends.none or ambiguous or encoder.cut_marks:
+        yield f"a single token that ends turns: {_single_marks(tokenizer)}"
 
-    def by_template(record: dict[str, Any]) -> tuple[list[int], list[bool]]:
-        if "messages" in record:
-            return encode_spans(*template.render(record), tokenizer)
-        return encode(chat.parts(record), tokenizer)
 
-    return by_template
+def _single_marks(tokenizer: Tokenizer) -> str:
+    """How to get marks that are single tokens, for the user."""
+    end = tokenizer.detokenize([tokenizer.eod])
+    try:
+        knows = tokenizer.tokenize_parts([end])[0] == [tokenizer.eod]
+    except DataError:
+        knows = False
+    if knows:
+        return f"--turn-start '{{role}}:\\n' --turn-end '{end}\\n', or one of a tokenizer that has marks of turns"
+    return (
+        "one of --tokenizer-type HuggingFaceTokenizer, with the folder of a tokenizer.json that has marks of turns "
+        "(tools/train_tokenizer.py --special-tokens)"
+    )
 
 
 def _unescaped(text: str) -> str:

@@ -32,6 +32,7 @@ from megatron.core.datasets.remote import RemoteTokens
 from megatron.core.files.durable import sync_path, write_errors
 from megatron.core.files.locks import lock
 from megatron.core.files.remote_path import is_url
+from megatron.core.tokenizers.chat_settings import ChatSettings
 from megatron.errors import RESTART_MAY_HELP, ConfigError, DataError, read_errors
 
 _BLOCK_BYTES = 1 << 23
@@ -168,8 +169,11 @@ class IndexedDatasetWriter:
     Raises DataError for a full disk, for ids that don't fit ``dtype`` and while another writer has the same ``prefix``,
     ConfigError for a URL.
 
-    ``tokenizer``: the one that made the ids, for the metadata. ``multimodal``: store a mode per sequence.
+    ``tokenizer``: the one that made the ids, for the metadata; ``chat``, which may be set until the end: how the
+    conversations are written. ``multimodal``: store a mode per sequence.
     """
+
+    chat: ChatSettings | None = None
 
     def __init__(
         self,
@@ -305,6 +309,7 @@ class IndexedDatasetWriter:
             num_documents=self.num_documents,
             max_token_id=self.max_token_id,
             sha256=self._written,
+            chat=self.chat,
         )
 
     def sync(self) -> DatasetMetadata:

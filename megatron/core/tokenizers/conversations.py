@@ -1,7 +1,6 @@
-"""Conversations and prompt–completion pairs as tokens, and which of them a model is trained on.
+"""Conversations as text, and which of it a model is trained on.
 
-A ChatFormat writes turns with a text around them. What is trained on and what is only read are encoded separately, so
-each token belongs wholly to one of them, and a prompt has the same tokens as when the trained model is asked.
+A ChatFormat writes turns with a text around them.
 
 A ChatTemplate is a tokenizer's own Jinja template. One that marks answers with ``{% generation %}`` defines what is
 trained on. With one that doesn't, an answer is what a message of the learned role adds to the messages before it and
@@ -16,14 +15,12 @@ import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
-from itertools import groupby
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
-from megatron.core.tokenizers.base import Tokenizer, encoded_texts
 from megatron.core.tokenizers.huggingface import special_tokens
-from megatron.core.tokenizers.messages import NoText, normalized_messages, normalized_tools
-from megatron.core.tokenizers.rust import RustTokenizer
+from megatron.core.tokenizers.messages import NoText, normalized_messages
+from megatron.core.tokenizers.records import Conversation
 from megatron.errors import ConfigError, DataError
 from megatron.small_files import read_json, read_text
 
@@ -33,74 +30,95 @@ OWN = "tokenizer"
 _GENERATION = re.compile(r"{%[-+]?\s*generation\s*[-+]?%}")
 
 
-class Part(NamedTuple):
-    """A piece of text, and whether it is trained on."""
-
-    text: str
-    is_target: bool
-
-
-@dataclass(frozen=True)
-class ChatFormat:
-    """How turns are written; ``{role}`` in ``turn_start`` is the speaker. ``learned``: the role that is trained on."""
-
-    turn_start: str = "<|im_start|>{role}\n"
-    turn_end: str = "<|im_end|>\n"
-    learned: str = "assistant"
-
-    def parts(self, record: Mapping[str, Any]) -> list[Part]:
-        """Parts of ``{"messages": [{"role": …, "content": …}, …]}`` or ``{"prompt": …, "completion": …}``.
-
-        Raises DataError for a record that is neither, or that has nothing to learn.
-        """
-        parts = list[Part]()
-        if "messages" in record:
-            if not isinstance(record["messages"], list):
-                raise DataError('"messages" is not a list')
-            for number, message in enumerate(record["messages"]):
-                if not isinstance(message, dict) or "role" not in message or "content" not in message:
-                    raise DataError(f'message {number} has no "role" and "content"')
-                role = _text(message["role"], f"role of message {number}")
-                content = _text(message["content"], f"content of {number}")
-                # The role's name is never trained on, a turn's end is.
-                parts.append(Part(self.turn_start.replace("{role}", role), False))
-                parts.append(Part(content + self.turn_end, role == self.learned))
-        elif "prompt" in record and "completion" in record:
-            parts.append(Part(_text(record["prompt"], "prompt"), False))
-            parts.append(Part(_text(record["completion"], "completion"), True))
-        else:
-            raise DataError('neither "messages" nor "prompt" and "completion" (keys are {})'.format(", ".join(record)))
-        if not any(part.is_target and part.text for part in parts):
-            raise DataError(f"nothing to learn: no turn of the {self.learned}, or an empty completion")
-        return [
-            Part("".join(part.text for part in group), is_target)
-            for is_target, group in groupby(parts, key=lambda part: part.is_target)
-        ]
-
-
-def _text(value: Any, name: str) -> str:
-    if not isinstance(value, str):
-        raise DataError(f"{name} is not a string")
-    return value
-
-
-def encode(parts: list[Part], tokenizer: Tokenizer) -> tuple[list[int], list[bool]]:
-    """Ids of a conversation with the end of a document, and for each whether it is trained on.
-
-    The end is trained on if the last part is. Raises DataError for text that can't be expressed.
-    """
-    ids, learned = list[int](), list[bool]()
-    for part, found in zip(parts, tokenizer.tokenize_batch([part.text for part in parts])):
-        ids += found
-        learned += [part.is_target] * len(found)
-    return [*ids, tokenizer.eod], [*learned, parts[-1].is_target]
-
-
 class Span(NamedTuple):
     """Characters ``[start, stop)`` of a conversation."""
 
     start: int
     stop: int
+
+
+@dataclass(frozen=True)
+class Written:
+    """A conversation as text, and the answers in it that are trained on, in order.
+
+    ``answers``: with their ends, where the format has any. ``is_marked``: the format itself says what is trained on.
+    """
+
+    text: str
+    answers: Sequence[Span]
+    is_marked: bool = False
+
+
+class Writer(Protocol):
+    """Writes conversations as text."""
+
+    @property
+    def source(self) -> str:
+        """The format as a Jinja template."""
+        ...
+
+    def write(self, conversation: Conversation) -> Written:
+        """The text; raises DataError for a conversation that can't be written, or in which nothing is learned."""
+        ...
+
+
+@dataclass(frozen=True)
+class ChatFormat:
+    """How turns are written; ``{role}`` in ``turn_start`` is the speaker. ``learned``: the role that is trained on.
+
+    ``begin``: the text before the first turn.
+    """
+
+    turn_start: str = "<|im_start|>{role}\n"
+    turn_end: str = "<|im_end|>\n"
+    learned: str = "assistant"
+    begin: str = ""
+
+    @property
+    def source(self) -> str:
+        """The format as a Jinja template, which writes the same text."""
+        start = " ~ message.role ~ ".join(map(_jinja_text, self.turn_start.split("{role}")))
+        answer = _jinja_text(self.turn_start.replace("{role}", self.learned))
+        begin = f"{{{{- {_jinja_text(self.begin)} }}}}\n" if self.begin else ""
+        return (
+            f"{begin}{{%- for message in messages %}}\n"
+            "    {%- if message.tool_calls %}{{ raise_exception('this chat format has no tool calls') }}{% endif %}\n"
+            f"    {{{{- {start} ~ message.content ~ {_jinja_text(self.turn_end)} }}}}\n"
+            "{%- endfor %}\n"
+            f"{{%- if add_generation_prompt %}}{{{{ {answer} }}}}{{% endif %}}"
+        )
+
+    def write(self, conversation: Conversation) -> Written:
+        """The text of a conversation; the role's name is never trained on, a turn's end is. Raises DataError."""
+        text, answers = self.begin, list[Span]()
+        if conversation.tools:
+            raise DataError("tools are not written by --turn-start and --turn-end: give --chat-template")
+        for number, message in enumerate(conversation.messages):
+            for name in ("tool_calls", "reasoning_content"):
+                if name in message:
+                    raise DataError(
+                        f"messages[{number}].{name} is not written by --turn-start and --turn-end: give --chat-template"
+                    )
+            text += self.turn_start.replace("{role}", message["role"])
+            start, text = len(text), f"{text}{message['content']}{self.turn_end}"
+            if message["role"] == self.learned and conversation.may_learn(number):
+                answers.append(Span(start, len(text)))
+        check_learned(conversation, self.learned, len(answers))
+        return Written(text, answers)
+
+
+def _jinja_text(text: str) -> str:
+    """A text as a literal of Jinja's, whose escapes are JSON's but for those of rare characters."""
+    return json.dumps(text, ensure_ascii=False)
+
+
+def check_learned(conversation: Conversation, learned: str, count: int) -> None:
+    """Raise DataError for a conversation that has nothing to learn."""
+    if count:
+        return
+    turns = sum(message["role"] == learned for message in conversation.messages)
+    why = f"each turn of the {learned} has weight 0 or is in the prompt" if turns else f"no turn of the {learned}"
+    raise DataError(f"nothing to learn: {why}")
 
 
 class ChatTemplate:
@@ -118,16 +136,14 @@ class ChatTemplate:
         self._begin, self._end = (f"\x00{secrets.token_hex(8)}\x00" for _ in range(2))
         self._template = _compiled(source, self._begin, self._end)
 
-    def render(self, record: Mapping[str, Any]) -> tuple[str, list[Span]]:
-        """The text of ``{"messages": […]}`` (and of ``"tools"``, if the template uses them), and its answers in order.
+    def write(self, conversation: Conversation) -> Written:
+        """The text of a conversation, and its answers.
 
         Raises DataError for a conversation that the template rejects, and for one whose answers can't be located.
         """
-        messages = normalized_messages(record.get("messages"))
-        variables = {"tools": normalized_tools(record.get("tools")), "documents": record.get("documents")}
         if self.marks_answers:
-            return self._cut(self._write(messages, variables))
-        return self._compared(messages, variables)
+            return self._cut(conversation)
+        return self._compared(conversation)
 
     def prompt(self, messages: Sequence[Any], *, begin_answer: bool, variables: Mapping[str, Any]) -> str:
         """The text that a model continues: a conversation and, with ``begin_answer``, the beginning of its answer.
@@ -148,22 +164,35 @@ class ChatTemplate:
             raise DataError(f"the chat template rejects the conversation: {error}") from None
         return text
 
-    def _cut(self, marked: str) -> tuple[str, list[Span]]:
+    def _cut(self, conversation: Conversation) -> Written:
         """The text without the marks, and the answers that were between them."""
         text, spans, start = "", list[Span](), 0
-        for piece in re.split(f"({self._begin}|{self._end})", marked):
+        for piece in re.split(
+            f"({self._begin}|{self._end})", self._write(conversation.messages, conversation.variables)
+        ):
             if piece == self._begin:
                 start = len(text)
             elif piece == self._end:
                 spans.append(Span(start, len(text)))
             else:
                 text += piece
-        return text, spans
+        answers = [number for number, each in enumerate(conversation.messages) if each["role"] == self._learned]
+        if not all(conversation.may_learn(number) for number in answers):
+            if len(spans) != len(answers):
+                raise DataError(
+                    f"the chat template marks {len(spans)} stretches of text for {len(answers)} turns of the "
+                    f"{self._learned}, so those of weight 0 cannot be told apart: write each within one "
+                    "{% generation %} and {% endgeneration %}"
+                )
+            spans = [span for span, number in zip(spans, answers) if conversation.may_learn(number)]
+        check_learned(conversation, self._learned, len(answers) and sum(span.start < span.stop for span in spans))
+        return Written(text, spans, is_marked=True)
 
-    def _compared(self, messages: Sequence[Any], variables: Mapping[str, Any]) -> tuple[str, list[Span]]:
+    def _compared(self, conversation: Conversation) -> Written:
+        messages, variables = conversation.messages, conversation.variables
         whole, spans = self._write(messages, variables), list[Span]()
         for number, message in enumerate(messages):
-            if message.get("role") != self._learned:
+            if message["role"] != self._learned or not conversation.may_learn(number):
                 continue
             before = self._write(messages[:number], variables, prompt=True) if number else ""
             until = self._write(messages[: number + 1], variables)
@@ -173,7 +202,8 @@ class ChatTemplate:
                     "be located: mark them in the template with {% generation %} and {% endgeneration %}"
                 )
             spans.append(Span(len(before), len(until)))
-        return whole, spans
+        check_learned(conversation, self._learned, len(spans))
+        return Written(whole, spans)
 
 
 def _compiled(source: str, begin: str, end: str) -> Any:
@@ -259,22 +289,3 @@ def _read(path: Path) -> str:
         return read_text(path, where=f"--chat-template {path}", error=DataError)
     except OSError as error:
         raise ConfigError(f"--chat-template {path}: {error.strerror}; name a file of Jinja, or {OWN}") from None
-
-
-def encode_spans(text: str, spans: Sequence[Span], tokenizer: RustTokenizer) -> tuple[list[int], list[bool]]:
-    """Ids of the text, in which special tokens are spelled out, and for each whether it is trained on.
-
-    Tokens with any character in a span are trained on. Raises DataError when there are none, and for lone surrogates.
-    """
-    encoded_texts([text])  # refuses lone surrogates
-    encoding = tokenizer.pipeline.encode(text, add_special_tokens=False)
-    learned = [False] * len(encoding.ids)
-    spans = [span for span in spans if span.start < span.stop]
-    at = 0
-    for number, (start, stop) in enumerate(encoding.offsets):
-        while at < len(spans) and spans[at].stop <= start:
-            at += 1
-        learned[number] = at < len(spans) and spans[at].start < stop
-    if not any(learned):
-        raise DataError("nothing to learn: the chat template writes no answer")
-    return list(encoding.ids), learned

@@ -10,8 +10,10 @@ from typing import Any
 import pytest
 import tokenizers
 
-from megatron.core.tokenizers.conversations import ChatTemplate, encode_spans, load_template
+from megatron.core.tokenizers.conversations import ChatTemplate, Written, load_template
 from megatron.core.tokenizers.huggingface import load
+from megatron.core.tokenizers.records import Conversation, read_sample
+from megatron.core.tokenizers.targets import SampleEncoder
 from megatron.errors import ConfigError, DataError
 
 CHATML = """{% for message in messages %}
@@ -58,7 +60,14 @@ def folder(bpe_folder: Path, tmp_path: Path) -> Path:
 def encoded(folder: Path, template: str, record: dict[str, Any]) -> tuple[list[int], list[bool]]:
     (folder / "chat_template.jinja").write_text(template)
     chosen = load_template("tokenizer", str(folder), learned="assistant")
-    return encode_spans(*chosen.render(record), load(str(folder), extra_ids=0))
+    sample = SampleEncoder(load(str(folder), extra_ids=0), chosen).encode(read_sample(record))
+    return sample.ids, sample.learned
+
+
+def written(template: ChatTemplate, messages: list[dict[str, Any]]) -> Written:
+    conversation = read_sample({"messages": messages})
+    assert isinstance(conversation, Conversation)
+    return template.write(conversation)
 
 
 @pytest.mark.parametrize("template", [CHATML, LLAMA, TOOLS], ids=["chatml", "llama", "tools"])
@@ -97,14 +106,14 @@ def test_a_template_that_rewrites_the_past_is_refused() -> None:
     rewriting = "{% for m in messages %}{{ m.role }}:{{ m.content if loop.last else m.content[:2] }}|{% endfor %}"
     template = ChatTemplate(rewriting, tokens={})
     with pytest.raises(DataError, match="writes message 1 differently once others follow.*{% generation %}"):
-        template.render({"messages": MESSAGES})
-    assert template.render({"messages": MESSAGES[1:2]})[1] == [(0, len("assistant:" + MESSAGES[1]["content"] + "|"))]
+        written(template, MESSAGES)
+    assert written(template, MESSAGES[1:2]).answers == [(0, len("assistant:" + MESSAGES[1]["content"] + "|"))]
 
 
 def test_what_a_template_refuses_is_a_bad_line(folder: Path) -> None:
     with pytest.raises(DataError, match="the chat template rejects the conversation: only user and assistant"):
         encoded(folder, LLAMA, {"messages": [{"role": "system", "content": "x"}]})
-    with pytest.raises(DataError, match="nothing to learn: the chat template writes no answer"):
+    with pytest.raises(DataError, match="nothing to learn: no turn of the assistant"):
         encoded(folder, CHATML, {"messages": MESSAGES[:1]})
     with pytest.raises(DataError, match=r'messages\[0\] is "hello"; it must be an object'):
         encoded(folder, CHATML, {"messages": ["hello"]})
@@ -125,7 +134,7 @@ def test_what_a_template_refuses_is_a_bad_line(folder: Path) -> None:
 def test_templates_are_not_trusted(attack: str) -> None:
     """A template is a program by whoever published the tokenizer."""
     with pytest.raises(DataError, match="the chat template rejects the conversation"):
-        ChatTemplate(attack, tokens={}).render({"messages": [{"role": "assistant", "content": "x"}]})
+        written(ChatTemplate(attack, tokens={}), [{"role": "assistant", "content": "x"}])
 
 
 def test_where_the_template_comes_from(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -136,12 +145,11 @@ def test_where_the_template_comes_from(folder: Path, tmp_path: Path, monkeypatch
     for found in (LLAMA, [{"name": "rag", "template": "no"}, {"name": "default", "template": LLAMA}]):
         (folder / "tokenizer_config.json").write_text(json.dumps(settings | {"chat_template": found}))
         template = load_template("tokenizer", str(folder / "tokenizer.json"), learned="assistant")
-        assert template.render({"messages": MESSAGES[:1]})[0].startswith("<s> [INST] quick")
+        assert template.prompt(MESSAGES[:1], begin_answer=False, variables={}).startswith("<s> [INST] quick")
     (tmp_path / "mine.jinja").write_text("{{ messages[0].content }}")
-    assert load_template(str(tmp_path / "mine.jinja"), None, learned="user").render({"messages": MESSAGES[:1]}) == (
-        MESSAGES[0]["content"],
-        [(0, len(MESSAGES[0]["content"]))],
-    )
+    content = MESSAGES[0]["content"]
+    own = written(load_template(str(tmp_path / "mine.jinja"), None, learned="user"), MESSAGES[:1])
+    assert (own.text, own.answers) == (content, [(0, len(content))])
     with pytest.raises(ConfigError, match="--learned-role user: the chat template marks the answers itself"):
         load_template("tokenizer", str(folder), learned="user")
     with pytest.raises(ConfigError, match="nothing.jinja: No such file or directory; name a file of Jinja"):

@@ -63,7 +63,7 @@ TEMPLATES = {
     "compared": COMPARED,
 }
 
-PLAIN = [
+PLAIN: list[dict[str, Any]] = [
     {"role": "user", "content": "hi"},
     {
         "role": "assistant",
@@ -110,7 +110,8 @@ def test_templates_write_what_transformers_writes(template: str) -> None:
 def test_no_content_is_no_word(template: str) -> None:
     """Templates that don't ask whether there is a content wrote "None", or failed."""
     ours = ChatTemplate(f"{{% for m in messages %}}{template}|{{% endfor %}}", tokens={})
-    for message in ({"role": "assistant"}, {"role": "assistant", "content": None, "tool_calls": []}):
+    empty: list[dict[str, Any]] = [{"role": "assistant"}, {"role": "assistant", "content": None, "tool_calls": []}]
+    for message in empty:
         found = ours.prompt([{"role": "user", "content": "hi"}, message], begin_answer=False, variables={})
         assert found.replace("x", "") == "hi||"
 
@@ -156,7 +157,7 @@ def test_one_form_of_many() -> None:
         assert written == before
     assert normalized_tools(None) is normalized_tools([]) is normalized_tools("[]") is None
     tool = {"type": "function", "function": {"name": "f", "parameters": {"enum": [None]}}}
-    dumped = {"type": "function", "function": {**tool["function"], "strict": None}}
+    dumped = {"type": "function", "function": {"name": "f", "parameters": {"enum": [None]}, "strict": None}}
     assert normalized_tools([dumped]) == normalized_tools(json.dumps([dumped])) == [tool]
 
 

@@ -15,6 +15,7 @@ from megatron.core.datasets.indexed_dataset import IndexedDatasetWriter
 from megatron.core.datasets.metadata import TokenizerStamp
 from megatron.core.datasets.sampler import MicrobatchSampler
 from megatron.core.models.gpt.data import build_gpt_splits
+from megatron.core.tokenizers.chat_settings import ChatSettings
 from megatron.core.tokenizers.null import NullTokenizer
 from megatron.errors import ConfigError, DataError
 from megatron.training.run.preflight import split_sizes
@@ -61,6 +62,25 @@ def test_counts_and_document(prefix: str, capsys: pytest.CaptureFixture[str]) ->
     )
     with pytest.raises(ConfigError, match="--document 20 is beyond the 20 documents"):
         inspect_dataset.main(["--prefix", prefix, "--document", "20"])
+
+
+def test_chat_format(prefix: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """How conversations are written and where answers end could be read in the metadata alone."""
+    with IndexedDatasetWriter(prefix, np.uint16) as writer:
+        writer.add_document([1])
+        writer.chat = ChatSettings(template="{% for m in messages %}\n{{ m.content }}{% endfor %}", end_tokens=(7, 9))
+    inspect_dataset.main([prefix, *NULL])
+    assert capsys.readouterr().out.endswith(
+        "end tokens   7 7, 9 9, and the end of a document\n"
+        "chat         turns are written by this template\n"
+        "    {% for m in messages %}\n"
+        "    {{ m.content }}{% endfor %}\n"
+    )
+    with IndexedDatasetWriter(prefix, np.uint16) as writer:
+        writer.add_document([1])
+        writer.chat = ChatSettings(template=None, end_tokens=())
+    inspect_dataset.main([prefix])
+    assert capsys.readouterr().out.endswith("\nend tokens   the end of a document\n")
 
 
 def test_unigrams(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

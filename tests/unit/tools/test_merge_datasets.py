@@ -12,6 +12,7 @@ import pytest
 
 from megatron.core.datasets.indexed_dataset import IndexedDataset, IndexedDatasetWriter
 from megatron.core.datasets.metadata import DatasetMetadata, TokenizerStamp
+from megatron.core.tokenizers.chat_settings import ChatSettings
 from megatron.errors import DataError
 from tools.merge_datasets import main
 
@@ -152,3 +153,49 @@ def test_command_ends_with_one_sentence(folder: Path) -> None:
     assert ran.returncode == 2
     assert ran.stderr.startswith("error: --input ")
     assert ran.stderr.count("\n") == 1
+
+
+CHAT = ChatSettings(template="{{ messages }}", end_tokens=(5,))
+
+
+def write_sft(prefix: Path, chat: ChatSettings | None, ids: list[int]) -> None:
+    with IndexedDatasetWriter(prefix, np.uint16, tokenizer=GPT2) as writer:
+        writer.add_document(ids)
+        writer.chat = chat
+    write(Path(f"{prefix}_targets"), [[[1] * len(ids)]], dtype=np.uint8)
+
+
+def test_conversations_are_merged_with_their_targets_and_format(folder: Path) -> None:
+    """Token files and targets were taken for data of two types; the format, and so the end of answers, was lost."""
+    write_sft(folder / "a", CHAT, [1, 2])
+    write_sft(folder / "b", CHAT, [3])
+    write_sft(folder / "pairs", ChatSettings(template=None, end_tokens=()), [4])
+    prefix = merge(folder)
+    assert [each.tolist() for each in IndexedDataset(prefix)[:]] == [[1, 2], [3], [4]]
+    assert [each.tolist() for each in IndexedDataset(f"{prefix}_targets")[:]] == [[1, 1], [1], [1]]
+    found = DatasetMetadata.read(prefix)
+    assert found is not None
+    assert found.chat == CHAT
+
+
+@pytest.mark.parametrize(
+    ("chat", "reason"),
+    [
+        (ChatSettings(template="x", end_tokens=(5,)), r"a and .*b have conversations in two chat formats"),
+        (ChatSettings(template=CHAT.template, end_tokens=()), r"end with the tokens \[5\], and those of .*b with \[\]"),
+    ],
+)
+def test_other_formats_are_refused(folder: Path, chat: ChatSettings, reason: str) -> None:
+    """A model can't tell two formats apart when it is asked in one."""
+    write_sft(folder / "a", CHAT, [1, 2])
+    write_sft(folder / "b", chat, [3])
+    with pytest.raises(DataError, match=reason):
+        merge(folder)
+    assert not (folder.parent / "merged.idx").exists()
+
+
+def test_conversations_beside_other_data(folder: Path) -> None:
+    write_sft(folder / "a", CHAT, [1, 2])
+    write(folder / "text", [[[1]]], tokenizer=GPT2)
+    with pytest.raises(DataError, match="text in --input has no targets, and the others have"):
+        merge(folder)

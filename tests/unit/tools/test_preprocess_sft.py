@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +13,11 @@ import pytest
 
 from megatron.config.data import DataConfig
 from megatron.core.datasets.indexed_dataset import IndexedDataset, IndexedDatasetWriter
+from megatron.core.datasets.metadata import DatasetMetadata
 from megatron.core.datasets.splits import SplitSizes
 from megatron.core.models.gpt.data import build_gpt_splits
+from megatron.core.tokenizers.chat_settings import ChatSettings
+from megatron.core.tokenizers.conversations import ChatFormat
 from megatron.core.tokenizers.huggingface import load
 from megatron.core.tokenizers.rust import RustTokenizer
 from megatron.errors import ConfigError, DataError
@@ -93,10 +99,11 @@ def test_other_formats(tmp_path: Path, flags: list[str], tokenizer: RustTokenize
 @pytest.mark.parametrize(
     ("record", "reason"),
     [
-        ({"text": "fox"}, r'neither "messages" nor "prompt" and "completion" \(keys are text\)'),
-        ({"messages": "fox"}, '"messages" is not a list'),
-        ({"messages": [{"role": "user"}]}, 'message 0 has no "role" and "content"'),
-        ({"messages": [{"role": "user", "content": 5}]}, "content of 0 is not a string"),
+        ({"text": "fox"}, r'neither "messages", "prompt" and "completion", .* \(keys are text\)'),
+        ({"messages": "fox"}, 'messages is "fox"; it must be a list of one or more messages'),
+        ({"messages": [{"role": "user"}]}, r'messages\[0\] of the role "user" has no content'),
+        ({"messages": [{"role": "assistant"}]}, r"messages\[0\] has neither content nor tool_calls"),
+        ({"messages": [{"role": "user", "content": 5}]}, r"messages\[0\]\.content is 5; it must be a text"),
         ({"messages": [{"role": "user", "content": "fox"}]}, "nothing to learn: no turn of the assistant"),
         ({"prompt": "fox", "completion": ""}, "nothing to learn"),
     ],
@@ -141,12 +148,12 @@ def test_data_without_targets(tmp_path: Path, flags: list[str], tokenizer: RustT
 
 
 def test_chat_templates(tmp_path: Path, flags: list[str], tokenizer: RustTokenizer) -> None:
-    """Nothing is added to what the template writes; pairs are written as without one."""
+    """Only an end where the template has none is added to what it writes; pairs are written as without one."""
     template = tmp_path / "chat.jinja"
     template.write_text("{% for m in messages %}[{{ m.role }}]{{ m.content }}\n{% endfor %}")
     prefix = convert(tmp_path, [CHAT, PAIR], flags, "--chat-template", str(template))
     assert learned_texts(prefix, tokenizer) == [
-        ["[assistant]brown, lazy\n", "[assistant]over\n"],
+        ["[assistant]brown, lazy\n", "[assistant]over\n<|endoftext|>"],
         [" fox jumps<|endoftext|>"],
     ]
     assert tokenizer.detokenize(IndexedDataset(prefix)[0].tolist()).startswith("[system]the fox\n[user]quick?\n")
@@ -159,3 +166,109 @@ def test_chat_templates(tmp_path: Path, flags: list[str], tokenizer: RustTokeniz
     ):
         with pytest.raises(ConfigError, match=reason):
             convert(tmp_path, [CHAT], flags if len(more) == 2 else [], "--chat-template", str(template), *more)
+
+
+def test_the_format_and_ends_are_stored(tmp_path: Path, flags: list[str]) -> None:
+    """After fine-tuning nobody knew how to ask the model, nor where its answers end."""
+    template = tmp_path / "chat.jinja"
+    template.write_text("{% for m in messages %}{{ m.role }}:{{ m.content }}<|endoftext|>{% endfor %}")
+    cases: list[tuple[list[dict[str, Any]], tuple[str, ...], ChatSettings]] = [
+        ([CHAT], (), ChatSettings(template=ChatFormat().source, end_tokens=())),
+        ([CHAT, PAIR], ("--chat-template", str(template)), ChatSettings(template=template.read_text(), end_tokens=())),
+        ([PAIR], (), ChatSettings(template=None, end_tokens=())),
+    ]
+    for records, more, expected in cases:
+        metadata = DatasetMetadata.read(convert(tmp_path, records, flags, *more))
+        assert metadata is not None
+        assert metadata.chat == expected
+
+
+def test_what_the_summary_says(tmp_path: Path, flags: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    """Each was silent: answers that never learn to stop, marks in pieces, turns that aren't trained on, the form."""
+    source = write_lines(tmp_path / "in.jsonl", [{"conversations": [{"from": "gpt", "value": "fox"}]}])
+    bad = {"messages": [*CHAT["messages"], {"role": "assistant", "content": "dog", "weight": 0}]}
+    prefix = convert(tmp_path, [bad, PAIR, json.loads(source.read_text())], flags)
+    said = capsys.readouterr().out.splitlines()
+    assert said == [
+        "conversations  3",
+        "read as        messages (1), prompt and completion (1), ShareGPT's conversations (1)",
+        said[2],
+        'answers        4: 2 end with "<|endoftext|>" (id 0)',
+        "not trained    1 turns of the assistant, which have weight 0",
+        f"wrote          {prefix}.{{bin,idx,meta.json}} and {prefix}_targets.*",
+        'remark: the format has no end of an answer: 1 of 4 answers are trained to end with "<|endoftext|>" (id 0), '
+        "which is put behind the conversation",
+        "remark: 2 of 4 answers never learn to stop: what follows them is ordinary text; end turns with a single token",
+        said[8],
+        "remark: a single token that ends turns: --turn-start '{role}:\\n' --turn-end '<|endoftext|>\\n', or one of a "
+        "tokenizer that has marks of turns",
+    ]
+    assert said[8].startswith("remark: the tokenizer cuts marks of turns into pieces, which answers will show: <|im_")
+    # The advice works.
+    convert(tmp_path, [CHAT], flags, "--turn-start", "{role}:\\n", "--turn-end", "<|endoftext|>\\n")
+    said = capsys.readouterr().out.splitlines()
+    assert 'answers        2: 2 end with "<|endoftext|>" (id 0)' in said
+    assert not any(line.startswith("remark") for line in said)
+
+
+def test_advice_for_a_tokenizer_without_special_tokens(
+    tmp_path: Path, tokenizer_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """GPT2BPETokenizer takes <|endoftext|> in a text for ordinary characters."""
+    files = ["--vocab-file", str(tokenizer_folder / "vocab.json"), "--merge-file", str(tokenizer_folder / "merges.txt")]
+    convert(tmp_path, [CHAT], files)
+    assert capsys.readouterr().out.splitlines()[-1] == (
+        "remark: a single token that ends turns: one of --tokenizer-type HuggingFaceTokenizer, with the folder of a "
+        "tokenizer.json that has marks of turns (tools/train_tokenizer.py --special-tokens)"
+    )
+
+
+def test_other_remarks(tmp_path: Path, flags: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    """A template whose marked answers have no end, one whose end is within answers, and one that nobody uses."""
+    template = tmp_path / "chat.jinja"
+    template.write_text(
+        "{% for m in messages %}{{ m.role }}:{% generation %}{{ m.content }}{% endgeneration %}{% endfor %}"
+    )
+    convert(tmp_path, [CHAT], flags, "--chat-template", str(template))
+    assert "remark: 5 of 5 answers never learn to stop: between {% generation %}" in capsys.readouterr().out
+    lines = {"messages": [{"role": "assistant", "content": "fox\n\nfox"}]}
+    convert(tmp_path, [lines], flags, "--turn-start", "{role}:", "--turn-end", "\\n")
+    said = capsys.readouterr().out
+    assert re.search(r'remark: "\\n" \(id \d+\) ends 1 answers and is 2 times within one, so it is no end token', said)
+    folder = tmp_path / "folder"
+    shutil.copytree(flags[-1], folder)
+    (folder / "chat_template.jinja").write_text("{{ messages }}")
+    convert(tmp_path, [CHAT], [*flags[:-1], str(folder)])
+    assert (
+        "remark: the tokenizer has a chat template of its own, which --chat-template tokenizer"
+        in capsys.readouterr().out
+    )
+
+
+def test_tool_calls_are_written_once(tmp_path: Path, flags: list[str], tokenizer: RustTokenizer) -> None:
+    """Arguments are JSON text in OpenAI's files; the template encoded them a second time, into the targets."""
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"a": "fox"}'}}
+    messages = [
+        {"role": "user", "content": [{"type": "text", "text": "quick"}], "name": None},
+        {"role": "assistant", "content": None, "refusal": None, "tool_calls": [call]},
+        {"role": "tool", "content": "7", "tool_call_id": "1"},
+        {"role": "assistant", "content": "dog", "tool_calls": None},
+    ]
+    template = tmp_path / "chat.jinja"
+    template.write_text(
+        "{% for m in messages %}{{ m.role }}:{% if m.tool_calls is defined %}"
+        "{{ m.tool_calls[0].function.arguments | tojson }}{% else %}{{ m.content }}{% endif %}<|endoftext|>{% endfor %}"
+    )
+    prefix = convert(tmp_path, [{"messages": messages}], flags, "--chat-template", str(template))
+    assert learned_texts(prefix, tokenizer) == [
+        ['assistant:{"a": "fox"}<|endoftext|>', "assistant:dog<|endoftext|>"],
+    ]
+
+
+def test_one_json_list(tmp_path: Path, flags: list[str], tokenizer: RustTokenizer) -> None:
+    """Alpaca's own file is a list over many lines."""
+    records = [{"instruction": "quick", "input": "", "output": "fox"}, {"instruction": "lazy", "output": "dog"}]
+    (tmp_path / "alpaca.json").write_text(json.dumps(records, indent=4))
+    prefix = str(tmp_path / "sft")
+    preprocess_sft.main(["--input", str(tmp_path / "alpaca.json"), "--output-prefix", prefix, *flags])
+    assert learned_texts(prefix, tokenizer) == [["fox<|im_end|>\n<|endoftext|>"], ["dog<|im_end|>\n<|endoftext|>"]]

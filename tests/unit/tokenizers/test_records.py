@@ -1,0 +1,130 @@
+"""Forms of fine-tuning data, and files of one JSON list."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron.core.tokenizers.json_records import read_records
+from megatron.core.tokenizers.records import Conversation, Pair, read_sample
+from megatron.errors import DataError
+
+USER, ANSWER = {"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo"}
+SYSTEM = {"role": "system", "content": "short"}
+CALL = {
+    "role": "assistant",
+    "content": None,
+    "tool_calls": [{"type": "function", "function": {"name": "f", "arguments": {"a": 1}}}],
+}
+TOOLS = [{"type": "function", "function": {"name": "f"}}]
+
+
+@pytest.mark.parametrize(
+    ("record", "form", "messages"),
+    [
+        ({"messages": [USER, ANSWER], "conversations": None}, "messages", [USER, ANSWER]),
+        (
+            {"prompt": [SYSTEM, USER], "completion": [ANSWER]},
+            "lists of messages as prompt and completion",
+            [SYSTEM, USER, ANSWER],
+        ),
+        (
+            {"conversations": [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "yo"}], "system": "short"},
+            "ShareGPT's conversations",
+            [SYSTEM, USER, ANSWER],
+        ),
+        ({"conversations": [USER, ANSWER]}, "ShareGPT's conversations", [USER, ANSWER]),
+        (
+            {
+                "conversations": [
+                    {"from": "user", "value": "hi"},
+                    {"from": "function_call", "value": '{"name": "f", "arguments": {"a": 1}}'},
+                    {"from": "observation", "value": "7"},
+                    {"from": "gpt", "value": "yo"},
+                ]
+            },
+            "ShareGPT's conversations",
+            [USER, CALL, {"role": "tool", "content": "7"}, ANSWER],
+        ),
+        (
+            {"instruction": "hi", "input": "", "output": "yo", "system": "short"},
+            "Alpaca's instruction and output",
+            [SYSTEM, USER, ANSWER],
+        ),
+        (
+            {"instruction": "hi", "input": "you", "output": "yo", "history": [["hi", "yo"]]},
+            "Alpaca's instruction and output",
+            [USER, ANSWER, {"role": "user", "content": "hi\nyou"}, ANSWER],
+        ),
+    ],
+)
+def test_forms(record: dict[str, Any], form: str, messages: list[dict[str, Any]]) -> None:
+    """Each but the first was refused."""
+    found = read_sample(record)
+    assert isinstance(found, Conversation)
+    assert (found.form, list(found.messages)) == (form, messages)
+    read = 2 if "prompt" in record else 0
+    assert [found.may_learn(number) for number in range(len(messages))] == [n >= read for n in range(len(messages))]
+
+
+def test_a_pair_of_texts() -> None:
+    assert read_sample({"prompt": "a", "completion": "b"}) == Pair("a", "b")
+
+
+@pytest.mark.parametrize(
+    "beside", [{"tools": TOOLS}, {"tools": json.dumps(TOOLS)}, {"functions": [{"name": "f"}]}, {"tools": []}]
+)
+def test_tools(beside: dict[str, Any]) -> None:
+    """As a list, as JSON text in files whose columns have one type, and in the deprecated form."""
+    found = read_sample({"messages": [USER, ANSWER], **beside})
+    assert isinstance(found, Conversation)
+    assert found.tools == (TOOLS if beside != {"tools": []} else None)
+
+
+@pytest.mark.parametrize(
+    ("record", "reason"),
+    [
+        ({"text": "x"}, r"neither \"messages\", \"prompt\" and \"completion\", ShareGPT's .* \(keys are text\)"),
+        ({}, r"keys are none"),
+        ({"messages": [USER, ANSWER | {"weight": 0.5}]}, r"messages\[1\]\.weight is 0\.5; it must be 1, or 0"),
+        ({"messages": [USER, ANSWER | {"weight": True}]}, r"messages\[1\]\.weight is true"),
+        (
+            {"messages": [USER, ANSWER | {"weight": []}, {"role": "assistant"}]},
+            r"messages\[2\] has neither content nor",
+        ),
+        ({"prompt": [USER], "completion": "yo"}, 'completion is "yo"; both must be texts, or both lists of messages'),
+        ({"prompt": [USER], "completion": []}, "nothing to learn: completion is an empty list"),
+        ({"conversations": "x"}, 'conversations is "x"; it must be a list of turns'),
+        ({"conversations": [{"from": 1}]}, r"conversations\[0\]\.from is 1"),
+        ({"conversations": [{"from": "function_call", "value": "f()"}]}, r"conversations\[0\]\.value:1 is not JSON"),
+        ({"instruction": 1, "output": "x"}, "instruction is 1; it must be a text"),
+        ({"instruction": "x", "input": 1, "output": "x"}, "input is 1; it must be a text"),
+        ({"instruction": "x", "output": "x", "history": [1]}, "history is a list of 1; it must be a list of pairs"),
+    ],
+)
+def test_what_is_refused(record: dict[str, Any], reason: str) -> None:
+    with pytest.raises(DataError, match=reason):
+        read_sample(record)
+
+
+@pytest.mark.parametrize("spread", [None, 1])
+def test_a_file_of_one_list(tmp_path: Path, spread: int | None) -> None:
+    """Alpaca's and ShareGPT's own files are one list; line 1 was "not JSON", or "a list"."""
+    path = tmp_path / "alpaca.json"
+    path.write_text(json.dumps([{"a": 1}, {"b": "]"}, 5, {}], indent=spread) + "\n\n")
+    found = list(read_records([str(path)]))
+    assert [each.value for each in found if isinstance(each.value, dict)] == [{"a": 1}, {"b": "]"}, {}]
+    assert [each.line for each in found] == ([2, 5, 8, 9] if spread else [1] * 4)
+    assert str(found[2].value) == "5 instead of a JSON object"
+    path.write_text("[ ]")
+    assert list(read_records([str(path)])) == []
+    for damaged in ('[{"a": 1}', '[{"a": 1} {"b": 1}]', "[1, x]", '[{"a": 1}]\n[]', "[1,"):
+        path.write_text(damaged)
+        with pytest.raises(DataError, match=r"alpaca\.json:1: (the list ends here|an item of the list is not JSON)"):
+            list(read_records([str(path)]))
+    path.write_bytes(b'["\xff"]')
+    with pytest.raises(DataError, match="is not UTF-8: byte 0xff at 3"):
+        list(read_records([str(path)]))
