@@ -54,6 +54,8 @@ NAMES = {
     for name, family in FAMILIES.items()
 }
 NAMES["gpt"] = re.compile(r"(?<![A-Za-z])gpt(?![a-z0-9])|GPT(?!2|Sentence)")  # tokenizers have that name, too
+SPEAKERS = ("megatron/core/tokenizers/records.py",)
+"""Files about data whose conversations call the assistant gpt."""
 
 
 # What one family alone has: its settings, and parts of its samples and of its output that no setting names.
@@ -290,7 +292,7 @@ def knowing(family: str, checked: Iterable[Source]) -> list[str]:
     return [
         source.path
         for source in checked
-        if source.path.startswith("megatron/") and not source.path.startswith(folder)
+        if source.path.startswith("megatron/") and not source.path.startswith(folder) and source.path not in SPEAKERS
         if any(NAMES[family].search(word) or word in FACTS[family] for word in _code_words(source))
     ]
 
