@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from megatron.core.datasets.cut_documents import CutDocuments
 from megatron.core.datasets.index_build import Lengths, SampleIndex, random_state
 from megatron.core.datasets.index_cache import IndexCache, digest_of
 from megatron.core.datasets.sample_order import EpochOrder, IndexedOrder
@@ -167,7 +168,7 @@ class PackedDataset(OrderedDataset):
 
     In addition to the arrays of GPTDataset, ``document_ids`` int32 [S] is the number of the piece. Positions restart in
     each piece; padding is a piece of its own, without loss. ``targets``: for each token whether it is trained on (1) or
-    only read (0). The rest as in OrderedDataset.
+    only read (0); ``cut``: documents with such targets that are longer than a sample. The rest as in OrderedDataset.
     """
 
     order: PaddingFreeOrder | BestFitOrder
@@ -181,9 +182,10 @@ class PackedDataset(OrderedDataset):
         first: int = 0,
         vocab_size: int | None = None,
         targets: Documents | None = None,
+        cut: CutDocuments | None = None,
     ) -> None:
         super().__init__(documents, first=first, vocab_size=vocab_size)
-        self.order, self._seq_length, self._targets = order, seq_length, targets
+        self.order, self._seq_length, self._targets, self._cut = order, seq_length, targets, cut
 
     def sample(self, index: int) -> Sample:
         """The pieces side by side."""
@@ -216,4 +218,5 @@ class PackedDataset(OrderedDataset):
     def describe(self) -> list[str]:
         """The source, in a line."""
         padding = f", {self.order.padding:.1%} padding" if isinstance(self.order, BestFitOrder) else ""
-        return [f"{line}{padding}" for line in super().describe()]
+        cut = self._cut.describe(self) if self._cut else ""
+        return [f"{line}{padding}{cut}" for line in super().describe()]

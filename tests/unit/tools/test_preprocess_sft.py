@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from megatron.config.data import DataConfig
+from megatron.core.datasets import cut_documents
 from megatron.core.datasets.indexed_dataset import IndexedDataset, IndexedDatasetWriter
 from megatron.core.datasets.metadata import DatasetMetadata
 from megatron.core.datasets.splits import SplitSizes
@@ -132,6 +133,32 @@ def test_training_learns_the_targets(tmp_path: Path, flags: list[str], tokenizer
         assert len(wanted) - 150 < len(learned) <= len(wanted)
     quick = tokenizer.tokenize("quick?")[0]
     assert quick not in learned
+
+
+@pytest.mark.parametrize("packing", ["stream", "padding-free", "best-fit"])
+def test_prompts_longer_than_a_sample(
+    tmp_path: Path, flags: list[str], tokenizer: RustTokenizer, packing: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whole steps had no loss, and nothing said why."""
+    long = {"prompt": "quick " * 100, "completion": "fox"}
+    prefix = convert(tmp_path, [long, long, PAIR, PAIR], flags)
+
+    def described(seq_length: int) -> tuple[str, str]:
+        """The line of the report, and what it should end with if all samples are read."""
+        config = DataConfig(seq_length=seq_length, train_data_path=(prefix,), sft=True, packing=packing)  # type: ignore[arg-type]
+        train = build_gpt_splits(config, seed=1, sizes=SplitSizes(None, 0, 0), tokenizer=tokenizer).train
+        assert train is not None
+        [line] = train.describe()
+        empty = sum(not train[index]["loss_mask"].any() for index in range(len(train)))
+        return line, f", {empty} of {len(train)} samples have no loss"
+
+    line, counted = described(16)
+    assert line.endswith(f", 2 of 4 conversations are longer than --seq-length 16 and cut{counted}")
+    assert not counted.startswith(", 0 of")
+    monkeypatch.setattr(cut_documents, "_MOST_TOKENS", 0)  # a hundred are read
+    assert re.search(r"and cut, about 9\d\.0% of \d+ samples have no loss$", described(1)[0])
+    if packing == "best-fit":
+        assert "conversations" not in described(300)[0]
 
 
 def test_data_without_targets(tmp_path: Path, flags: list[str], tokenizer: RustTokenizer) -> None:

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from megatron.config.data import DataConfig
 from megatron.core.datasets.build import DatasetSplits, Part, ShortSplitError, Source, build_splits
+from megatron.core.datasets.cut_documents import CutDocuments
 from megatron.core.datasets.fill_in_the_middle import FillInTheMiddle, mark_id
 from megatron.core.datasets.index_cache import IndexCache
 from megatron.core.datasets.mock import MockDocuments
@@ -67,7 +68,8 @@ class GPTDataset(OrderedDataset):
     """Samples of ``layout.seq_length`` tokens, cut from the stream of documents.
 
     ``rearrange(tokens, index=…)`` turns a sample's tokens into other ones, at most as many. ``targets``: for each token
-    whether it is trained on (1) or only read (0). The rest as in OrderedDataset.
+    whether it is trained on (1) or only read (0); ``cut``: documents with such targets that are longer than a sample.
+    The rest as in OrderedDataset.
     """
 
     order: EpochOrder | MegatronOrder
@@ -82,9 +84,10 @@ class GPTDataset(OrderedDataset):
         vocab_size: int | None = None,
         rearrange: Callable[..., NDArray[np.int64]] | None = None,
         targets: Documents | None = None,
+        cut: CutDocuments | None = None,
     ) -> None:
         super().__init__(documents, first=first, vocab_size=vocab_size)
-        self.order, self.layout, self._rearrange, self._targets = order, layout, rearrange, targets
+        self.order, self.layout, self._rearrange, self._targets, self._cut = order, layout, rearrange, targets, cut
 
     def sample(self, index: int) -> Sample:
         """What ``layout`` makes of the tokens."""
@@ -105,6 +108,11 @@ class GPTDataset(OrderedDataset):
         start = self.order.find(index)
         document = self._first + start.documents.item(start.position)
         return f"{self.documents.prefix}, document {document} from token {start.offset}"
+
+    def describe(self) -> list[str]:
+        """The source, in a line."""
+        cut = self._cut.describe(self) if self._cut else ""
+        return [f"{line}{cut}" for line in super().describe()]
 
     def _read(self, index: int, documents: Documents) -> tuple[NDArray[np.int64], int]:
         """The tokens of a sample, S + 1 of them with zeros after the last real one, and how many are real."""
@@ -198,6 +206,7 @@ class GPTDatasets:
             "first": first,
             "vocab_size": None if source.ids_known else self._vocab_size,
             "targets": source.targets,
+            "cut": CutDocuments.of(lengths, seq_length=seq_length) if source.targets else None,
         }
         if data.packing != "stream":
             kind = BestFitOrder if data.packing == "best-fit" else PaddingFreeOrder
