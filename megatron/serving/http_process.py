@@ -21,6 +21,7 @@ import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from megatron.core.inference.limits import EngineLimits
+from megatron.core.tokenizers.end_tokens import described
 from megatron.serving.app import Server
 from megatron.serving.errors import ApiError
 from megatron.serving.model import ServedModel
@@ -115,8 +116,10 @@ class HttpServer(uvicorn.Server):
         await super().startup(sockets)
         for each in sockets or ():
             host, port = each.getsockname()[:2]
+            model, url = self.server.model, f"http://{f'[{host}]' if ':' in host else host}:{port}"
             print(
-                f"serving {self.server.model.name} at http://{f'[{host}]' if ':' in host else host}:{port}", flush=True
+                f"serving {model.name} at {url} (texts end with {described(model.end_ids, model.tokenizer)})",
+                flush=True,
             )
 
     async def main_loop(self) -> None:

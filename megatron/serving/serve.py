@@ -17,7 +17,7 @@ from types import FrameType
 
 from megatron.core.inference.constrained import Constraint, ConstraintCompiler
 from megatron.core.inference.engine import Engine
-from megatron.core.tokenizers.conversations import OWN, load_template, own_template
+from megatron.core.tokenizers.end_tokens import end_ids
 from megatron.errors import ConfigError, ParallelError
 from megatron.serving.engine_loop import EngineLoop
 from megatron.serving.http_process import END, HttpParts, run_http
@@ -25,7 +25,7 @@ from megatron.serving.model import ServedModel
 from megatron.serving.settings import ServerConfig
 from megatron.serving.templates import Templates
 from megatron.training.checkpoints.trained_model import TrainedModel
-from megatron.training.evaluation.generating import decoder_start, end_ids
+from megatron.training.evaluation.generating import decoder_start, template_of
 
 _ENDING = (signal.SIGTERM, signal.SIGINT)
 _SECONDS_TO_COMPILE = 60.0  # a grammar: the HTTP server has compiled it in 5 already, but here the engine is busy
@@ -51,19 +51,17 @@ def served_model(
     trained: TrainedModel, config: ServerConfig, *, max_length: int, quantization: str | None = None
 ) -> ServedModel:
     """What the server serves; raises ConfigError and DataError for a template that can't be used."""
-    tokenizer, files = trained.tokenizer, trained.config.tokenizer
+    tokenizer = trained.tokenizer
     name = config.served_model_name or Path(str(trained.config.checkpoint.load)).resolve().name
-    templates = None
-    if config.chat_template is not None or own_template(files.tokenizer_model) is not None:
-        template = load_template(config.chat_template or OWN, files.tokenizer_model, learned="assistant")
-        templates = Templates(template.source, template.tokens)
+    template = template_of(trained, config.chat_template)
+    templates = None if template is None else Templates(template.source, template.tokens)
     suffix = (f"-{quantization}" if quantization else "") + "-fp32" * trained.is_upcast
     return ServedModel(
         name=name,
         tokenizer=tokenizer,
         max_length=max_length,
         fingerprint=f"iteration-{trained.folder.iteration}-tokenizer-{tokenizer.fingerprint[:12]}{suffix}",
-        end_ids=end_ids(tokenizer, config.end_tokens),
+        end_ids=end_ids(tokenizer, trained.chat, config.end_tokens),
         templates=templates,
         decoder_start=decoder_start(trained),
     )

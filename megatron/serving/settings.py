@@ -49,11 +49,13 @@ class ServerConfig(Settings):
         "Seconds without a finished step after which GET /health answers 503.", default=120.0, above=0, at_most=1e6
     )
     chat_template: str | None = flag(
-        "Jinja file that writes conversations as text; default: the tokenizer's own template, if it has one.",
+        "Jinja file that writes conversations as text; default: the template that the checkpoint was fine-tuned with, "
+        "or the tokenizer's own.",
         default=None,
     )
     end_tokens: tuple[str, ...] = flag(
-        "Further tokens that end a text, such as <|im_end|> after an answer; the tokenizer's own end always does.",
+        "Tokens, or their ids, that end a text, such as <|im_end|>, in place of those that the checkpoint keeps; the "
+        "tokenizer's own end always does, too.",
         default=(),
     )
     trust_request_chat_template: bool = switch("Requests may bring a chat template of their own.")

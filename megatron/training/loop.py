@@ -12,6 +12,7 @@ from megatron.core.datasets.splits import SplitName
 from megatron.core.models.train_spec import TrainSpec
 from megatron.core.ops.compiled import compile_bodies
 from megatron.core.parallel.context import ParallelContext
+from megatron.core.tokenizers.end_tokens import describe_chat
 from megatron.errors import kept_on_interrupt
 from megatron.training.checkpoints.earlier_run import check_save_folder
 from megatron.training.checkpoints.huggingface_folders import HuggingFaceFolders
@@ -52,7 +53,11 @@ def train_from_start_to_end(
         run.reporter.say(run_on_first(lambda: check_save_folder(run.config), context.mesh))
         load(run)
         run.reporter.say(startup_report(run.config, startup_facts(run, parameters=parameters)))
-        run.reporter.say("\n".join(["== data", *(f"   {line}" for line in run.data.describe())]))
+        run.reporter.say(
+            "\n".join(
+                ["== data", *(f"   {line}" for line in (*run.data.describe(), *describe_chat(run.chat, run.tokenizer)))]
+            )
+        )
         training = config.training
         with run.exit_watch.catching_signals(), garbage_on_schedule(training), deterministic_algorithms(training):
             finished = True if training.skip_train else train_and_save(run, still_held)

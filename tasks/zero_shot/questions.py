@@ -18,6 +18,7 @@ from megatron.core.inference.request import Request, StopRules
 from megatron.core.inference.sampling import Sampling
 from megatron.core.inference.scoring import Sample
 from megatron.core.parallel.collectives import gather_objects
+from megatron.core.tokenizers.end_tokens import end_ids
 from megatron.errors import ConfigError, DataError
 from megatron.training.checkpoints.trained_model import TrainedModel
 from megatron.training.evaluation.evaluate import Evaluator
@@ -55,6 +56,7 @@ class Questions:
     def __init__(self, trained: TrainedModel) -> None:
         self.tokenizer, self.length = trained.tokenizer, trained.config.data.seq_length
         self._trained, self._evaluator = trained, Evaluator(trained)
+        self._ends = end_ids(trained.tokenizer, trained.chat)
         self._batch = trained.config.training.micro_batch_size * trained.context.mesh.size("dp")
 
     def likelihoods(self, samples: Sequence[Sample]) -> list[tuple[float, bool]]:
@@ -93,7 +95,7 @@ class Questions:
                 prompt=tuple(prompt[-room:]),
                 max_tokens=asked.tokens,
                 sampling=asked.sampling,
-                stop=StopRules(token_ids=frozenset({self.tokenizer.eod}), strings=asked.until),
+                stop=StopRules(token_ids=self._ends, strings=asked.until),
                 seed=self._trained.config.training.seed + number,
             )
             for prompt, number in zip(prompts, numbers)

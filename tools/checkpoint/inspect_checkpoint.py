@@ -100,7 +100,7 @@ def describe(summary: Summary) -> str:
 
 
 def _head(summary: Summary) -> Iterator[str]:
-    from megatron.core.checkpointing.load import MODEL_NAME
+    from megatron.core.checkpointing.load import CHAT, MODEL_NAME
 
     state, progress = summary.state, summary.state.get("progress") or {}
     axes = {axis: size for axis, size in summary.layout.items() if size > 1 and axis != "world_size"}
@@ -121,6 +121,9 @@ def _head(summary: Summary) -> Iterator[str]:
     yield f"  layout      saved by {ranks} rank{'' if ranks == 1 else 's'} ({places}); loads at any layout"
     yield f"  versions    {', '.join(f'{name} {version}' for name, version in summary.versions.items())}"
     yield f"  tokenizer   {tokenizer.get('name')}, fingerprint {str(tokenizer.get('fingerprint') or 'unknown')[:12]}"
+    if chat := state.get(CHAT):
+        ends = ", ".join(map(str, chat["end_tokens"])) or "none"
+        yield f"  chat        end tokens {ends}{', with its chat template' if chat['template'] else ''}"
     yield f"  files       {summary.num_files}, {summary.num_bytes:,} bytes"
 
 

@@ -11,10 +11,11 @@ from functools import cached_property, partial
 from megatron.core.inference.engine import Engine
 from megatron.core.inference.request import Request, StopRules, Update
 from megatron.core.inference.sampling import Sampling
-from megatron.core.tokenizers.conversations import OWN, ChatTemplate, load_template, own_template
+from megatron.core.tokenizers.conversations import ChatTemplate
+from megatron.core.tokenizers.end_tokens import described, end_ids
 from megatron.errors import ConfigError, DataError, MegatronError
 from megatron.training.checkpoints.trained_model import TrainedModel
-from megatron.training.evaluation.generating import decoder_start, end_ids
+from megatron.training.evaluation.generating import decoder_start, template_of
 from tools.generation.settings import DEFAULT_SEED, GenerateConfig, LocalConfig
 
 
@@ -25,19 +26,21 @@ class Generator:
         """Raises ConfigError and DataError for settings and templates that can't be used."""
         self.tokenizer, self.engine, self.folder = trained.tokenizer, engine, trained.folder
         self.is_upcast = trained.is_upcast
-        self._config, self._local = config, local
+        self._config, self._local, self._trained = config, local, trained
         self._sampling = Sampling(**config.sampling(), **local.sampling())
-        self._stop = StopRules(token_ids=end_ids(self.tokenizer, local.end_tokens), strings=local.stop)
+        self._stop = StopRules(token_ids=end_ids(self.tokenizer, trained.chat, local.end_tokens), strings=local.stop)
         self._interrupted = False
-        self._tokenizer_model = trained.config.tokenizer.tokenizer_model
         self._start = decoder_start(trained)
 
     @cached_property
     def template(self) -> ChatTemplate:
         """The chat template. Raises ConfigError when there is none."""
-        if self._local.chat_template is None and own_template(self._tokenizer_model) is None:
-            raise ConfigError("the tokenizer has no chat template; give one with --chat-template FILE")
-        return load_template(self._local.chat_template or OWN, self._tokenizer_model, learned="assistant")
+        found = template_of(self._trained, self._local.chat_template)
+        if found is None:
+            raise ConfigError(
+                "neither the checkpoint nor its tokenizer has a chat template; give one with --chat-template FILE"
+            )
+        return found
 
     def ids_of_conversation(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
         """Token ids up to the beginning of the next answer. Raises ConfigError and DataError of the template."""
@@ -113,6 +116,7 @@ class Generator:
         if self._local.system is not None:
             messages.append({"role": "system", "content": self._local.system})
         self.template  # noqa: B018  (refused before the first question)
+        print(f"answers end with {described(self._stop.token_ids, self.tokenizer)}", file=sys.stderr, flush=True)
         while (said := _asked("you> ")) is not None:
             if not said:
                 continue

@@ -71,13 +71,15 @@ class LocalConfig(Settings):
     min_tokens: int = flag("Nothing ends a text before that many tokens.", default=0, at_least=0)
     stop: tuple[str, ...] = flag("A text ends before the first of these that appears.", default=())
     end_tokens: tuple[str, ...] = flag(
-        "Further tokens that end a text, such as <|im_end|> after an answer; the tokenizer's own end always does.",
+        "Tokens, or their ids, that end a text, such as <|im_end|>, in place of those that the checkpoint keeps; the "
+        "tokenizer's own end always does, too.",
         default=(),
     )
     chat: bool = switch("Hold a conversation in the terminal, written with the chat template.")
     system: str | None = flag("System message of the conversation.", default=None)
     chat_template: str | None = flag(
-        "Jinja file that writes conversations as text; default: the tokenizer's own template, if it has one.",
+        "Jinja file that writes conversations as text; default: the template that the checkpoint was fine-tuned with, "
+        "or the tokenizer's own.",
         default=None,
     )
     input_jsonl: str | None = flag('File of JSON lines to answer, each with "prompt" or "messages".', default=None)

@@ -28,6 +28,9 @@ from megatron.small_files import check_kinds, read_json
 MODEL_NAME = "recipe"
 """Key of the run's state under which it names its family, or what its model was fine-tuned for."""
 
+CHAT = "chat"
+"""Key of the run's state for the chat template and the end tokens that its model has learned."""
+
 # What run.json holds, and what runs keep in its state.
 _OF_THE_FILE = {
     "format": int,
@@ -45,6 +48,7 @@ _OF_THE_STATE = {
     "random_seed": int,
     "tokenizer": dict[str, str | None],
     "data_phases": list[dict[str, Any]],
+    CHAT: dict[str, Any],
 }
 
 

@@ -118,6 +118,11 @@ def tokenizer_of(config: TokenizerConfig) -> Tokenizer | None:
         return None
 
 
+def text_tokenizer_of(config: TokenizerConfig) -> Tokenizer | None:
+    """As ``tokenizer_of``, None for one that uses ids as numbers, too: none of them is known to end a text."""
+    return None if config.tokenizer_type == "NullTokenizer" else tokenizer_of(config)
+
+
 def tokenizer_files(config: TokenizerConfig) -> dict[str, AnyPath]:
     """The files of a tokenizer that are where its settings say, by name; settings beside them go along."""
     found: dict[str, AnyPath] = {}

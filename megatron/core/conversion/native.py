@@ -13,10 +13,11 @@ from megatron.config.precision import PrecisionConfig
 from megatron.config.run import RunConfig
 from megatron.config.training import TrainingConfig
 from megatron.core.checkpointing.find import find_checkpoint
-from megatron.core.checkpointing.load import MODEL_NAME, read_run_state
+from megatron.core.checkpointing.load import CHAT, MODEL_NAME, read_run_state
 from megatron.core.checkpointing.save import save_streamed
 from megatron.core.checkpointing.stored_tensors import StoredTensors
 from megatron.core.checkpointing.streamed import StreamedBox
+from megatron.core.conversion.chat_files import chat_entry, chat_of_checkpoint
 from megatron.core.conversion.companions import (
     FOLDER,
     companions_in,
@@ -67,6 +68,7 @@ def read_native(root: AnyPath, *, step: int | None = None) -> PortableModel:
         companions={**companions_in(folder.path.parent / FOLDER), **tokenizer_files(tokenizer)},
         iteration=folder.iteration,
         consumed_samples=int(progress.get("consumed_samples", 0)),
+        chat=chat_of_checkpoint(folder, state, tokenizer),
     )
 
 
@@ -105,6 +107,7 @@ def write_native(portable: PortableModel, root: Path, *, final: AnyPath) -> None
             "name": tokenizer.name if tokenizer else moved.tokenizer_type,
             "fingerprint": tokenizer.fingerprint if tokenizer is not None and has_words else None,
         },
+        CHAT: chat_entry(portable.chat),
     }
     boxes = [
         StreamedBox.whole(PREFIX + name, tensor.shape, tensor.dtype, tensor.make)

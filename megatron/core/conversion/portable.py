@@ -24,6 +24,7 @@ from megatron.core.parallel.context import ParallelContext
 from megatron.core.parallel.mesh import Mesh
 from megatron.core.parallel.rng import RngStreams
 from megatron.core.parallel.sharding import ShardedState, Sharding, sharded_parameters
+from megatron.core.tokenizers.chat_settings import ChatSettings
 from megatron.errors import CheckpointError
 
 
@@ -44,6 +45,7 @@ class PortableModel:
     identify the family. ``tensors``: by our parameter names, in logical shape.
     ``tokenizer``: how its tokenizer is built, from the paths where the files are now. ``companions``: files that
     travel along (the tokenizer's, generation settings), by name. ``notes``: lines about the source, for its user.
+    ``chat``: how it writes conversations and ends answers, where that is known.
     """
 
     model: ModelConfig
@@ -55,6 +57,7 @@ class PortableModel:
     iteration: int = 0
     consumed_samples: int = 0
     notes: tuple[str, ...] = ()
+    chat: ChatSettings | None = None
 
     @property
     def dtype(self) -> torch.dtype:

@@ -32,6 +32,7 @@ from megatron.core.datasets.splits import (
     read_sources,
 )
 from megatron.core.files.remote_path import is_url
+from megatron.core.tokenizers.chat_settings import ChatSettings, common_settings
 from megatron.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
@@ -49,7 +50,8 @@ class DatasetSplits:
     """The data sets of a run; None for a split that isn't needed or has no share of the data.
 
     ``valid_sets``: with ``--multiple-validation-sets`` the sets by name, and ``valid`` is None.
-    ``contents``: digests of all bytes of each prefix's files, as far as they are known. ``remarks``: for the user.
+    ``contents``: digests of all bytes of each prefix's files, as far as they are known. ``chat``: how the training data
+    write conversations and end answers, if they are such data. ``remarks``: for the user.
     """
 
     train: MixedDataset | None
@@ -57,6 +59,7 @@ class DatasetSplits:
     test: MixedDataset | None
     valid_sets: Mapping[str, MixedDataset] = field(default_factory=dict)
     contents: Mapping[str, ContentDigests] = field(default_factory=dict)
+    chat: ChatSettings | None = None
     remarks: Sequence[str] = ()
 
     def named(self, split: SplitName) -> Mapping[str, MixedDataset]:
@@ -77,7 +80,8 @@ class DatasetSplits:
 class Source:
     """An opened data set; ``ids_known``: its largest id is known to be in the vocabulary.
 
-    ``targets``: with ``--sft``, for each token whether it is trained on. ``contents``: digests of all bytes of each
+    ``targets``: with ``--sft``, for each token whether it is trained on; ``chat``: how its conversations are written.
+    ``contents``: digests of all bytes of each
     prefix's files, as far as they are known; ``remarks``: how they were compared.
     """
 
@@ -85,6 +89,7 @@ class Source:
     cache: IndexCache
     ids_known: bool
     targets: Documents | None = None
+    chat: ChatSettings | None = None
     contents: Mapping[str, ContentDigests] = field(default_factory=dict)
     remarks: Sequence[str] = ()
 
@@ -126,10 +131,13 @@ def build_splits(
     """
     builder = _SplitBuilder(data, family, stamp=TokenizerStamp.of(tokenizer), vocab_size=vocab_size)
     train = builder.build("train", None if data.dataloader_type == "cyclic" and sizes.train else sizes.train)
+    chat = builder.chat_so_far()
     valid = builder.build("valid", None if data.full_validation and sizes.valid else sizes.valid)
     test = builder.build("test", sizes.test)
     only = None if data.multiple_validation_sets else valid.pop("", None)
-    return DatasetSplits(train.get(""), only, test.get(""), valid, contents=builder.contents, remarks=builder.remarks)
+    return DatasetSplits(
+        train.get(""), only, test.get(""), valid, contents=builder.contents, chat=chat, remarks=builder.remarks
+    )
 
 
 def sources_read(data: DataConfig, sizes: SplitSizes) -> list[str]:
@@ -186,7 +194,8 @@ def open_source(prefix: str, data: DataConfig, *, stamp: TokenizerStamp | None, 
         if known is not None:
             contents[each.prefix] = known
     index_cache = IndexCache(cache or Path(f"{prefix}_index_cache"))
-    return Source(documents, index_cache, metadata is not None, targets, contents, remarks)
+    chat = metadata.chat if metadata is not None and data.sft else None
+    return Source(documents, index_cache, metadata is not None, targets, chat, contents, remarks)
 
 
 class _SplitBuilder:
@@ -202,6 +211,12 @@ class _SplitBuilder:
         self._opened: dict[str, Source] = {}
         self.contents: dict[str, ContentDigests] = {}
         self.remarks: list[str] = []
+
+    def chat_so_far(self) -> ChatSettings | None:
+        """How conversations of the sources that are open are written; a remark says where these differ."""
+        settings, remark = common_settings({prefix: source.chat for prefix, source in self._opened.items()})
+        self.remarks += [remark] if remark else []
+        return settings
 
     def build(self, split: SplitName, num_samples: int | None) -> dict[str, MixedDataset]:
         """Data sets of a split by name, a single one as ``""``; none where it has no share or nothing is asked for."""

@@ -79,6 +79,7 @@ class HuggingFaceFolders:
             seq_length=run.config.data.seq_length,
             companions=companions_of(run),
             iteration=iteration,
+            chat=run.chat,
         )
         note = {"iteration": iteration, "run": run.config.checkpoint.saved_place}
         try:

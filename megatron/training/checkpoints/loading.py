@@ -14,6 +14,7 @@ from megatron.core.checkpointing.agreement import run_on_first
 from megatron.core.checkpointing.find import CheckpointFolder, find_checkpoint, is_unused
 from megatron.core.checkpointing.load import MODEL_NAME, load_checkpoint, read_run_state
 from megatron.core.checkpointing.stored_tensors import StoredTensors
+from megatron.core.conversion.chat_files import chat_of_checkpoint
 from megatron.core.conversion.kept_tokenizer import kept_files
 from megatron.core.optimizer.schedule import Schedule, resumed_schedule
 from megatron.core.parallel.collectives import gather_objects
@@ -90,6 +91,7 @@ def _load_from(run: Run, folder: CheckpointFolder, *, weights_only: bool) -> Non
         run.optimizer.load_state_dict(state["optimizer"], fresh=change.trained)
         for remark in change.remarks():
             run.reporter.say(remark)
+    run.chat_before = chat_of_checkpoint(folder, state, run.config.tokenizer)
     if not weights_only:
         run.progress = Progress(**state["progress"])
         run.data.resume(state.get("data_phases", ()), run.progress.consumed_samples)
@@ -140,6 +142,7 @@ def load_body(run: Run, folder: CheckpointFolder) -> None:
     load_checkpoint(folder, shared, run.context.mesh, exhaust=(), alternatives=names)
     left = {name.removeprefix("model.") for name in stored if name.startswith("model.")}.difference(asked)
     run.loaded_from = str(folder.path)
+    run.chat_before = chat_of_checkpoint(folder, state, run.config.tokenizer)
     run.reporter.say(
         f"  took the body of the {theirs} model in {folder.path}; with fresh weights: {', '.join(fresh)}; left there: "
         f"{', '.join(sorted({name.partition('.')[0] for name in left})) or 'nothing'}"

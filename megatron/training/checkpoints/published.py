@@ -114,6 +114,8 @@ def load_published(run: Run) -> None:
 
     published = run_on_all(read, mesh)
     run.loaded_from = folder
+    if run_on_first(lambda: _has_tokenizer_of(published, run), mesh):  # else its ids mean something else here
+        run.chat_before = published.chat
     for note in published.notes:
         run.reporter.say(f"  {note}")
     if remark := run_on_first(lambda: _keep_companions(run, published), mesh):

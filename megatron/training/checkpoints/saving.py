@@ -16,10 +16,11 @@ import torch
 from megatron.config.run import RunConfig
 from megatron.core.checkpointing.agreement import run_on_all, run_on_first
 from megatron.core.checkpointing.lease import StillHeld, held
-from megatron.core.checkpointing.load import MODEL_NAME
+from megatron.core.checkpointing.load import CHAT, MODEL_NAME
 from megatron.core.checkpointing.retention import Retention, prune
 from megatron.core.checkpointing.save import PendingSave, begin_save
 from megatron.core.checkpointing.sharded_view import Staging
+from megatron.core.conversion.chat_files import chat_entry
 from megatron.core.conversion.kept_tokenizer import files_to_keep
 from megatron.core.files.remote_path import AnyPath, RemotePath, path_of
 from megatron.core.files.writable import leaving_no_empty, try_to_write
@@ -180,6 +181,7 @@ def run_state(run: Run) -> dict[str, Any]:
         "random_seed": run.context.rng.seed if checkpoint.save_rng else None,
         "tokenizer": {"name": run.tokenizer.name, "fingerprint": run.tokenizer.fingerprint},
         "data_phases": run.data.phases,
+        CHAT: chat_entry(run.chat),
     }
 
 

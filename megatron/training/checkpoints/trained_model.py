@@ -23,6 +23,7 @@ from megatron.config.tokenizer import TokenizerConfig
 from megatron.config.trained_model import TrainedModelConfig, TrainedModelLayoutConfig
 from megatron.core.checkpointing.find import CheckpointFolder, find_checkpoint
 from megatron.core.checkpointing.load import MODEL_NAME, load_checkpoint, read_run_state
+from megatron.core.conversion.chat_files import chat_of_checkpoint
 from megatron.core.conversion.kept_tokenizer import with_kept_files
 from megatron.core.models.registry import Family, family_named, saved_run
 from megatron.core.models.train_spec import TrainSpec
@@ -31,6 +32,7 @@ from megatron.core.parallel.environment import LaunchEnvironment, errors_once_pe
 from megatron.core.parallel.launch import parallel_context
 from megatron.core.tokenizers.base import Tokenizer
 from megatron.core.tokenizers.build import build_tokenizer
+from megatron.core.tokenizers.chat_settings import ChatSettings
 from megatron.errors import CheckpointError, ConfigError, DataError
 from megatron.planning.stages import with_stages
 from megatron.training.checkpoints.loading import check_same_model, check_same_tokenizer, where_to_find_weights
@@ -39,7 +41,10 @@ from megatron.training.run.stages import build_stages, model_state
 
 @dataclass(frozen=True, kw_only=True)
 class PlacedModel:
-    """This rank's part of a model: a module for each of its pipeline ``stages``."""
+    """This rank's part of a model: a module for each of its pipeline ``stages``.
+
+    ``chat``: how it writes conversations and ends answers, where it has learned that.
+    """
 
     config: RunConfig
     train_spec: TrainSpec
@@ -47,6 +52,7 @@ class PlacedModel:
     tokenizer: Tokenizer
     stages: list[Stage]
     models: list[nn.Module]
+    chat: ChatSettings | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,6 +110,7 @@ def load_model(config: RunConfig, train_spec: TrainSpec, context: ParallelContex
         folder=folder,
         stages=stages,
         models=models,
+        chat=chat_of_checkpoint(folder, state, config.tokenizer),
     )
 
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import torch
 
@@ -21,7 +22,8 @@ from megatron.core.ops.matmul import lacks_bf16
 from megatron.core.parallel.collectives import gather_objects
 from megatron.core.parallel.messages import Messages
 from megatron.core.pipeline_parallel.settings import PipelineSettings
-from megatron.core.tokenizers.base import Tokenizer
+from megatron.core.tokenizers.conversations import OWN, ChatTemplate, load_template, own_template
+from megatron.core.tokenizers.huggingface import special_tokens
 from megatron.errors import ConfigError
 from megatron.training.checkpoints.trained_model import PlacedModel, TrainedModel, another_trained_model
 
@@ -218,14 +220,18 @@ def decoder_start(trained: TrainedModel) -> int | None:
     return found
 
 
-def end_ids(tokenizer: Tokenizer, words: Iterable[str]) -> frozenset[int]:
-    """Tokens that end a text: the tokenizer's own, and those of ``--end-tokens``. Raises ConfigError for a word that is
-    no single token.
+def template_of(trained: TrainedModel, given: str | None) -> ChatTemplate | None:
+    """The template in the file ``given``, or the one that the model has learned, or its tokenizer's own; None: neither.
+
+    A model that was fine-tuned on conversations knows those alone in the form that it has seen. Raises ConfigError and
+    DataError for a template that can't be used.
     """
-    ends = {tokenizer.eod, *([] if tokenizer.eos is None else [tokenizer.eos])}
-    for word in words:
-        ids = tokenizer.tokenize_parts([word])[0]
-        if len(ids) != 1:
-            raise ConfigError(f"--end-tokens {word} is {len(ids)} tokens of this tokenizer; name single tokens")
-        ends.update(ids)
-    return frozenset(ends)
+    files, chat = trained.config.tokenizer.tokenizer_model, trained.chat
+    if given is None and chat is not None and chat.template is not None:
+        folder = None if files is None else Path(files)
+        words = {} if folder is None else special_tokens(folder if folder.is_dir() else folder.parent)
+        tokens = {role: word for role, word in words.items() if role.endswith("_token")}
+        return ChatTemplate(chat.template, tokens=tokens, learned="assistant")
+    if given is None and (files is None or own_template(files) is None):
+        return None
+    return load_template(given or OWN, files, learned="assistant")

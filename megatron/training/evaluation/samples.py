@@ -6,6 +6,7 @@ from megatron.core.inference.engine import Engine
 from megatron.core.inference.request import Request, StopRules
 from megatron.core.inference.sampling import Sampling
 from megatron.core.inference.scheduler import SchedulerOptions
+from megatron.core.tokenizers.end_tokens import end_ids
 from megatron.errors import ConfigError
 from megatron.training.checkpoints.trained_model import PlacedModel
 from megatron.training.evaluation.evaluate import Evaluator
@@ -50,6 +51,7 @@ class Samples:
             tokenizer=tokenizer,
             stages=stages_here(run.config, run.context),
             models=run.models,
+            chat=run.chat,
         )
         longest = max(map(len, self._prompts)) + run.config.reporting.generate_samples_tokens
         engine = engine_of_every_rank(
@@ -73,7 +75,7 @@ class Samples:
                 prompt=tuple(prompt),
                 max_tokens=min(reporting.generate_samples_tokens, self._length - len(prompt)),
                 sampling=Sampling(temperature=reporting.generate_samples_temperature),
-                stop=StopRules(token_ids=frozenset({run.tokenizer.eod})),
+                stop=StopRules(token_ids=end_ids(run.tokenizer, run.chat)),
                 seed=run.config.training.seed + number,
             )
             for number, prompt in enumerate(self._prompts)

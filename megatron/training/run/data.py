@@ -27,6 +27,7 @@ from megatron.core.parallel.rng import StreamKey
 from megatron.core.pipeline_parallel.chunk import Microbatch
 from megatron.core.tokenizers.base import Tokenizer
 from megatron.core.tokenizers.build import build_tokenizer
+from megatron.core.tokenizers.chat_settings import ChatSettings
 from megatron.errors import RESTART_CANNOT_HELP, CheckpointError, DataError, ParallelError
 from megatron.small_files import as_kind
 from megatron.training.run.preflight import split_sizes
@@ -67,6 +68,11 @@ class TrainingData:
         self._loaders: dict[tuple[SplitName, str], Iterable[Batch]] = {}
         self._streams: dict[tuple[SplitName, str], _Stream] = {}
         self._phases = [Phase(0, tuple(mix_of(self._splits.train)))] if self._splits.train is not None else []
+
+    @property
+    def chat(self) -> ChatSettings | None:
+        """How the training data write conversations and end answers, if they are such data."""
+        return self._splits.chat
 
     def evaluated(self, split: SplitName) -> list[str]:
         """Names of the data sets of ``split`` to evaluate on; a single one has the name ``""``."""

@@ -29,6 +29,7 @@ from megatron.core.tensor_parallel.delayed_scaling import DelayedScaling
 from megatron.core.tensor_parallel.fp8_linear import delayed_scaling, weight_quantizers
 from megatron.core.tokenizers.base import Tokenizer
 from megatron.core.tokenizers.build import build_tokenizer
+from megatron.core.tokenizers.chat_settings import ChatSettings, learned_after
 from megatron.planning.estimate import active_parameters, flops_per_sample, frozen_parameters, whole_costs
 from megatron.planning.parameter_patterns import check_patterns
 from megatron.planning.stages import with_stages
@@ -60,7 +61,8 @@ class Progress:
 @dataclass(kw_only=True)
 class Run:
     """A run on one rank. ``schedule``: None for a run that only evaluates. ``loaded_from``: its checkpoint, if any.
-    ``scaling``: with --fp8-recipe delayed.
+    ``scaling``: with --fp8-recipe delayed. ``chat_before``: what the model that this one is made of had learned of
+    conversations.
 
     ``evaluated``: called on every rank after each evaluation, with the results on each data set by name.
     """
@@ -82,7 +84,13 @@ class Run:
     scaling: DelayedScaling | None = None
     progress: Progress = field(default_factory=Progress)
     loaded_from: str | None = None
+    chat_before: ChatSettings | None = None
     evaluated: Callable[[Run, Mapping[str, Evaluation]], None] = lambda run, found: None
+
+    @property
+    def chat(self) -> ChatSettings | None:
+        """How the model writes conversations and ends answers, as its data say and the model that it is made of."""
+        return learned_after(self.chat_before, self.data.chat)
 
     def model_state(self) -> Iterator[ShardedState]:
         """Every parameter under its name in a checkpoint; tied copies share one."""

@@ -72,7 +72,7 @@ def test_there_and_back(name: str, model_folder: Folder, tmp_path: Path) -> None
     """
     source = model_folder(name)
     said = do("hf", source, "megatron", tmp_path / "ours")
-    assert said[1].startswith("proof: largest difference")
+    assert any(line.startswith("proof: largest difference") for line in said)
     portable = read_native(tmp_path / "ours")
     question = question_for(portable.model, portable.groups)
     theirs, ours = huggingface_answer(source, question), native_answer(tmp_path / "ours", question)

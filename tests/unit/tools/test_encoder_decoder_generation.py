@@ -92,7 +92,10 @@ def test_the_encoder_reads_a_conversation(
 def test_what_a_t5_cannot_do_is_said(said: tuple[str, list[str]], tmp_path: Path) -> None:
     folder, _ = said
     words = ["--load", folder, "--tokens-to-generate", "7"]
-    with pytest.raises(ConfigError, match="the tokenizer has no chat template; give one with --chat-template FILE"):
+    with pytest.raises(
+        ConfigError,
+        match="neither the checkpoint nor its tokenizer has a chat template; give one with --chat-template FILE",
+    ):
         text_generation_cli.main([*words, "--chat"])
     with pytest.raises(DataError, match="prompt 1: the encoder's text has 30 tokens, and the encoder sees at most 16"):
         text_generation_cli.main([*words, "--prompt", "cat " * 30])

@@ -172,7 +172,10 @@ def test_holds_a_conversation(
     prompt = f"{prompt} {first[:-1]}\nuser: the log\nassistant:"
     text_generation_cli.main([*settings, "--prompt", prompt])
     assert said == first + capsys.readouterr().out.removeprefix(prompt)
-    with pytest.raises(ConfigError, match="the tokenizer has no chat template; give one with --chat-template FILE"):
+    with pytest.raises(
+        ConfigError,
+        match="neither the checkpoint nor its tokenizer has a chat template; give one with --chat-template FILE",
+    ):
         text_generation_cli.main([*settings, "--chat"])
 
 

@@ -17,6 +17,7 @@ from torch import Tensor
 from megatron.config.tokenizer import TokenizerConfig
 from megatron.core.checkpointing.manifest import listed
 from megatron.core.checkpointing.torch_files import load_torch_file
+from megatron.core.conversion.chat_files import ids_of, read_chat
 from megatron.core.conversion.companions import companions_in, tokenizer_in
 from megatron.core.conversion.huggingface.format import format_of, model_from_config
 from megatron.core.conversion.huggingface.nearest import unread
@@ -24,6 +25,7 @@ from megatron.core.conversion.huggingface.quantized import QUANTIZED, widened
 from megatron.core.conversion.portable import LazyTensor, PortableModel, refuse_more_layers
 from megatron.core.conversion.tables import matches, to_ours
 from megatron.core.files.remote_path import AnyPath
+from megatron.core.tokenizers.chat_settings import ChatSettings
 from megatron.errors import CheckpointError
 from megatron.small_files import VOCABULARY_BYTES, as_kind, read_json
 
@@ -56,7 +58,9 @@ def read_huggingface(folder: Path) -> PortableModel:
         )
     if tokenizer.tokenizer_type == "NullTokenizer" and (folder / "tokenizer_config.json").is_file():
         notes.append(f"note: {folder} has no tokenizer file that is read here: token ids are used as numbers")
-    return replace(portable, tokenizer=tokenizer, companions=companions_in(folder), notes=tuple(notes))
+    files = companions_in(folder)
+    chat, more = read_chat(files, tokenizer, rows=portable.model.vocab_size or 0)
+    return replace(portable, tokenizer=tokenizer, companions=files, chat=chat, notes=(*notes, *more))
 
 
 def from_transformers(model: Any) -> PortableModel:
@@ -79,7 +83,9 @@ def from_transformers(model: Any) -> PortableModel:
 
         state = dict(revert_weight_conversion(model, state))
     tensors = {name: shared(tensor) for name, tensor in state.items() if name not in tied}
-    return _portable(config, tensors, where, settings=f"{where}.config")
+    ends = ids_of(model.generation_config.eos_token_id, where=f"{where}: eos_token_id") if model.can_generate() else []
+    chat = ChatSettings(template=None, end_tokens=tuple(sorted(ends))) if ends else None
+    return replace(_portable(config, tensors, where, settings=f"{where}.config"), chat=chat)
 
 
 def _portable(config: dict[str, Any], tensors: dict[str, LazyTensor], where: str, *, settings: str) -> PortableModel:

@@ -13,7 +13,8 @@ from typing import Any
 import torch
 
 from megatron.config.model import ModelConfig
-from megatron.core.conversion.companions import TOKENIZER_FILES, copy_files, tokenizer_of
+from megatron.core.conversion.chat_files import GENERATION, write_chat
+from megatron.core.conversion.companions import TOKENIZER_FILES, copy_files, text_tokenizer_of, tokenizer_of
 from megatron.core.conversion.huggingface.format import config_from_model, format_for
 from megatron.core.conversion.huggingface.reading import CONFIG, read_config
 from megatron.core.conversion.portable import LazyTensor, PortableModel
@@ -40,9 +41,10 @@ def write_huggingface(portable: PortableModel, folder: Path, *, max_shard_size: 
     found = _matches(portable.model, portable.groups, config["model_type"])
     folder.mkdir(parents=True)
     (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-    along = ("generation_config.json", *TOKENIZER_FILES)
+    along = (GENERATION, *TOKENIZER_FILES)
     copy_files({name: path for name, path in portable.companions.items() if name in along}, folder)
     _name_pieces(portable, folder)
+    write_chat(portable.chat, folder, text_tokenizer_of(portable.tokenizer))
     tensors = to_theirs(found, portable.tensors, portable.model)
     copies = theirs.types[config["model_type"]].copies(portable.model)
     tensors |= {copy: tensors[original] for copy, original in copies.items()}

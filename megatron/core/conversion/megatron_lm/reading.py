@@ -12,7 +12,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from megatron.core.conversion.companions import tokenizer_files, tokenizer_of
+from megatron.core.conversion.chat_files import read_chat
+from megatron.core.conversion.companions import FOLDER, companions_in, tokenizer_files, tokenizer_of
 from megatron.core.conversion.megatron_lm.arguments import (
     check_is_known,
     model_from_arguments,
@@ -86,6 +87,7 @@ def read_megatron_lm(
     shapes = {name: _shape(name, held, wanted[name]) if name in wanted else [] for name, held in stored.items()}
     check_shapes(shapes, {name: sharding.shape for name, sharding in wanted.items()}, where=str(files.folder))
     merge = _Merge(model.num_attention_heads, model.kv_channels, files.version, vocab_size)
+    chat, _ = read_chat(companions_in(files.folder.parent / FOLDER), tokenizer, rows=vocab_size)
     return PortableModel(
         model=model,
         groups=groups,
@@ -99,6 +101,7 @@ def read_megatron_lm(
         iteration=files.iteration,
         consumed_samples=files.args("consumed_train_samples", 0),
         notes=theirs.notes(files.args),
+        chat=chat,
     )
 
 

@@ -15,7 +15,8 @@ from torch import Tensor
 from megatron.core.checkpointing.folders import TRACKER
 from megatron.core.checkpointing.storage import CheckpointWriter
 from megatron.core.checkpointing.streamed import StreamedBox, table_of, write_boxes, write_objects
-from megatron.core.conversion.companions import FOLDER, copied_tokenizer, copy_files
+from megatron.core.conversion.chat_files import write_chat
+from megatron.core.conversion.companions import FOLDER, copied_tokenizer, copy_files, text_tokenizer_of
 from megatron.core.conversion.megatron_lm.arguments import arguments_of
 from megatron.core.conversion.megatron_lm.files import BACKEND, COMMON, RELEASE
 from megatron.core.conversion.megatron_lm.format import MegatronLMFormat, format_for
@@ -36,6 +37,8 @@ def write_megatron_lm(portable: PortableModel, root: Path, *, dist: bool, final:
     """
     root.mkdir(parents=True)
     copy_files(portable.companions, root / FOLDER)
+    if portable.chat is not None:
+        write_chat(portable.chat, root / FOLDER, text_tokenizer_of(portable.tokenizer))
     theirs = format_for(portable.groups)
     model, title, is_older = portable.model, family_of(portable.groups).title, not theirs.has_latest_layers
     unsupported = {
