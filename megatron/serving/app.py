@@ -30,6 +30,7 @@ from megatron.serving.completions import CompletionAnswer, read_completion
 from megatron.serving.engine_client import EngineClient
 from megatron.serving.errors import ApiError
 from megatron.serving.generating import Answer, ApiCall, results, usage
+from megatron.serving.grammars import Grammar, Grammars
 from megatron.serving.hints import hint_of_path
 from megatron.serving.megatron_api import answer_of, read_megatron
 from megatron.serving.metrics import Metrics
@@ -42,6 +43,8 @@ from megatron.serving.streams import PING, ClientLeftError, Stream
 from megatron.serving.tokenizing import detokenized, tokenized, tokenizer_info
 
 PAGE = Path(__file__).parent / "page" / "index.html"
+RELAXED = "x-schema-relaxed"
+"""Header of an answer: keywords of the schema that it need not keep exactly."""
 Endpoint = Callable[[HttpRequest], Awaitable[ASGIApp]]
 
 
@@ -53,6 +56,7 @@ class Server:
     engine: EngineClient
     metrics: Metrics
     config: ServerConfig
+    grammars: Grammars
     keys: Sequence[str] = ()
 
     @classmethod
@@ -69,7 +73,7 @@ class Server:
         metrics = Metrics(model.name, "vllm:" if config.vllm_metric_names else "megatron_")
         engine = EngineClient(connection, limits, config.max_queue, metrics)
         metrics.watch(engine)
-        return cls(model=model, engine=engine, metrics=metrics, config=config, keys=keys)
+        return cls(model=model, engine=engine, metrics=metrics, config=config, grammars=Grammars(model), keys=keys)
 
     @cached_property
     def app(self) -> Starlette:
@@ -129,6 +133,7 @@ class Server:
             yield
         finally:
             self.engine.stop()
+            await self.grammars.close()
             if self.model.templates is not None:
                 await self.model.templates.close()
 
@@ -144,30 +149,33 @@ class Server:
         return await self._generate(request, call, ChatAnswer(self.model, call))
 
     async def _generate(self, request: HttpRequest, call: ApiCall, answer: Answer) -> ASGIApp:
+        grammar = await self._checked(call)
+        headers = {RELAXED: ", ".join(grammar.relaxed)} if grammar is not None and grammar.relaxed else {}
         if call.fields["stream"]:
-            await self._check(call)
             seconds = self.config.request_timeout
-            opened = self.engine.open(call.requests, grammar=call.grammar, form=call.form)
-            return EventStream(opened, lambda stream: _frames(stream, call, answer), seconds)
-        return json_response(answer.whole(await self._results(request, call)))
+            opened = self.engine.open(call.requests, grammar=grammar)
+            return EventStream(opened, lambda stream: _frames(stream, call, answer), seconds, headers)
+        return json_response(answer.whole(await self._results(request, call, grammar)), headers=headers)
 
-    async def _results(self, request: HttpRequest, call: ApiCall) -> list[Result]:
-        await self._check(call)
+    async def _results(self, request: HttpRequest, call: ApiCall, grammar: Grammar | None = None) -> list[Result]:
         seconds = self.config.request_timeout
         with (
-            self.engine.open(call.requests, grammar=call.grammar, form=call.form, is_live=False) as stream,
+            self.engine.open(call.requests, grammar=grammar, is_live=False) as stream,
             watched(stream, request.receive, seconds=seconds),
         ):
             return await results(stream, call.requests)
 
-    async def _check(self, call: ApiCall) -> None:
+    async def _checked(self, call: ApiCall) -> Grammar | None:
+        """The grammar that the texts of a call follow, once all else is right. Raises ApiError."""
         await asyncio.to_thread(self.engine.check, call.requests[:: call.choices])
+        return None if call.form is None else await self.grammars.checked(call.form)
 
     async def _megatron(self, request: HttpRequest) -> ASGIApp:
         # Everybody's line for curl names no content type; a web page must ask before it sends a PUT.
         body = await self._body(request, any_type=request.method == "PUT")
         call = await asyncio.to_thread(read_megatron, body, self.model, id=request.state.id)
         request.state.quiet = call.fields["no_log"]
+        await self._checked(call)
         return json_response(answer_of(await self._results(request, call), call, self.model))
 
     async def _tokenize(self, request: HttpRequest) -> ASGIApp:

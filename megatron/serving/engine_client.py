@@ -16,6 +16,7 @@ from megatron.core.inference.request import Request, Update
 from megatron.core.inference.statistics import Statistics
 from megatron.errors import MegatronError
 from megatron.serving.errors import ApiError
+from megatron.serving.grammars import Grammar
 from megatron.serving.messages import Abort, Report, Submission
 from megatron.serving.streams import Stream
 
@@ -90,22 +91,21 @@ class EngineClient:
         self,
         requests: Sequence[Request],
         *,
-        grammar: str | None = None,
-        form: str | None = None,
+        grammar: Grammar | None = None,
         is_live: bool = True,
     ) -> Iterator[Stream]:
-        """The stream of checked ``requests``, whose answers follow ``grammar`` of the field ``form``; those that are
-        unfinished at the end of the block are aborted.
+        """The stream of checked ``requests``, whose answers follow ``grammar``; those that are unfinished at the end of
+        the block are aborted.
 
         Raises ApiError for more requests than the queue ever has room for (400), when it has no room now (429), and
         when the engine is gone or about to end (503).
         """
         self._check_room(len(requests))
-        stream, now = Stream(len(requests), is_live, form), time.monotonic()
+        stream, now = Stream(len(requests), is_live, None if grammar is None else grammar.param), time.monotonic()
         for request in requests:
             self._open[request.id] = Progress(stream, now, len(request.encoder_prompt or request.prompt))
         try:
-            self._send(Submission(requests, grammar))
+            self._send(Submission(requests, None if grammar is None else grammar.source))
             yield stream
         finally:
             left = [request.id for request in requests if self._open.pop(request.id, None) is not None]

@@ -14,6 +14,7 @@ from megatron.core.inference.constrained import Constraint
 from megatron.core.inference.engine import Engine
 from megatron.core.inference.request import Finish, Request, Update
 from megatron.errors import MegatronError
+from megatron.serving.grammar_process import STACK_OF_ENGINE, start_with_stack
 from megatron.serving.messages import Abort, Report, Submission
 
 _IDLE_SECONDS = 0.5
@@ -48,8 +49,8 @@ class EngineLoop:
 
     def start(self) -> None:
         """Start the threads."""
-        for thread in self._threads:
-            thread.start()
+        for thread in self._threads:  # the engine's follows grammars
+            start_with_stack(thread, STACK_OF_ENGINE)
 
     def join(self, *, seconds: float = 5.0) -> None:
         """Wait for the threads, which end when the other process has; for each at most ``seconds``."""
@@ -151,7 +152,7 @@ class EngineLoop:
             elif command.grammar is not None:
                 self._compiling.update(request.id for request in command.requests)
                 constrain = threading.Thread(target=self._constrain, args=(command,), daemon=True)
-                constrain.start()
+                start_with_stack(constrain, STACK_OF_ENGINE)
                 return
             self._commands.put(command)
 

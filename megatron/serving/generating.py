@@ -11,8 +11,9 @@ from typing import Any, ClassVar
 
 from megatron.core.inference.request import BeamSearch, Finish, Request, Result, StopRules, Update
 from megatron.core.inference.sampling import Sampling
-from megatron.errors import ConfigError, MegatronError
+from megatron.errors import MegatronError
 from megatron.serving.errors import ApiError
+from megatron.serving.grammars import Form, form_of
 from megatron.serving.model import ServedModel
 from megatron.serving.streams import Stream
 from megatron.small_files import shown
@@ -23,8 +24,8 @@ class ApiCall:
     """An HTTP request, read: its ``fields``, its ``prompts`` as token ids, and the engine's ``requests`` for them:
     ``choices`` continuations of each, prompt by prompt.
 
-    ``seed``: the one that was given, or drawn; None for a search, which samples nothing. ``grammar``: which all of them
-    follow; ``form``: the field that it comes from. ``answered``: how many of the continuations the answer holds.
+    ``seed``: the one that was given, or drawn; None for a search, which samples nothing. ``form``: which all of them
+    have. ``answered``: how many of the continuations the answer holds.
     """
 
     id: str
@@ -33,8 +34,7 @@ class ApiCall:
     requests: Sequence[Request]
     choices: int
     seed: int | None
-    grammar: str | None = None
-    form: str | None = None
+    form: Form | None = None
 
     @property
     def answered(self) -> int:
@@ -73,7 +73,6 @@ def api_call(
         beams, choices = BeamSearch(width=choices, length_penalty=fields["length_penalty"]), 1
     seed = secrets.randbits(31) if fields["seed"] is None else fields["seed"]
     sampling, stop = sampling_of(fields, model), stop_rules(fields, model)
-    form, grammar = form_of(fields), grammar_of(fields, model)
     requests = [
         Request(
             id=f"{id}-{number * choices + choice}",
@@ -102,8 +101,7 @@ def api_call(
         requests=requests,
         choices=choices,
         seed=None if beams else seed,
-        grammar=grammar,
-        form=form,
+        form=form_of(fields),
     )
 
 
@@ -165,41 +163,6 @@ def sampling_of(fields: Mapping[str, Any], model: ServedModel) -> Sampling:
         )
     except MegatronError as error:
         raise ApiError(str(error)) from None
-
-
-def form_of(fields: Mapping[str, Any]) -> str | None:
-    """The field that says what form the text has."""
-    if fields["structured_outputs"] is not None:
-        return "structured_outputs"
-    return "response_format" if fields["response_format"] is not None else None
-
-
-def grammar_of(fields: Mapping[str, Any], model: ServedModel) -> str | None:
-    """The grammar of the text. It is compiled here, too, which may take seconds: raises ApiError if it cannot be."""
-    form, other = fields["response_format"], fields["structured_outputs"]
-    kinds = dict(other or {})
-    if form is not None and form["type"] != "text":
-        kinds[form["type"]] = form.get("json_schema")
-    param = form_of(fields)
-    if other is not None and len(kinds) != 1:
-        raise ApiError(f"the text can have one form, and {len(kinds)} are given: give one", param=param)
-    try:
-        match kinds:
-            case {"json_object": _}:
-                return model.constraints.json_object().grammar
-            case {"json_schema": None}:
-                raise ApiError("response_format of the type json_schema has no json_schema", param=param)
-            case {"json_schema": {"schema": schema}} | {"json": schema}:
-                return model.constraints.json_schema(schema).grammar
-            case {"regex": pattern}:
-                return model.constraints.regex(pattern).grammar
-            case {"choice": texts}:
-                return model.constraints.choice(texts).grammar
-            case {"grammar": lark}:
-                return model.constraints.grammar(lark).grammar
-        return None
-    except ConfigError as error:
-        raise ApiError(str(error), param=param) from None
 
 
 def stop_rules(fields: Mapping[str, Any], model: ServedModel) -> StopRules:

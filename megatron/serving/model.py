@@ -9,7 +9,6 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from megatron.config.flags import plural_s
-from megatron.core.inference.constrained import ConstraintCompiler
 from megatron.core.inference.request import Request
 from megatron.core.inference.sampling import ForbiddenAfter
 from megatron.core.tokenizers.base import Tokenizer
@@ -37,11 +36,6 @@ class ServedModel:
     templates: Templates | None = None
     decoder_start: int | None = None
     created: int = field(default_factory=lambda: int(time.time()))
-
-    @cached_property
-    def constraints(self) -> ConstraintCompiler:
-        """Makes schemas and grammars into constraints; raises ConfigError without the library for it."""
-        return ConstraintCompiler(self.tokenizer, end_ids=self.end_ids)
 
     @cached_property
     def newline_after_colon(self) -> ForbiddenAfter:

@@ -6,7 +6,7 @@ import asyncio
 import json
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from starlette.responses import Response
@@ -75,6 +75,7 @@ class EventStream:
     opened: AbstractContextManager[Stream]
     frames: Callable[[Stream], AsyncIterator[Mapping[str, Any] | object]]
     seconds: float
+    headers: Mapping[str, str] = field(default_factory=dict)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the events."""
@@ -84,7 +85,8 @@ class EventStream:
             # A client that reads nothing holds up `send`, so that the stream's own time limit is not seen.
             unread = asyncio.get_running_loop().call_later(self.seconds + _UNREAD_SECONDS, task.cancel)
             try:
-                await send({"type": "http.response.start", "status": 200, "headers": _HEADERS})
+                more = [(name.encode(), value.encode()) for name, value in self.headers.items()]
+                await send({"type": "http.response.start", "status": 200, "headers": [*_HEADERS, *more]})
                 with suppress(ClientLeftError):
                     await self._send_all(stream, send)
             finally:

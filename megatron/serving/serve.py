@@ -7,7 +7,7 @@ import os
 import signal
 import socket
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from multiprocessing import resource_tracker
@@ -15,7 +15,7 @@ from multiprocessing.context import SpawnProcess
 from pathlib import Path
 from types import FrameType
 
-from megatron.core.inference.constrained import Constraint, ConstraintCompiler
+from megatron.core.inference.constrained import Constraint, ConstraintCompiler, Vocabulary
 from megatron.core.inference.engine import Engine
 from megatron.core.tokenizers.end_tokens import end_ids
 from megatron.errors import ConfigError, ParallelError
@@ -28,7 +28,6 @@ from megatron.training.checkpoints.trained_model import TrainedModel
 from megatron.training.evaluation.generating import decoder_start, template_of
 
 _ENDING = (signal.SIGTERM, signal.SIGINT)
-_SECONDS_TO_COMPILE = 60.0  # a grammar: the HTTP server has compiled it in 5 already, but here the engine is busy
 
 
 def bound_socket(config: ServerConfig) -> socket.socket:
@@ -95,19 +94,23 @@ class RunningServer:
     http: SpawnProcess
 
 
-def start(
-    engine: Engine, model: ServedModel, config: ServerConfig, listener: socket.socket, *, keys: Sequence[str] = ()
-) -> RunningServer:
-    """Start the HTTP server's process, which gets ``listener``, and the loop that runs ``engine`` for it."""
+def compiling(model: ServedModel) -> Callable[[str], Constraint]:
+    """What compiles grammars that the HTTP server has checked (see ``Grammars``), for the model's vocabulary."""
     making, compilers = threading.Lock(), list[ConstraintCompiler]()
 
     def compiled(grammar: str) -> Constraint:
         with making:
             if not compilers:  # it holds the whole vocabulary, which most servers never need
-                made = ConstraintCompiler(model.tokenizer, end_ids=model.end_ids, seconds=_SECONDS_TO_COMPILE)
-                compilers.append(made)
+                compilers.append(ConstraintCompiler(Vocabulary.of(model.tokenizer, model.end_ids)))
         return compilers[0].compiled(grammar)
 
+    return compiled
+
+
+def start(
+    engine: Engine, model: ServedModel, config: ServerConfig, listener: socket.socket, *, keys: Sequence[str] = ()
+) -> RunningServer:
+    """Start the HTTP server's process, which gets ``listener``, and the loop that runs ``engine`` for it."""
     ours, theirs = multiprocessing.Pipe()
     http = multiprocessing.get_context("spawn").Process(
         target=run_http, args=(theirs, listener), name="http", daemon=True
@@ -119,7 +122,7 @@ def start(
     try:
         with suppress(OSError):  # that process has ended already; its exit code says so
             ours.send(HttpParts(engine.limits, model, config, tuple(keys)))
-        loop = EngineLoop(engine, ours, compiled)
+        loop = EngineLoop(engine, ours, compiling(model))
         loop.start()
     except BaseException:
         http.kill()  # nobody else ends it

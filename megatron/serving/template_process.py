@@ -1,19 +1,14 @@
-"""The process in which chat templates run: an untrusted template may loop for ever, and only a process can be stopped.
-
-Reads one JSON object a line, and answers each with a line: ``{"text": …}`` or ``{"error": …}``.
-"""
+"""The process in which chat templates run: a stranger's may loop for ever, and only a process can be stopped."""
 
 from __future__ import annotations
 
 import json
-import resource
-import sys
 from functools import lru_cache
 from typing import Any
 
 from megatron.core.tokenizers.conversations import ChatTemplate
 from megatron.core.tokenizers.messages import normalized_messages
-from megatron.errors import MegatronError
+from megatron.serving.bounded_process import answer_lines
 
 _MOST_MEMORY = 2 << 30
 _MOST_TEXT = 1 << 23
@@ -25,14 +20,11 @@ def _template(source: str, tokens: str) -> ChatTemplate:
 
 
 def answered(asked: dict[str, Any]) -> dict[str, str]:
-    """``asked`` has ``source``, ``tokens``, ``messages``, ``begin_answer``, ``continue_last`` and ``variables``."""
-    try:
-        template = _template(asked["source"], json.dumps(asked["tokens"]))
-        text = template.prompt(asked["messages"], begin_answer=asked["begin_answer"], variables=asked["variables"])
-    except MegatronError as error:
-        return {"error": str(error)}
-    except MemoryError:
-        return {"error": f"the chat template needs more than {_MOST_MEMORY >> 30} GiB"}
+    """``asked`` has ``source``, ``tokens``, ``messages``, ``begin_answer``, ``continue_last`` and ``variables``. Raises
+    DataError.
+    """
+    template = _template(asked["source"], json.dumps(asked["tokens"]))
+    text = template.prompt(asked["messages"], begin_answer=asked["begin_answer"], variables=asked["variables"])
     if asked["continue_last"]:
         last = (normalized_messages(asked["messages"])[-1]["content"] or "").strip()
         start = text.rfind(last)
@@ -44,12 +36,5 @@ def answered(asked: dict[str, Any]) -> dict[str, str]:
     return {"text": text}
 
 
-def main() -> None:
-    """Answer lines until there are no more."""
-    resource.setrlimit(resource.RLIMIT_AS, (_MOST_MEMORY, _MOST_MEMORY))
-    for line in sys.stdin:
-        print(json.dumps(answered(json.loads(line))), flush=True)  # noqa: T201  (the answer)
-
-
 if __name__ == "__main__":
-    main()
+    answer_lines(lambda _: answered, most_memory=_MOST_MEMORY)

@@ -23,7 +23,7 @@ from megatron.serving.app import Server
 from megatron.serving.engine_loop import EngineLoop
 from megatron.serving.http_process import HttpServer
 from megatron.serving.model import ServedModel
-from megatron.serving.serve import bound_socket
+from megatron.serving.serve import bound_socket, compiling
 from megatron.serving.settings import ServerConfig
 from megatron.serving.templates import Templates
 from tests.harness.table_model import RunningTable, Table
@@ -133,7 +133,7 @@ def listening(
 ) -> Iterator[tuple[HttpServer, str]]:
     """A server and its address. Its two processes are threads here, so that tests see and change what they hold."""
     ours, theirs = multiprocessing.Pipe()
-    loop = EngineLoop(engine, ours, lambda grammar: model.constraints.compiled(grammar))
+    loop = EngineLoop(engine, ours, compiling(model))
     http_server = HttpServer(Server.connected(theirs, engine.limits, model, config, keys=keys))
     listener = bound_socket(config)
     thread = threading.Thread(target=http_server.run, args=([listener],), daemon=True)

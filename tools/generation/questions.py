@@ -14,6 +14,7 @@ from typing import Any
 from megatron.core.checkpointing.manifest import MANIFEST
 from megatron.core.inference.request import Request
 from megatron.core.tokenizers.base import fingerprint_of
+from megatron.core.tokenizers.messages import normalized_messages
 from megatron.core.tokenizers.text_files import parse_line
 from megatron.errors import DataError, MegatronError
 from megatron.serving.fields import CHAT, COMPLETION
@@ -122,7 +123,7 @@ def _request(generator: Generator, record: dict[str, Any], *, number: int) -> Re
         ids = generator.tokenizer.tokenize_batch([record["prompt"]])[0]
     else:
         messages = checked(record["messages"], _SCHEMAS["messages"], "messages")
-        ids = generator.ids_of_conversation(messages)
+        ids = generator.ids_of_conversation(normalized_messages(messages))
     request = generator.request(ids, number=number)
     sampling = {name: own[name] for name in SAMPLING if name in own}
     if "top_k" in sampling:

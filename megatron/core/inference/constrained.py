@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import lru_cache
-from threading import Thread
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from megatron.core.inference.ecma_regex import rust_pattern
+from megatron.core.inference.json_schema import followable
 from megatron.core.tokenizers.base import Tokenizer
-from megatron.errors import ConfigError, DataError
+from megatron.errors import ConfigError
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher
@@ -24,14 +26,14 @@ _KEPT_GRAMMARS = 32
 
 
 class ConstraintCompiler:
-    """Compiles grammars for a tokenizer by the library llguidance.
+    """Compiles grammars for a vocabulary by the library llguidance.
 
-    ``end_ids``: tokens that end texts, which requests name in their stop rules; a grammar allows them where an answer
-    is complete. ``seconds``: how long a grammar may take. Compile outside of the engine's thread. The methods raise
-    ConfigError for a grammar that is wrong, too complex, or has parts that the library doesn't know.
+    The library may take very long, and ends the process where a grammar is nested too deeply: compile a stranger's in a
+    process that has limits first. The methods raise ConfigError for a grammar that is wrong, too complex, or has parts
+    that the library doesn't know.
     """
 
-    def __init__(self, tokenizer: Tokenizer, *, end_ids: Collection[int], seconds: float = 5.0) -> None:
+    def __init__(self, vocabulary: Vocabulary) -> None:
         try:
             import llguidance
         except ImportError:
@@ -39,25 +41,37 @@ class ConstraintCompiler:
                 "answers that follow a schema need the llguidance library: pip install llguidance, or this project's "
                 "extra constrained"
             ) from None
-        if not end_ids:
-            raise ConfigError("answers that follow a schema need a token that ends texts, and this tokenizer has none")
-        self._seconds = seconds
         self._compiled = lru_cache(maxsize=_KEPT_GRAMMARS)(self._compile)
         self._matcher = llguidance.LLMatcher
-        wrapped = llguidance.TokenizerWrapper(_Vocabulary(tokenizer, end_ids))
-        self._vocabulary = llguidance.LLTokenizer(wrapped, eos_token=sorted(end_ids))
+        wrapped = llguidance.TokenizerWrapper(_Spelling(vocabulary))
+        self._vocabulary = llguidance.LLTokenizer(wrapped, eos_token=list(vocabulary.end_ids))
 
-    def json_schema(self, schema: Mapping[str, Any]) -> Constraint:
-        """JSON that validates against a schema."""
-        return self.compiled(self._matcher.grammar_from_json_schema(dict(schema), defaults=_JSON_OPTIONS))
+    def json_schema(self, schema: Mapping[str, Any], *, strict: bool = False) -> Constraint:
+        """JSON that validates against a schema.
+
+        A grammar can't compare parts of a text. So ``oneOf`` is exact where no value fits two of its schemas, else it
+        is taken as ``anyOf``, and ``uniqueItems`` is left out; ``Constraint.relaxed`` names them. ``strict`` refuses
+        them instead.
+        """
+        found, is_relaxed = followable(schema, strict=strict)
+        relaxed = ("uniqueItems",) * is_relaxed
+        try:
+            return self._relaxed(self._json_grammar(found), relaxed)
+        except _OverlapError:
+            if strict:
+                raise ConfigError(
+                    "the schema cannot be followed: a value may fit several schemas of a oneOf, of which strict: true "
+                    "allows one; make them differ, use anyOf, or leave out strict"
+                ) from None
+        return self._relaxed(self._json_grammar(found, coerce_one_of=True), ("oneOf", *relaxed))
 
     def json_object(self) -> Constraint:
         """Any JSON object."""
         return self.json_schema({"type": "object"})
 
     def regex(self, pattern: str) -> Constraint:
-        """Text that a regular expression matches as a whole; it has no look-around and no backreferences."""
-        return self.compiled(self._matcher.grammar_from_regex(pattern))
+        """Text that a regular expression of ECMA-262 matches as a whole, without look-around and backreferences."""
+        return self.compiled(self._matcher.grammar_from_regex(rust_pattern(pattern)))
 
     def choice(self, texts: Sequence[str]) -> Constraint:
         """One of several texts."""
@@ -73,37 +87,46 @@ class ConstraintCompiler:
         """A grammar in the library's own form, such as ``Constraint.grammar``; the latest ones are kept."""
         return self._compiled(grammar)
 
+    def _json_grammar(self, schema: dict[str, Any], **options: Any) -> str:
+        try:
+            defaults: Any = {**_JSON_OPTIONS, **options}
+            return str(self._matcher.grammar_from_json_schema(schema, defaults))
+        except ValueError as error:
+            raise ConfigError(f"the schema cannot be followed: {error}") from None
+
+    def _relaxed(self, grammar: str, relaxed: tuple[str, ...]) -> Constraint:
+        found = self.compiled(grammar)
+        return replace(found, relaxed=relaxed) if relaxed else found
+
     def _compile(self, grammar: str) -> Constraint:
-        found: list[LLMatcher] = []
-
-        def compile_grammar() -> None:
-            matcher = self._matcher(self._vocabulary, grammar, log_level=0)
-            if not matcher.is_error():
-                matcher.compute_bitmask()  # may find that the grammar is too complex
-            found.append(matcher)
-
-        thread = Thread(target=compile_grammar, name="compile-grammar", daemon=True)  # the library bounds its work, too
-        thread.start()
-        thread.join(self._seconds)
-        if not found:
-            raise ConfigError(f"the schema or grammar took more than {self._seconds:g} s to compile: make it simpler")
-        if found[0].is_error():
-            reason = " ".join(found[0].get_error().partition("<state>")[0].split())  # then the parser's insides
-            if "NoExtensionBias" in reason:  # no token is allowed at the start
-                reason = "no token of this vocabulary can begin a text of that form"
-            raise ConfigError(f"the schema or grammar cannot be followed: {reason[:300]}")
-        return Constraint(grammar, found[0])
+        matcher = self._matcher(self._vocabulary, grammar, log_level=0)
+        if not matcher.is_error():
+            matcher.compute_bitmask()  # may find that the grammar is too complex
+        if matcher.is_error() and "coerce_one_of" in matcher.get_error():
+            raise _OverlapError
+        if problem := _problem(matcher):
+            raise ConfigError(problem)
+        return Constraint(grammar, matcher)
 
 
+class _OverlapError(ConfigError):
+    """A ``oneOf`` of which the library can't tell that a value fits one schema alone."""
+
+
+@dataclass(frozen=True, eq=False)
 class Constraint:
-    """A compiled grammar of the library; requests share it. ``grammar``: its source in the library's own form."""
+    """A compiled grammar of the library; requests share it.
 
-    def __init__(self, grammar: str, matcher: LLMatcher) -> None:
-        self.grammar, self._matcher = grammar, matcher
+    ``grammar``: its source in the library's own form. ``relaxed``: keywords of a schema that it doesn't keep exactly.
+    """
+
+    grammar: str
+    matcher: LLMatcher
+    relaxed: tuple[str, ...] = ()
 
     def begin(self) -> ConstraintState:
         """The state of one answer that has no tokens yet."""
-        return ConstraintState(self._matcher.deep_copy())
+        return ConstraintState(self.matcher.deep_copy())
 
 
 class ConstraintState:
@@ -150,29 +173,45 @@ def _problem(matcher: LLMatcher) -> str | None:
     return f"the schema or grammar cannot be followed: {reason[:300]}"
 
 
-class _Vocabulary:
+@dataclass(frozen=True, kw_only=True)
+class Vocabulary:
+    """What a grammar has to know of a tokenizer, without the tokenizer.
+
+    ``tokens``: the bytes of each. ``end_ids``: those that end texts, which requests name in their stop rules; a grammar
+    allows them where an answer is complete. ``special_ids``: those that no text holds.
+    """
+
+    tokens: Sequence[bytes]
+    end_ids: Sequence[int]
+    special_ids: Sequence[int]
+    bos: int | None
+
+    @classmethod
+    def of(cls, tokenizer: Tokenizer, end_ids: Collection[int]) -> Vocabulary:
+        """That of a tokenizer; raises ConfigError without a token that ends texts."""
+        if not end_ids:
+            raise ConfigError("answers that follow a schema need a token that ends texts, and this tokenizer has none")
+        return cls(
+            tokens=[tokenizer.token_bytes(token) for token in range(tokenizer.vocab_size)],
+            end_ids=sorted(end_ids),
+            special_ids=sorted(tokenizer.special_ids.union(end_ids)),
+            bos=tokenizer.bos,
+        )
+
+
+class _Spelling:
     """What the library asks of a tokenizer."""
 
-    def __init__(self, tokenizer: Tokenizer, end_ids: Collection[int]) -> None:
-        self.tokens = [tokenizer.token_bytes(token) for token in range(tokenizer.vocab_size)]
-        special = tokenizer.special_ids.union(end_ids)
-        self.special_token_ids = sorted(special)
-        self.eos_token_id = min(end_ids)
-        self.bos_token_id = tokenizer.bos
-        self._tokenizer = tokenizer
-        self._ids = {token: number for number, token in enumerate(self.tokens) if number not in special}
-        self._longest = max(map(len, self._ids))
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        self.tokens, self.special_token_ids = vocabulary.tokens, vocabulary.special_ids
+        self.eos_token_id, self.bos_token_id = vocabulary.end_ids[0], vocabulary.bos
+        special = set(vocabulary.special_ids)
+        self._ids = {token: number for number, token in enumerate(self.tokens) if number not in special and token}
+        self._longest = max(map(len, self._ids), default=1)
 
     def __call__(self, text: str) -> list[int]:
-        """Token ids whose bytes are exactly ``text``: the tokenizer's, unless it adds a space. Empty if none are."""
-        whole = text.encode()
-        try:
-            ids = self._tokenizer.tokenize_parts([text])[0]
-        except DataError:  # this vocabulary cannot spell it
-            return []
-        if b"".join(self.tokens[token] for token in ids) == whole:
-            return ids
-        ids, start = [], 0
+        """Token ids whose bytes are exactly ``text``, the longest that fit; empty if none are."""
+        whole, ids, start = text.encode(), list[int](), 0
         while start < len(whole):
             ends = range(min(start + self._longest, len(whole)), start, -1)
             end = next((end for end in ends if whole[start:end] in self._ids), None)

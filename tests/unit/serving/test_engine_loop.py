@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from megatron.core.inference.constrained import ConstraintCompiler
+from megatron.core.inference.constrained import ConstraintCompiler, Vocabulary
 from megatron.core.inference.engine import Engine
 from megatron.core.inference.request import BeamSearch, Finish, Request, StopRules, Update
 from megatron.core.inference.sampling import Sampling
@@ -71,7 +71,7 @@ def of(name: str, **settings: Any) -> Request:
 def test_a_grammar_is_compiled_here_and_shared() -> None:
     """A compiled one cannot be sent. Requests of one call follow it, each from its beginning."""
     tokenizer, made = byte_tokenizer(), list[str]()
-    compiler = ConstraintCompiler(tokenizer, end_ids=[tokenizer.eod])
+    compiler = ConstraintCompiler(Vocabulary.of(tokenizer, [tokenizer.eod]))
     grammar = compiler.choice(["in", "on"]).grammar
 
     def compiled(source: str) -> Any:
@@ -103,7 +103,7 @@ def test_a_grammar_that_cannot_be_compiled_ends_its_request_alone() -> None:
 def test_grammars_that_take_long_hold_up_no_other_request() -> None:
     """A request that is aborted meanwhile never runs: the engine would write a whole text for nobody."""
     go_on, tokenizer = threading.Event(), byte_tokenizer()
-    compiler = ConstraintCompiler(tokenizer, end_ids=[tokenizer.eod])
+    compiler = ConstraintCompiler(Vocabulary.of(tokenizer, [tokenizer.eod]))
     slow, quick = (compiler.regex(pattern).grammar for pattern in ("(the ){150}", "(the ){140}"))
 
     def compiled(grammar: str) -> Any:

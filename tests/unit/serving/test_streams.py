@@ -63,7 +63,7 @@ def test_only_streams_are_live(monkeypatch: pytest.MonkeyPatch) -> None:
     live, opened = list[bool](), EngineClient.open
 
     def noted(
-        client: EngineClient, requests: Any, *, grammar: str | None, is_live: bool = True
+        client: EngineClient, requests: Any, *, grammar: Any, is_live: bool = True
     ) -> AbstractContextManager[Stream]:
         live.append(is_live)
         return opened(client, requests, grammar=grammar, is_live=is_live)
