@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from typing import Any, Literal
 
-from megatron.config.flags import Settings, flag, switch
+from megatron.config.flags import COUNT, Settings, flag, switch
 from megatron.config.positions import ROTARY_FIELDS, ROTARY_TYPES
 
 _CHANGEABLE = frozenset({*ROTARY_FIELDS, "norm_epsilon"} - {"rotary_percent", "rotary_interleaved", "no_rope_freq"})
@@ -27,21 +27,28 @@ class CheckpointConfig(Settings):
         "checkpoint of the new run is complete. Without it such a start is refused."
     )
     save_interval: int | None = flag(
-        "Iterations between checkpoints.", default=None, aliases=("--persistent-save-interval",), at_least=1
+        "Iterations between checkpoints.",
+        default=None,
+        aliases=("--persistent-save-interval",),
+        at_least=1,
+        at_most=COUNT,
     )
-    keep_last_checkpoints: int | None = flag("Number of newest checkpoints to keep.", default=None, at_least=1)
+    keep_last_checkpoints: int | None = flag(
+        "Number of newest checkpoints to keep.", default=None, at_least=1, at_most=COUNT
+    )
     save_retain_interval: int | None = flag(
         "Keep the newest checkpoint and those whose iteration is a multiple of this.",
         default=None,
         aliases=("--keep-every",),
         at_least=1,
+        at_most=COUNT,
     )
     save_optim: bool = switch("Leave optimizer state out of checkpoints.", off="--no-save-optim")
     save_rng: bool = switch("Leave random-number state out of checkpoints.", off="--no-save-rng")
     load: str | None = flag("Folder of checkpoints to resume from; may be a URL.", default=None)
     load_optim: bool = switch("Do not load optimizer state.", off="--no-load-optim")
     load_rng: bool = switch("Do not load random-number state.", off="--no-load-rng")
-    ckpt_step: int | None = flag("Iteration to load instead of the newest.", default=None, at_least=0)
+    ckpt_step: int | None = flag("Iteration to load instead of the newest.", default=None, at_least=0, at_most=COUNT)
     finetune: bool = switch("Load weights only and start at iteration 0.")
     pretrained_checkpoint: str | None = flag(
         "Folder to take weights from when --load has no checkpoint yet.", default=None
@@ -65,6 +72,7 @@ class CheckpointConfig(Settings):
         "own folder there, such as iter_0000500.",
         default=None,
         at_least=1,
+        at_most=COUNT,
     )
     exit_on_missing_checkpoint: bool = switch(
         "Fail when --load has no checkpoint, even if --load and --save name the same new folder."

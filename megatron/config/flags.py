@@ -29,7 +29,10 @@ else:
 
 
 _KEY = "megatron.flag"
-_MOST = 2**53  # default bound of whole numbers: what JSON and 64-bit counters can hold
+SIZE, COUNT, REAL = 2**31 - 1, 2**53, 1e30
+"""Largest value of a whole number unless its flag says otherwise; of one that counts samples, bytes or the like, which
+JSON and 64-bit counters can hold; and of other numbers, whose squares and products are then finite."""
+_MOST_SHOWN = 60  # characters of a wrong value in a message
 _NOUNS: dict[type, str] = {int: "a whole number", float: "a number", str: "a word", bool: "on or off"}
 
 
@@ -68,7 +71,8 @@ def flag(help: str, *, default: Any = dataclasses.MISSING, **options: Any) -> An
     ``renamed_values``: values of Megatron-LM with another name here, each with the remark that is printed.
     ``refused_values``: values of Megatron-LM's that cannot be had, each with advice.
     ``short_forms``: flags without a value that stand for a choice. ``combined``: what two choices mean together.
-    ``at_least``, ``above``, ``at_most``, ``below``: bounds of each number.
+    ``at_least``, ``above``, ``at_most``, ``below``: bounds of each number, which is between plus and minus ``SIZE``, or
+    ``REAL`` for a fraction, if they say no other.
     ``architecture``: see ``architecture_flag``.
     ``from_checkpoint``: it may differ, but ``--use-checkpoint-args`` takes it, too.
     ``internal``: no flag after all, but a value that the run resolves and that is saved with the others.
@@ -195,7 +199,7 @@ class FlagSpec:
         try:
             value = self.kind(text)
         except ValueError:
-            raise ConfigError(f"{self.positive} is {_NOUNS[self.kind]}, not {text!r}") from None
+            raise ConfigError(f"{self.positive} is {_NOUNS[self.kind]}, not {abridged(text)!r}") from None
         if isinstance(value, float) and not math.isfinite(value):
             raise ConfigError(f"{self.positive} is {value}; give a finite number")
         if self.choices and value not in self.choices:
@@ -205,19 +209,20 @@ class FlagSpec:
 
     def out_of_bounds(self, value: Any) -> str | None:
         """One sentence when a number lies outside the flag's bounds."""
-        bounds = self.options
-        at_most = bounds.at_most if bounds.at_most is not None or self.kind is not int else _MOST
+        bounds, largest = self.options, SIZE if self.kind is int else REAL
+        at_least = -largest if bounds.at_least is None and bounds.above is None else bounds.at_least
+        at_most = largest if bounds.at_most is None and bounds.below is None else bounds.at_most
         for number in value if isinstance(value, tuple) else (value,):
             if isinstance(number, (bool, str)) or number is None:
                 continue
             for limit, wrong, words in (
-                (bounds.at_least, bounds.at_least is not None and number < bounds.at_least, "at least"),
+                (at_least, at_least is not None and number < at_least, "at least"),
                 (bounds.above, bounds.above is not None and number <= bounds.above, "more than"),
                 (at_most, at_most is not None and number > at_most, "at most"),
                 (bounds.below, bounds.below is not None and number >= bounds.below, "less than"),
             ):
                 if wrong:
-                    return f"{self.positive} is {number}; it must be {words} {limit}"
+                    return f"{self.positive} is {abridged(str(number))}; it must be {words} {limit:.12g}"
         return None
 
     def stand_in(self) -> Any:
@@ -236,6 +241,11 @@ def flag_of(field: str) -> str:
 def words(value: Any) -> str:
     """A setting's value as on a command line."""
     return " ".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)
+
+
+def abridged(text: str) -> str:
+    """The text, or its beginning where it is long."""
+    return text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}…"
 
 
 def one_of(values: Iterable[Any]) -> str:

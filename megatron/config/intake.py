@@ -104,6 +104,7 @@ class Intake:
             self._take_spelling(spelling, values, source=flag.source, rank=rank)
         for path in self.value("config") if "config" in self._by_field else ():
             self._read_file(path)
+        self._check_bounds()
 
     def _read_file(self, path: str) -> None:
         """Take a settings file, flat or nested by group."""
@@ -207,11 +208,20 @@ class Intake:
             if spec.field not in self.given or self.given[spec.field].rank < given.rank:
                 self.notes.append(f"{given.source}: taken as {spec.typed(given.value)}")
                 self._offer(spec, given)
+        self._check_bounds()
         required = [spec for spec in self._by_field.values() if spec.required and spec.field not in self.given]
         missing = [spec for spec in required if spec.positive not in self.faulted]
         if missing:
             named = (f"{spec.positive} ({_within_a_sentence(spec.options.help)})" for spec in missing)
             self._wrong(f"missing: {', '.join(named)}", missing)
+
+    def _check_bounds(self) -> None:
+        """Take out numbers beyond their bounds, before anything is computed from them."""
+        for spec in self._by_field.values():
+            given = self.given.get(spec.field)
+            if given is not None and (sentence := spec.out_of_bounds(given.value)):
+                self._wrong(sentence if given.rank == FLAG else f"{given.source}: {sentence}", [spec])
+                del self.given[spec.field]
 
     def build(self, group: type) -> Any:
         """The group with its values; a missing required field gets a stand-in, so that other rules can still run."""

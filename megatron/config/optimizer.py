@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Literal
 
-from megatron.config.flags import Settings, derive, flag, switch
+from megatron.config.flags import COUNT, Settings, derive, flag, switch
 
 
 class OptimizerConfig(Settings):
@@ -40,18 +40,28 @@ class OptimizerConfig(Settings):
         "Shape of the final decay of WSD.", default="exponential"
     )
     lr_decay_iters: int | None = flag(
-        "Iterations until the learning rate reaches --min-lr; --train-iters unless given.", default=None, at_least=1
+        "Iterations until the learning rate reaches --min-lr; --train-iters unless given.",
+        default=None,
+        at_least=1,
+        at_most=COUNT,
     )
     lr_decay_samples: int | None = flag(
-        "Samples until the learning rate reaches --min-lr; --train-samples unless given.", default=None, at_least=1
+        "Samples until the learning rate reaches --min-lr; --train-samples unless given.",
+        default=None,
+        at_least=1,
+        at_most=COUNT,
     )
-    lr_wsd_decay_iters: int | None = flag("Iterations of the final decay of WSD.", default=None, at_least=1)
-    lr_wsd_decay_samples: int | None = flag("Samples of the final decay of WSD.", default=None, at_least=1)
+    lr_wsd_decay_iters: int | None = flag(
+        "Iterations of the final decay of WSD.", default=None, at_least=1, at_most=COUNT
+    )
+    lr_wsd_decay_samples: int | None = flag(
+        "Samples of the final decay of WSD.", default=None, at_least=1, at_most=COUNT
+    )
     lr_warmup_fraction: float | None = flag(
         "Warm-up as a fraction of the decay length.", default=None, at_least=0, below=1
     )
-    lr_warmup_iters: int = flag("Iterations of linear warm-up.", default=0, at_least=0)
-    lr_warmup_samples: int = flag("Samples of linear warm-up.", default=0, at_least=0)
+    lr_warmup_iters: int = flag("Iterations of linear warm-up.", default=0, at_least=0, at_most=COUNT)
+    lr_warmup_samples: int = flag("Samples of linear warm-up.", default=0, at_least=0, at_most=COUNT)
     lr_warmup_init: float = flag("Learning rate at the start of the warm-up.", default=0.0, at_least=0)
     weight_decay: float = flag("Decoupled weight decay of matrices.", default=0.01, at_least=0)
     start_weight_decay: float = flag(

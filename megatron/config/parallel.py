@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal
 
-from megatron.config.flags import Settings, flag, switch
+from megatron.config.flags import COUNT, Settings, flag, switch
 
 CpCommType = Literal["p2p", "all_gather", "a2a", "a2a+p2p"]
 GroupName = Literal["tp", "cp", "pp", "dp", "dp_cp", "tp_cp", "ep", "ep_tp", "ep_dp"]
@@ -95,6 +95,7 @@ class ParallelConfig(Settings):
         "Parameters of one gradient bucket; unless given: max(40 million, 1 million x ranks that reduce together).",
         default=None,
         at_least=1,
+        at_most=COUNT,
     )
     gradient_accumulation_fusion: bool | None = flag(
         "Add weight gradients to the gradient buffer inside the matrix product that computes them; unless given: where "

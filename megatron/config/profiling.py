@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megatron.config.flags import Settings, flag, switch
+from megatron.config.flags import COUNT, Settings, flag, switch
 
 
 class ProfilingConfig(Settings):
@@ -12,8 +12,8 @@ class ProfilingConfig(Settings):
         "Profile the iterations after --profile-step-start, up to --profile-step-end: with CUDA's profiler under "
         "nsys, or with --use-pytorch-profiler."
     )
-    profile_step_start: int = flag("Iterations before the first profiled one.", default=10, at_least=0)
-    profile_step_end: int = flag("The last profiled iteration.", default=12, at_least=1)
+    profile_step_start: int = flag("Iterations before the first profiled one.", default=10, at_least=0, at_most=COUNT)
+    profile_step_end: int = flag("The last profiled iteration.", default=12, at_least=1, at_most=COUNT)
     profile_ranks: tuple[int, ...] = flag("Ranks that are profiled.", default=(0,), at_least=0)
     use_pytorch_profiler: bool = switch(
         "Profile with torch's profiler: a trace per rank in --tensorboard-dir, and a summary in the log."

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import Literal
 
-from megatron.config.flags import Settings, flag, switch
+from megatron.config.flags import COUNT, Settings, flag, switch
 
 
 class ReportingConfig(Settings):
     """Log lines, timers, TensorBoard and Weights & Biases."""
 
-    log_interval: int = flag("Iterations between log lines.", default=100, at_least=1)
+    log_interval: int = flag("Iterations between log lines.", default=100, at_least=1, at_most=COUNT)
     log_throughput: bool = switch("Show TFLOP/s per GPU in the log line.")
     log_params_norm: bool = switch("Show the norm of the parameters.")
     log_num_zeros_in_grad: bool = switch("Show how many gradient elements are zero.")
@@ -19,6 +19,7 @@ class ReportingConfig(Settings):
         "unless given.",
         default=None,
         at_least=1,
+        at_most=COUNT,
     )
     generate_samples_prompts: tuple[str, ...] = flag(
         "Texts that samples continue; without them one sample begins a document.", default=()
@@ -37,7 +38,7 @@ class ReportingConfig(Settings):
         "No barriers around the timers of level 1.", off="--no-barrier-with-level-1-timing"
     )
     tensorboard_dir: str | None = flag("Folder for TensorBoard events; none are written unless given.", default=None)
-    tensorboard_log_interval: int = flag("Iterations between TensorBoard points.", default=1, at_least=1)
+    tensorboard_log_interval: int = flag("Iterations between TensorBoard points.", default=1, at_least=1, at_most=COUNT)
     tensorboard_queue_size: int = flag("TensorBoard events that are buffered before a write.", default=1000, at_least=1)
     log_timers_to_tensorboard: bool = switch("Write timers to TensorBoard.")
     log_loss_scale_to_tensorboard: bool = switch(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megatron.config.flags import Settings, flag, switch
+from megatron.config.flags import COUNT, Settings, flag, switch
 from megatron.config.tokenizer import REFUSED_TOKENIZERS, RENAMED_TOKENIZERS, TokenizerType
 from megatron.errors import ConfigError
 
@@ -11,7 +11,7 @@ class TrainedModelConfig(Settings):
     """The trained model. Architecture and tokenizer come from the checkpoint."""
 
     load: str = flag("Folder of checkpoints.")
-    ckpt_step: int | None = flag("Iteration to load instead of the newest.", default=None, at_least=0)
+    ckpt_step: int | None = flag("Iteration to load instead of the newest.", default=None, at_least=0, at_most=COUNT)
     fp32: bool = switch(
         "Compute in fp32, whatever type the model was trained in, with its fp32 master weights where the checkpoint "
         "has them. Weights take more memory than in bf16; a CPU without instructions for bf16 takes less than half the "

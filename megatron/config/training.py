@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from megatron.config.flags import Settings, flag, switch
+from megatron.config.flags import COUNT, Settings, flag, switch
 
 RecomputeModule = Literal["core_attn", "layernorm", "mlp", "moe", "moe_act", "shared_experts", "mla_up_proj"]
 
@@ -25,31 +25,37 @@ class TrainingConfig(Settings):
         at_least=1,
     )
     rampup_batch_size: tuple[int, int, int] | None = flag(
-        "START INCREMENT SAMPLES: grow the global batch from START by INCREMENT over SAMPLES.", default=None, at_least=1
+        "START INCREMENT SAMPLES: grow the global batch from START by INCREMENT over SAMPLES.",
+        default=None,
+        at_least=1,
+        at_most=COUNT,
     )
     step_batch_size_schedule: str | None = flag(
         "TOKENS:BATCH_SIZE pairs in quotes, such as '0:768 250B:1536': the global batch size from that number of "
         "tokens on. Suffixes K, M, B and T are allowed.",
         default=None,
     )
-    train_iters: int | None = flag("Optimizer steps of the whole run.", default=None, at_least=0)
-    train_samples: int | None = flag("Samples of the whole run, instead of --train-iters.", default=None, at_least=0)
+    train_iters: int | None = flag("Optimizer steps of the whole run.", default=None, at_least=0, at_most=COUNT)
+    train_samples: int | None = flag(
+        "Samples of the whole run, instead of --train-iters.", default=None, at_least=0, at_most=COUNT
+    )
     skip_train: bool = switch("Only evaluate.")
-    eval_interval: int = flag("Iterations between evaluations.", default=1000, at_least=1)
+    eval_interval: int = flag("Iterations between evaluations.", default=1000, at_least=1, at_most=COUNT)
     eval_iters: int = flag(
         "Batches of one evaluation; 0 turns evaluation off.",
         default=100,
         renamed_values={"-1": ("0", "there is no evaluation")},
         at_least=0,
+        at_most=COUNT,
     )
     exit_interval: int | None = flag(
-        "Save and exit when the iteration is a multiple of this; 0: never.", default=None, at_least=0
+        "Save and exit when the iteration is a multiple of this; 0: never.", default=None, at_least=0, at_most=COUNT
     )
     exit_duration_in_mins: int | None = flag("Save and exit after this many minutes.", default=None, at_least=1)
     exit_signal_handler: bool = switch(
         "Save and exit on SIGTERM, SIGINT, SIGUSR1 and SIGUSR2, after the step in progress."
     )
-    seed: int = flag("Seed of initial weights, dropout and data order.", default=1234, at_least=1)
+    seed: int = flag("Seed of initial weights, dropout and data order.", default=1234, at_least=1, at_most=COUNT)
     recompute_granularity: Literal["full", "selective"] | None = flag(
         "What is recomputed in the backward pass instead of kept: full layers, or (selective) --recompute-modules.",
         default=None,
@@ -82,18 +88,27 @@ class TrainingConfig(Settings):
         at_least=0,
     )
     min_offloaded_tensor_size: int = flag(
-        "With --cpu-offloading: elements of the smallest tensors that are offloaded.", default=1 << 20, at_least=1
+        "With --cpu-offloading: elements of the smallest tensors that are offloaded.",
+        default=1 << 20,
+        at_least=1,
+        at_most=COUNT,
     )
     check_for_nan_in_loss_and_grad: bool = switch(
         "Do not stop when a loss or gradient is not finite.", off="--no-check-for-nan-in-loss-and-grad"
     )
     check_weight_hash_across_dp_replicas_interval: int | None = flag(
-        "Iterations between comparisons of the weights of data-parallel replicas.", default=None, at_least=1
+        "Iterations between comparisons of the weights of data-parallel replicas.",
+        default=None,
+        at_least=1,
+        at_most=COUNT,
     )
     deterministic_mode: bool = switch("Use deterministic kernels only.")
     manual_gc: bool = switch("Run Python's garbage collector on a schedule, not automatically.")
     manual_gc_interval: int = flag(
-        "Iterations between collections with --manual-gc; 0: never during training.", default=0, at_least=0
+        "Iterations between collections with --manual-gc; 0: never during training.",
+        default=0,
+        at_least=0,
+        at_most=COUNT,
     )
     manual_gc_eval: bool = switch("With --manual-gc, do not collect around evaluations.", off="--no-manual-gc-eval")
     empty_unused_memory_level: Literal[0, 1, 2] = flag(

@@ -71,6 +71,7 @@ def dry_run(config: RunConfig, train_spec: TrainSpec, *, more: Callable[[Finding
 
     ``more``: further checks of a command. Raises one ConfigError that lists every bad file.
     """
+    from megatron.config.vocabulary import vocabulary_size
     from megatron.planning.dry_run import dry_run_report
     from megatron.training.run.attention import check_backend
 
@@ -86,8 +87,10 @@ def dry_run(config: RunConfig, train_spec: TrainSpec, *, more: Callable[[Finding
             found.raise_errors()
         lines = found.lines
     with errors_as_typed(config):
+        config = config.with_vocab_size(vocabulary_size(config))
         check_backend(config, train_spec)
-    print(dry_run_report(config, train_spec, files=lines))
+        report = dry_run_report(config, train_spec, files=lines)
+    print(report)
 
 
 def parse(

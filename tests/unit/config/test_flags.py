@@ -118,8 +118,8 @@ def test_all_at_once() -> None:
         parse_groups(["stray", "--rate", "2", "--level", "x"], ToolConfig, prog="tool")
     assert str(caught.value) == (
         "4 problems in the settings:\n  1. 'stray' does not belong to a flag: values follow a flag that starts with "
-        "--\n  2. --level is a whole number, not 'x'\n  3. missing: --size (SI units)\n  4. --rate is 2.0; it must "
-        "be less than 1"
+        "--\n  2. --level is a whole number, not 'x'\n  3. --rate is 2.0; it must be less than 1\n  4. missing: --size "
+        "(SI units)"
     )
 
 

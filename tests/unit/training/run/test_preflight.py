@@ -97,6 +97,24 @@ def test_what_cannot_start_is_refused(check: Check, folder: Path, flags: str, wo
     assert words.format(folder) in check(flags)
 
 
+@pytest.mark.parametrize(
+    ("tokenizer", "words"),
+    [
+        ("--tokenizer-type GPT2BPETokenizer --vocab-file none.json --merge-file none.txt", "--vocab-file none.json"),
+        ("--tokenizer-type HuggingFaceTokenizer --tokenizer-model none", "--tokenizer-model none"),
+        ("--tokenizer-type Llama2Tokenizer --tokenizer-model none", "Llama2Tokenizer cannot be counted"),
+    ],
+)
+@pytest.mark.parametrize("backend", ["auto", "unfused", "cudnn", "flash_attn_3"])
+def test_a_vocabulary_that_is_not_here_is_named(tokenizer: str, words: str, backend: str) -> None:
+    """With --no-check-files and an attention backend by name, a missing vocabulary ended in an AssertionError."""
+    flags = f"--data-path x --train-iters 3 --attention-dropout 0 {tokenizer} --attention-backend {backend}"
+    argv = f"{TINY_RUN.replace('--vocab-size 50 ', '')} {flags} --dry-run --no-check-files".split()
+    with pytest.raises(ConfigError) as caught:
+        pretrain(FAMILIES["gpt"], argv, prog="pretrain_gpt.py")
+    assert words in str(caught.value) and str(caught.value).endswith("it is not needed with --vocab-size")
+
+
 def test_what_can_start_is_described(check: Check, folder: Path, tmp_path: Path) -> None:
     """One line for each file; and a new folder is not made, nor anything else written."""
     before = sorted(folder.rglob("*"))
