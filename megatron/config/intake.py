@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from megatron.config.checkpoint import keeps_meaning
@@ -11,6 +11,7 @@ from megatron.config.command import CommandConfig
 from megatron.config.deepspeed import DEEPSPEED_CONFIG, deepspeed_settings
 from megatron.config.files import read_settings, words_of
 from megatron.config.flags import FlagSpec, flags_of, group_name, words
+from megatron.config.latent_attention import ORIGINAL_LENGTH
 from megatron.config.layer_patterns import canonical
 from megatron.config.legacy_flags import LEGACY_WORDS, LegacyFlag, legacy_flag
 from megatron.config.positions import ROTARY_FIELDS
@@ -105,6 +106,8 @@ class Intake:
         for path in self.value("config") if "config" in self._by_field else ():
             self._read_file(path)
         self._check_bounds()
+        if self.is_run:
+            self._take_latent_positions()
 
     def _read_file(self, path: str) -> None:
         """Take a settings file, flat or nested by group."""
@@ -120,6 +123,25 @@ class Intake:
                     self._take_key(str(field), inner, source=path, group=key)
             else:
                 self._take_key(key, value, source=path)
+
+    def _take_latent_positions(self) -> None:
+        """Take rotary positions of latent attention as Megatron-LM does: they are YaRN's wherever there is a factor.
+
+        Flags, files and a checkpoint give another original length than Megatron-LM's.
+        """
+        given, factor = self.given.get("position_embedding_type"), self.value("rotary_scaling_factor")
+        if given is None or given.value != "rope" or factor == 1 or self.value("rope_type") == "rope":
+            return
+        if not self.value("multi_latent_attention"):
+            return
+        self.given["position_embedding_type"] = replace(given, value="yarn")
+        length = Given(ORIGINAL_LENGTH, "Megatron-LM's default", COMMAND)
+        self._offer(self._by_field["original_max_position_embeddings"], length)
+        self.notes.append(
+            f"--position-embedding-type rope with --multi-latent-attention and --rotary-scaling-factor {factor:g}: taken "
+            f"as yarn with --original-max-position-embeddings {self.value('original_max_position_embeddings')}, as "
+            "Megatron-LM does"
+        )
 
     def read_defaults(self, defaults: Mapping[str, Any], prog: str) -> None:
         """Take the command's own defaults, which replace those of its flags."""

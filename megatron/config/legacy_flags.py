@@ -170,7 +170,6 @@ _HARMLESS = {
     "num-distributed-optimizer-instances": "1",
     "ds-sequence-parallel-size": "1",
     "remote-device": "none",
-    "rope-type": "rope",
     "most-recent-k": "-1",
     "exit-signal": "SIGTERM SIGINT SIGUSR1 SIGUSR2",
     "mlp-type": "standard",

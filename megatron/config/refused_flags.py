@@ -135,7 +135,7 @@ give --window-size with the keys before and after a query
     cp-window-size sliding-window-size interleave-sliding-window
 give --position-embedding-type yarn, longrope or dynamic_ntk with --rotary-scaling-factor and
 --original-max-position-embeddings, or --use-rope-scaling for Llama 3's scaling
-    rope-type rope-scaling-* dynamic-factor rotary-scale-factor
+    rope-scaling-* dynamic-factor rotary-scale-factor
 LoRA is not available yet; leave it out to train all weights
     lora-*
 for MiniCPM's scales give --embedding-multiplier (scale-emb), --residual-multiplier (scale-depth / sqrt(layers)) and

@@ -12,6 +12,8 @@ from megatron.config.positions import ROTARY_FIELDS
 from megatron.config.run import RunConfig
 from megatron.errors import ConfigError
 
+OF_YARN = frozenset(field for field, types in ROTARY_FIELDS.items() if "yarn" in types and "rope" not in types)
+"""Settings of YaRN, which have no effect on latent attention without a factor, as in Megatron-LM."""
 _OF_LLAMA3 = ("rope_scaling_factor", "rope_low_freq_factor", "rope_high_freq_factor")
 
 
@@ -61,6 +63,7 @@ def rotary_settings_have_an_effect(run: RunConfig) -> str | None:
         if kind not in ROTARY_FIELDS.get(spec.field, (kind,))
         and getattr(model, spec.field) != spec.default
         and not (spec.field == "original_max_position_embeddings" and model.use_rope_scaling)
+        and not (spec.field in OF_YARN and model.multi_latent_attention and model.rotary_scaling_factor == 1)
     ]
     if not named:
         return None
@@ -78,6 +81,16 @@ def llama3_settings_need_scaling(run: RunConfig) -> str | None:
 
 def _no_effect(specs: Sequence[FlagSpec]) -> str:
     return f"{subject([spec.spelling for spec in specs], 'has', 'have')} no effect"
+
+
+def rope_type_is_of_latent_attention(run: RunConfig) -> str | None:
+    """--rope-type is for latent attention, and does not contradict --position-embedding-type."""
+    asked, kind = run.model.rope_type, run.model.position_embedding_type
+    if asked == "yarn" and not run.model.multi_latent_attention and kind != "yarn":
+        return "--rope-type yarn is for --multi-latent-attention; use --position-embedding-type yarn"
+    if asked is None or kind in (asked, "rope") or not run.model.multi_latent_attention:
+        return None
+    return f"--rope-type {asked} and --position-embedding-type {kind} contradict each other; leave --rope-type out"
 
 
 def scaling_is_complete(run: RunConfig) -> str | None:
@@ -124,6 +137,7 @@ RULES: tuple[Rule, ...] = (
     lambda run: rotated_channels(run.model),
     rotary_settings_have_an_effect,
     llama3_settings_need_scaling,
+    rope_type_is_of_latent_attention,
     scaling_is_complete,
     rule(
         "--use-rope-scaling and --rotary-seq-len-interpolation-factor are mutually exclusive; keep one",

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from megatron.config.family import Rule, rule
 from megatron.config.flags import flag_of
 from megatron.config.pipeline import schedule_name
+from megatron.config.rules.positions import OF_YARN
 from megatron.config.rules.profiling import needs_a_gpu
 from megatron.config.rules.sizes import LENGTHS, length_in
 from megatron.config.run import RunConfig
@@ -86,6 +87,11 @@ NEEDS: tuple[tuple[str, str, Callable[[RunConfig], object]], ...] = (
         "kv_channels",
         " with --multi-latent-attention: heads are --qk-head-dim + --qk-pos-emb-head-dim wide",
         lambda run: not run.model.multi_latent_attention,
+    ),
+    (
+        " ".join(sorted(OF_YARN - {"rotary_scaling_factor"})),
+        " without a --rotary-scaling-factor",
+        lambda run: run.model.position_embedding_type != "rope" or run.model.use_rope_scaling,
     ),
     ("mtp_loss_scaling_factor", " without --mtp-num-layers", lambda run: run.model.mtp_num_layers),
     (
