@@ -39,7 +39,10 @@ class MultiTokenConfig(Settings):
         at_most=64,
     )
     mtp_loss_scaling_factor: float = flag(
-        "Coefficient of the MTP loss, which is the mean of the losses of all --mtp-num-layers.", default=0.1, above=0
+        "Coefficient of the MTP loss, which is the mean of the losses of all --mtp-num-layers.",
+        default=0.1,
+        above=0,
+        from_checkpoint=True,
     )
 
 

@@ -194,7 +194,8 @@ def reader(saved: Mapping[str, Any] | None, calls: list[tuple[str, int | None]])
 def test_checkpoint_gives_architecture_only() -> None:
     """--use-checkpoint-args takes what the weights mean, not how they were trained."""
     saved = run_of(
-        model={"activation": "swiglu", "make_vocab_size_divisible_by": 8}, training={"seed": 99, "micro_batch_size": 4}
+        model={"activation": "swiglu", "make_vocab_size_divisible_by": 8, "mtp_loss_scaling_factor": 0.3},
+        training={"seed": 99, "micro_batch_size": 4},
     ).to_json()
     saved["parallel"]["tensor_model_parallel_size"] = 4
     calls: list[tuple[str, int | None]] = []
@@ -204,7 +205,7 @@ def test_checkpoint_gives_architecture_only() -> None:
     assert calls == [("runs/a", 5)]
     assert (run.model.num_layers, run.model.activation, run.data.seq_length) == (4, "swiglu", 32)
     assert (run.training.seed, run.training.micro_batch_size) == (1234, 1)
-    assert run.model.make_vocab_size_divisible_by == 128
+    assert (run.model.make_vocab_size_divisible_by, run.model.mtp_loss_scaling_factor) == (128, 0.3)
     assert run.parallel.tensor_model_parallel_size == 1
 
 

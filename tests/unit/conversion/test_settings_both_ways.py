@@ -12,11 +12,14 @@ import torch
 
 from megatron.config.flags import flags_of
 from megatron.config.model import ModelConfig
+from megatron.config.moe import MoEConfig
 from megatron.config.positions import ROTARY_FIELDS
 from megatron.core.conversion.huggingface.format import config_from_model, format_for, format_of, model_from_config
 from megatron.core.conversion.huggingface.known import Known
 from megatron.core.conversion.huggingface.listing import published_types
+from megatron.core.conversion.megatron_lm import arguments
 from megatron.core.conversion.megatron_lm.arguments import Arguments, arguments_of, model_from_arguments
+from megatron.core.models.gpt import megatron_lm
 from megatron.core.transformer.positions import rotary_of
 from megatron.errors import CheckpointError
 from tests.published import FIRST, MODELS
@@ -328,3 +331,15 @@ def test_a_group_for_each_head_shares_nothing() -> None:
     written = config_from_model(model, dtype="float32", source={}, tokens={})
     assert written["model_type"] == "gpt2"
     assert model_from_config(written, where="x").num_query_groups == model.num_query_groups
+
+
+def test_what_a_conversion_reads_is_taken_from_its_checkpoint() -> None:
+    """--mtp-loss-scaling-factor of a converted checkpoint was not: the first gradient norm was off by up to 0.1.
+
+    The size to which a vocabulary is padded changes no number, and follows from the layout.
+    """
+    converted = {*arguments._SAME, *arguments._COMPUTED, *arguments._BY_CODE, *megatron_lm._SAME, *CHANGES}
+    converted |= {"mtp_loss_scaling_factor"}
+    specs = {spec.field: spec.options for group in (ModelConfig, MoEConfig) for spec in flags_of(group)}
+    lost = {name for name, has in specs.items() if not (has.architecture or has.from_checkpoint)}
+    assert lost & converted == {"make_vocab_size_divisible_by"}
