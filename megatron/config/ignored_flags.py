@@ -11,7 +11,8 @@ the fastest kernels are always used, and fusion never changes results
     use-fused-rmsnorm use-fused-swiglu use-fused-rotary-pos-emb use-fused-sdpa use-fused-sdpa-with-recompute
     use-fast-softmax use-fused-layer-norm use-torch-compile use-torch-compiled-autograd compiled-autograd-fallback-mode
     use-mc2 mem-efficient-ln no-mem-efficient-ln async-tensor-model-parallel-allreduce use-cp-send-recv-overlap
-    use-fused-ring-attention-update jit-compile use-ascend-mc2 megatron-cp-in-bnsd
+    use-fused-ring-attention-update jit-compile use-ascend-mc2 megatron-cp-in-bnsd use-transformer-engine-op-fuser
+    no-moe-router-aux-loss-fusion
 the cross-entropy loss is always fused with the output layer
     cross-entropy-loss-fusion cross-entropy-fusion-impl
 GELU is the tanh approximation; Megatron-LM computes exact GELU with this flag, as --exact-gelu does here
@@ -102,7 +103,7 @@ it is a setting of text generation, not of training
 there is no configuration file of communicators; set NCCL's environment variables
     nccl-communicator-config-path
 checkpoints have the format of torch.distributed.checkpoint; tools/checkpoint/convert.py converts others
-    ckpt-format
+    ckpt-format dist-ckpt-format
 it tunes a library or network feature that is not used
     use-sharp sharp-enabled-group disable-symmetric-registration
     nccl-all-reduce-for-prefill symmetric-ar-type
@@ -118,7 +119,7 @@ that metric is not available; see --log-throughput, --log-memory-to-tensorboard 
     log-throughput-to-tensorboard throughput-window-size log-runtime-to-tensorboard runtime-time-unit
     log-memory-interval memory-keys log-device-memory-used log-l2-norm-grad-to-tensorboard log-max-attention-logit
     dump-param-to-param-group-map save-config-filepath filter-warnings no-filter-warnings modules-to-filter
-    set-level-for-all-loggers
+    set-level-for-all-loggers log-energy
 --distributed-timeout-minutes applies from startup to the end
     distributed-timeout-seconds-after-init
 experts are always computed by grouped products, where a library has them for the type
@@ -133,6 +134,26 @@ tokens travel to their experts by all-to-all, with the library of --distributed-
     moe-enable-deepep moe-flex-dispatcher-backend moe-deepep-num-sms moe-hybridep-* moe-ncclep-*
 --pipeline-schedule zb-h1 and zb-v defer weight gradients
     delay-wgrad-compute
+tokens travel to experts before and after each layer of them, not beside another microbatch's pass; results are the same
+    overlap-moe-expert-parallel-comm ep-overlap-early-attn-memory-release moe-permutation-async-comm
+    moe-allgather-overlap-comm moe-alltoall-overlap-comm
+kernels are launched one by one, without CUDA graphs; results are the same
+    cuda-graph-* enable-cuda-graph external-cuda-graph cuda-graph-impl optimizer-cuda-graph
+optimizer state is always sharded over all data-parallel ranks, which takes the least memory
+    num-distributed-optimizer-instances
+activations are offloaded by layer, not by module: see --cpu-offloading
+    fine-grained-activation-offloading offload-modules
+the part of the optimizer state in main memory is set by --optimizer-offload-fraction
+    optimizer-offload-policy
+every sample has --seq-length tokens
+    variable-seq-lengths no-pad-to-seq-lengths
+nothing looks for stragglers; --timing-log-level 1 --timing-log-option all shows the times of every rank
+    log-straggler disable-straggler-on-startup straggler-ctrlr-port straggler-minmax-count
+    use-workload-inspector-server run-workload-inspector-server
+torchrun or Slurm restarts ranks, and --load resumes the run; ranks are not restarted inside their processes
+    enable-ft-package calc-ft-timeouts inprocess-* gpu-sniff-test-interval
+there is no test mode
+    test-mode
 DeepSpeed is not used; --use-distributed-optimizer is ZeRO 1
     deepspeed deepspeed-mpi deepspeed_mpi
 it tunes DeepSpeed's activation checkpointing; see --recompute-granularity and --sequence-parallel
@@ -157,12 +178,18 @@ the tokenizers library reads the tokenizer; it runs no remote code and adds no p
 --finetune starts at iteration 0
     reset-progress
 a run is not stopped by a file; --exit-signal-handler saves and stops it on SIGTERM
-    kill-switch-path
+    kill-switch-path trigger-path
 the schedule is computed before the run, without measuring; the optimizer step waits for all gradients
     zero-bubble-pipeline-timers-start-iter zero-bubble-pipeline-timers-end-iter zero-bubble-max-pending-backward
     enable-optimizer-post-validation enable-exactly-numeric-match
 there is only one implementation
-    gemm-gradient-accumulation-fusion no-shared-storage optimizer-selection
+    gemm-gradient-accumulation-fusion no-shared-storage optimizer-selection enable-zb-runtime
+every schedule of the pipeline computes the same gradients
+    enable-zbh1-exact-semantics zero-bubble-v-schedule-mem-setup
+every checkpoint is verified before it is loaded
+    verify-integrity
+the run has no such name; --wandb-exp-name names it for Weights & Biases
+    job-name job-id
 the data is always repeated until --train-iters or --train-samples is reached
     repeated-dataloader resume-dataloader
 it tunes a profiler of NPUs; see --use-pytorch-profiler

@@ -8,15 +8,16 @@ from typing import Any
 
 from megatron.config.checkpoint import keeps_meaning
 from megatron.config.command import CommandConfig
+from megatron.config.computed_flags import Told
 from megatron.config.deepspeed import DEEPSPEED_CONFIG, deepspeed_settings
 from megatron.config.files import read_settings, words_of
 from megatron.config.flags import FlagSpec, flags_of, group_name, words
-from megatron.config.latent_attention import ORIGINAL_LENGTH
 from megatron.config.layer_patterns import canonical
 from megatron.config.legacy_flags import LEGACY_WORDS, LegacyFlag, legacy_flag
-from megatron.config.positions import ROTARY_FIELDS
+from megatron.config.names_elsewhere import ADVICE, SAME
+from megatron.config.positions import ORIGINAL_LENGTH, ROTARY_FIELDS
 from megatron.config.run import CORE_GROUPS, CheckpointReader, FlagOwner, PublishedReader, nobody
-from megatron.config.suggestions import did_you_mean, meant_by
+from megatron.config.suggestions import did_you_mean, meant_by, parts_of
 from megatron.errors import ConfigError
 
 FLAG, FILE, CHECKPOINT, COMMAND = 3, 2, 1, 0
@@ -70,6 +71,7 @@ class Intake:
         self._yielding: list[tuple[FlagSpec, Given]] = []
         self._underscored: list[str] = []
         self._deepspeed: list[tuple[str, str]] = []
+        self._computed: dict[str, tuple[LegacyFlag, list[Any], int]] = {}
         assert len({group_name(group) for group in groups}) == len(groups), f"two of {groups} have one name in files"
         for spec in (spec for group in groups for spec in flags_of(group)):
             for spelling, value in spec.spellings().items():
@@ -106,6 +108,8 @@ class Intake:
         for path in self.value("config") if "config" in self._by_field else ():
             self._read_file(path)
         self._check_bounds()
+        for flag, (legacy, values, rank) in self._computed.items():
+            self._compute(flag, legacy, values, rank=rank)
         if self.is_run:
             self._take_latent_positions()
 
@@ -138,9 +142,9 @@ class Intake:
         length = Given(ORIGINAL_LENGTH, "Megatron-LM's default", COMMAND)
         self._offer(self._by_field["original_max_position_embeddings"], length)
         self.notes.append(
-            f"--position-embedding-type rope with --multi-latent-attention and --rotary-scaling-factor {factor:g}: taken "
-            f"as yarn with --original-max-position-embeddings {self.value('original_max_position_embeddings')}, as "
-            "Megatron-LM does"
+            f"--position-embedding-type rope with --multi-latent-attention and --rotary-scaling-factor {factor:g}: "
+            "taken as yarn with --original-max-position-embeddings "
+            f"{self.value('original_max_position_embeddings')}, as Megatron-LM does"
         )
 
     def read_defaults(self, defaults: Mapping[str, Any], prog: str) -> None:
@@ -268,7 +272,7 @@ class Intake:
                 self._take_spelling(spelling, values, source=source, rank=FILE)
                 return
             hint = did_you_mean(key.replace("-", "_"), self._by_field, words=LEGACY_WORDS)
-            self._wrong(f"{source}: there is no setting {key}{hint}")
+            self._wrong(f"{source}: there is no setting {key}{hint or self._meant_by(spelling)[1]}")
         elif spec.group == group_name(CommandConfig):
             self._wrong(f"{source}: {key} is given on the command line only")
         elif group is not None and spec.group != group:
@@ -301,11 +305,23 @@ class Intake:
         elif legacy is not None:
             self._take_legacy(spelling, legacy, values, source=source, rank=rank)
         else:
-            meant = meant_by(spelling, self._by_spelling, words=LEGACY_WORDS)
-            hint = f" (did you mean {meant}?)" if meant else ""
+            meant, hint = self._meant_by(spelling)
             lacking = [self._by_spelling[meant][0]] if meant else []
             lacking = [spec for spec in lacking if spec.field not in self.given]
             self._wrong(f"{where}there is no flag {spelling}{hint}", lacking)
+
+    def _meant_by(self, spelling: str) -> tuple[str | None, str]:
+        """The flag that an unknown one stands for, if there is one, and the hint for its message."""
+        last = (
+            f"--{spelling.rpartition('.')[2].replace('_', '-')}" if "." in spelling else spelling
+        )  # torchtitan's groups
+        parts = parts_of(last)
+        meant = SAME.get(parts) or (last if last in self._by_spelling else None)
+        meant = meant or meant_by(spelling, self._by_spelling, words=LEGACY_WORDS)
+        if meant in self._by_spelling:
+            return meant, f" (did you mean {meant}?)"
+        advice = ADVICE.get(parts) if self.is_run else None
+        return None, f": {advice}" if advice else ""
 
     def _take_short_form(self, spec: FlagSpec, given: Given, values: list[Any]) -> None:
         """A flag without a value that stands for a choice of another flag; in a file it may be off."""
@@ -332,8 +348,29 @@ class Intake:
             self._say(self.problems, typed, legacy.word)
         elif legacy.verdict == "ignored":
             self._say(self.notes, typed, legacy.word, one=" has no effect", more=" have no effect")
+        elif legacy.verdict == "computed":
+            self._computed[spelling] = (legacy, values, rank)
         else:
             self._take_as(typed, legacy, values, rank=rank)
+
+    def _compute(self, spelling: str, legacy: LegacyFlag, values: list[Any], *, rank: int) -> None:
+        """Take a flag whose meaning depends on others, which are all read."""
+        typed = words([spelling, *values])
+        told = Told({field: given.value for field, given in self.given.items()}, self._computed)
+        assert legacy.computed is not None, f"{spelling} has no meaning"
+        try:
+            meant = legacy.computed([*map(str, values)], told)
+        except ConfigError as error:
+            self._wrong(f"{typed}: {error}")
+            return
+        for field in (field for field, value in meant.items() if value is None):
+            if field in self.given:
+                self.notes.append(f"{self._by_field[field].typed(self.given.pop(field).value)}: {typed} replaces it")
+        sets = {field: value for field, value in meant.items() if value is not None}
+        if not meant:
+            self.notes.append(f"{typed} has no effect: the other flags describe the layers")
+            return
+        self._take_as(typed, replace(legacy, verdict="renamed", sets=sets), values, rank=rank)
 
     def _take_as(self, typed: str, legacy: LegacyFlag, values: list[Any], *, rank: int) -> None:
         """Take a flag under another name: set the fields that it means, and remark on it."""
@@ -378,6 +415,11 @@ class Intake:
             if known is None and value is not None:
                 self._offer(spec, Given(value, path, FILE))
                 taken.append(spec.typed(value))
+            elif known is not None and value is None:  # DeepSpeed scales the loss, and reads its file alone
+                self.notes.append(
+                    f"{spec.typed(known.value)} has no effect: {path} has {key} {raw or 0}, dynamic scaling"
+                )
+                del self.given[name]
             elif known is not None and known.value != value:
                 self._wrong(f"{path} has {key} {raw or 0}, but {spec.typed(known.value)} is given; make them agree")
         if taken:

@@ -1,13 +1,8 @@
-"""Multi-head latent attention: its sizes, and its positions in Megatron-LM's words."""
+"""Multi-head latent attention: its sizes."""
 
 from __future__ import annotations
 
-from typing import Literal
-
-from megatron.config.flags import Settings, architecture_flag, architecture_switch, flag
-
-ORIGINAL_LENGTH = 4096
-"""The original length of YaRN in Megatron-LM's latent attention, which has it from no flag but its own."""
+from megatron.config.flags import Settings, architecture_flag, architecture_switch
 
 
 class LatentAttentionConfig(Settings):
@@ -39,9 +34,4 @@ class LatentAttentionConfig(Settings):
     )
     v_head_dim: int = architecture_flag(
         "Width of each head's values (--multi-latent-attention).", default=128, at_least=1
-    )
-    rope_type: Literal["rope", "yarn"] | None = flag(
-        "Megatron-LM's word for the rotary positions of --multi-latent-attention: with yarn, as without the flag, "
-        f"--position-embedding-type rope with a --rotary-scaling-factor is yarn from a length of {ORIGINAL_LENGTH}.",
-        default=None,
     )

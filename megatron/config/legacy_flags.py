@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
+from megatron.config.computed_flags import COMPUTED, Computed
 from megatron.config.ignored_flags import IGNORED
 from megatron.config.refused_flags import REFUSED, ZERO
 from megatron.config.suggestions import parts_of
@@ -22,15 +23,17 @@ class LegacyFlag:
     ``word``: why it has no effect, or what to do instead. ``sets``: with ``renamed``, the fields that are meant and
     their values; None stands for the words that follow the flag. ``harmless``: values that ask for the behaviour of
     this program, accepted without a remark. ``yields``: it applies only if the field itself is not given. ``values``:
-    verdicts on single values; they take precedence over the flag's own.
+    verdicts on single values; they take precedence over the flag's own. ``computed``: finds what is meant when all
+    flags are read.
     """
 
-    verdict: Literal["renamed", "ignored", "refused"]
+    verdict: Literal["renamed", "ignored", "refused", "computed"]
     word: str = ""
     sets: Mapping[str, Any] = field(default_factory=dict)
     harmless: tuple[str, ...] = ()
     yields: bool = False
     values: Mapping[str, LegacyFlag] = field(default_factory=dict)
+    computed: Computed | None = None
 
 
 def taken_as(word: str = "", *, yields: bool = False, **sets: Any) -> LegacyFlag:
@@ -76,6 +79,7 @@ _SAME_VALUE = {
     "micro_batch_size": "batch-size",
     "tensor_model_parallel_size": "model-parallel-size tensor-parallel-size",
     "norm_epsilon": "layernorm-epsilon",
+    "apply_layernorm_1p": "layernorm-zero-centered-gamma",
     "num_layers": "encoder-num-layers",
     "seq_length": "encoder-seq-length",
     "override_opt_param_scheduler": "override-lr-scheduler",
@@ -94,13 +98,24 @@ _SAME_VALUE = {
     "untie_embeddings_and_output_weights": "no-tie-embed-logits",
     "accumulate_allreduce_grads_in_fp32": "fp32-allreduce",
     "final_logit_softcapping": "output-logit-softcapping",
+    "padded_vocab_size": "pad-vocab-size-to",
+    "embedding_multiplier": "embedding-multiplier-scale scale-emb",
+    "logits_multiplier": "output-multiplier-scale",
 }
 
 _OTHERS = {
     "use-rotary-position-embeddings use-llama2-rotary-position-embeddings": taken_as(position_embedding_type="rope"),
     "use-alibi-position-embeddings": taken_as(position_embedding_type="alibi"),
     "add-rmsnorm-offset": taken_as(apply_layernorm_1p=True),
-    "use-rms-norm": taken_as(normalization="RMSNorm"),
+    "use-rms-norm RMSNorm": taken_as(normalization="RMSNorm"),
+    "post-norm": taken_as("it adds norms after the sublayers to those before them", norm_placement="both"),
+    "apply-wd-to-qk-layernorm": taken_as(no_weight_decay_cond_type="apply_wd_to_qk_layernorm"),
+    "rope-factor": taken_as("it is Llama 3's scaling", use_rope_scaling=True, rope_scaling_factor=None),
+    "allgather-cp": taken_as(cp_comm_type="all_gather"),
+    "no-pad-vocab-size": taken_as(make_vocab_size_divisible_by=1),
+    "enable-zbh1-pipeline": taken_as(pipeline_schedule="zb-h1"),
+    "zero-bubble-v-schedule": taken_as(pipeline_schedule="zb-v"),
+    "enable-zero-bubble": taken_as(pipeline_schedule="zb-h1", yields=True),
     "apply-query-key-layer-scaling": taken_as(
         "dividing scores by the layer number and multiplying them back in the softmax cancels out",
         attention_softmax_in_fp32=True,
@@ -141,9 +156,15 @@ _OTHERS = {
     "context-parallel-algo": LegacyFlag(
         "refused",
         "give --cp-comm-type a2a+p2p with --hierarchical-context-parallel-sizes",
-        values={"megatron_cp_algo": taken_as(cp_comm_type="p2p"), "ulysses_cp_algo": taken_as(cp_comm_type="a2a")},
+        values={
+            "megatron_cp_algo": taken_as(cp_comm_type="p2p"),
+            "ulysses_cp_algo": taken_as(cp_comm_type="a2a"),
+            "hybrid_cp_algo": taken_as(cp_comm_type="a2a+p2p"),
+        },
     ),
-    "cpu-optimizer": taken_as(optimizer_cpu_offload=True),
+    "cpu-optimizer swap-optimizer": taken_as(optimizer_cpu_offload=True),
+    "fix-router": taken_as(freeze="*.router.*"),
+    "use-glm-rope": taken_as(rotary_interleaved=True, rotary_percent=0.5),
     "checkpoint-in-cpu": taken_as(cpu_offloading=True),
     "fp8-e4m3": taken_as(fp8_format="e4m3"),
     "fp8-hybrid": taken_as(fp8_format="hybrid"),
@@ -173,7 +194,6 @@ _HARMLESS = {
     "most-recent-k": "-1",
     "exit-signal": "SIGTERM SIGINT SIGUSR1 SIGUSR2",
     "mlp-type": "standard",
-    "extra-vocab-size": "0",
     "stage": "pt",
     "train-mode": "pretrain",
     "tile-factor": "1",
@@ -190,7 +210,9 @@ _HARMLESS = {
     "cp-window-size": "1",
 }
 
-LEGACY_FLAGS = legacy_table(_SAME_VALUE, _OTHERS, ignored=IGNORED, refused=REFUSED, harmless=_HARMLESS)
+_COMPUTED = {names: LegacyFlag("computed", computed=computed) for names, computed in COMPUTED.items()}
+
+LEGACY_FLAGS = legacy_table(_SAME_VALUE, _OTHERS | _COMPUTED, ignored=IGNORED, refused=REFUSED, harmless=_HARMLESS)
 # words that occur in flag names: none of them is treated as a misspelling of another
 LEGACY_WORDS = frozenset(part for spelling in LEGACY_FLAGS for part in parts_of(spelling))
 

@@ -40,6 +40,12 @@ class MoEConfig(FamilyConfig):
         "each such layer and a 0 for a dense one.",
         default="1",
     )
+    first_k_dense_replace: int | None = flag(
+        "Layers without experts at the start (DeepSeek's name); the others have some. It sets --moe-layer-freq.",
+        default=None,
+        at_least=0,
+        at_most=10_000,
+    )
     moe_ffn_hidden_size: int = architecture_flag(
         "Inner width of an expert.", derived="--ffn-hidden-size", follows=("ffn_hidden_size",), at_least=1
     )
@@ -223,6 +229,12 @@ class MoEConfig(FamilyConfig):
             changes["moe_expert_capacity_factor"] = None
         if self.moe_ffn_hidden_size is None and self.has_experts:
             changes["moe_ffn_hidden_size"] = model.ffn_hidden_size
+        dense = self.first_k_dense_replace
+        if dense is not None and self.moe_layer_freq == "1" and dense < model.num_layers:  # else a rule reports it
+            layers = tuple(number >= dense for number in range(model.num_layers))
+            return dataclasses.replace(
+                self, **changes, first_k_dense_replace=None, moe_layer_freq=shortest_pattern(layers)
+            )
         with suppress(ConfigError):  # a rule reports it
             marked = every_or_listed(self.moe_layer_freq, model.num_layers, flag="--moe-layer-freq")
             changes["moe_layer_freq"] = shortest_pattern(marked)

@@ -14,11 +14,12 @@ class OptimizerConfig(Settings):
     optimizer: Literal["adam", "sgd"] = flag(
         "adam (AdamW) or sgd with momentum.",
         default="adam",
-        renamed_values={"adamw": ("adam", ""), "fusedadamw": ("adam", "")},
-        refused_values={
-            "muon": "the Muon optimizer is not available yet; use adam",
-            "hybridadam": "use adam with --optimizer-cpu-offload",
+        renamed_values={
+            "adamw": ("adam", ""),
+            "fusedadamw": ("adam", ""),
+            "hybridadam": ("adam", "--optimizer-cpu-offload keeps its state in main memory"),
         },
+        refused_values=dict.fromkeys(("muon", "dist_muon"), "the Muon optimizer is not available yet; use adam"),
     )
     lr: float | None = flag("Peak learning rate.", default=None, at_least=0)
     min_lr: float = flag("Learning rate at the end of the decay.", default=0.0, at_least=0)
@@ -63,7 +64,9 @@ class OptimizerConfig(Settings):
     lr_warmup_iters: int = flag("Iterations of linear warm-up.", default=0, at_least=0, at_most=COUNT)
     lr_warmup_samples: int = flag("Samples of linear warm-up.", default=0, at_least=0, at_most=COUNT)
     lr_warmup_init: float = flag("Learning rate at the start of the warm-up.", default=0.0, at_least=0)
-    weight_decay: float = flag("Decoupled weight decay of matrices.", default=0.01, at_least=0)
+    weight_decay: float = flag(
+        "Weight decay of matrices: decoupled with adam, added to the gradient (L2) with sgd.", default=0.01, at_least=0
+    )
     start_weight_decay: float = flag(
         "Weight decay at the start of training, with --weight-decay-incr-style linear or cosine.",
         derived="--weight-decay",

@@ -111,7 +111,9 @@ class ParallelConfig(Settings):
         "rounding once. Other gradients are summed in fp32 anyway."
     )
     distributed_backend: Literal["nccl", "gloo"] | None = flag(
-        "torch.distributed backend; unless given: nccl on GPUs, gloo on CPUs.", default=None
+        "torch.distributed backend; unless given: nccl on GPUs, gloo on CPUs.",
+        default=None,
+        renamed_values={"nccl2": ("nccl", "")},
     )
     high_priority_stream_groups: tuple[GroupName, ...] = flag(
         "Groups of ranks whose NCCL kernels get a high-priority CUDA stream, e.g. dp_cp for gradients.",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from megatron.config.flags import Settings, architecture_flag, architecture_switch
+from megatron.config.flags import Settings, architecture_flag, architecture_switch, flag
 
 ROTARY_TYPES = ("rope", "yarn", "dynamic_ntk", "longrope")
 """Values of ``position_embedding_type`` that turn queries and keys by their positions."""
@@ -20,6 +20,10 @@ ROTARY_FIELDS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("longrope_short_factors", "longrope_long_factors"), ("longrope",)),
 }
 """Settings of rotary positions, and the types that have them; ``use_rope_scaling`` has an original length, too."""
+
+
+ORIGINAL_LENGTH = 4096
+"""The original length of YaRN in Megatron-LM's latent attention, unless a flag says another."""
 
 
 class PositionConfig(Settings):
@@ -42,6 +46,11 @@ class PositionConfig(Settings):
         refused_values={
             "mrope": "positions of images are outside this project; use rope",
         },
+    )
+    rope_type: Literal["rope", "yarn"] | None = flag(
+        "Megatron-LM's word for the rotary positions of --multi-latent-attention: with yarn, as without the flag, "
+        f"--position-embedding-type rope with a --rotary-scaling-factor is yarn from a length of {ORIGINAL_LENGTH}.",
+        default=None,
     )
     scale_alibi: bool = architecture_switch(
         "Scale ALiBi's biases as attention scores are scaled, as Falcon does; they are added after it otherwise."
@@ -87,6 +96,7 @@ class PositionConfig(Settings):
         aliases=(
             "--yarn-original-max-position-embeddings",
             "--rope-scaling-original-max-position-embeddings",
+            "--rope-original-max-positional-embeddings",
         ),
     )
     rotary_scaling_factor: float = architecture_flag(

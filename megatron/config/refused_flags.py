@@ -31,26 +31,14 @@ only memory-mapped data (PREFIX.bin and PREFIX.idx, written by tools/preprocess_
     data-impl
 give the size of a bucket instead: --ddp-bucket-size
     ddp-num-buckets
-optimizer state is always sharded over all data-parallel ranks; leave it out
-    num-distributed-optimizer-instances
 there is no rerun engine; leave it out
     error-injection-rate error-injection-type result-rejected-tracker-filename
 only a loss that is not finite stops a run; leave it out
     check-for-spiky-loss
 only gradients that are not finite stop a run; --clip-grad limits their norm
     check-for-large-grads
-energy is not measured; leave it out
-    log-energy
-there is no test mode; leave it out, or use --mock-data
-    test-mode
 convert checkpoints with tools/checkpoint/convert.py
     ckpt-convert-format ckpt-convert-save ckpt-convert-update-legacy-dist-opt-format
-only torch_dist is written; leave it out
-    dist-ckpt-format
-layers are chosen by model flags, not by a Python object; leave it out
-    spec
-there is no workload inspector; leave it out
-    use-workload-inspector-server run-workload-inspector-server
 encoder and decoder layers form one pipeline; --pipeline-model-parallel-layout divides it
     pipeline-model-parallel-split-rank
 the data-parallel size is the number of ranks divided by the other sizes: start more ranks (with --dry-run:
@@ -61,20 +49,10 @@ fp32 master weights are loaded with the optimizer state; leave out --no-load-opt
 single tensors are not written; --save-interval writes checkpoints
     save-params-interval save-activations-interval save-tokens-per-expert-interval save-wgrads-interval
     save-dgrads-interval
-tools/checkpoint/inspect_checkpoint.py verifies checkpoints; leave it out
-    verify-integrity
 give --keep-last-checkpoints
     most-recent-k keep-last
-give --make-vocab-size-divisible-by: this size divided by --tensor-model-parallel-size
-    padded-vocab-size pad-vocab-size-to
-give --make-vocab-size-divisible-by 1
-    no-pad-vocab-size
 give --data-args-path FILE, with weights and prefixes as --data-path takes them
     data-file-list
-give --cp-comm-type a2a+p2p with --hierarchical-context-parallel-sizes
-    ulysses-degree-in-cp
-GLM's rotary positions are those of --rotary-interleaved --rotary-percent 0.5; leave it out
-    use-glm-rope
 attention is causal, and within documents with --reset-attention-mask; leave it out
     attention-mask-type
 give --tiktoken-special-tokens
@@ -85,25 +63,19 @@ evaluation starts at the first --eval-interval and uses --global-batch-size; lea
     start-eval-at-iter eval-global-batch-size
 give the names with the paths: --multiple-validation-sets --valid-data-path NAME=PREFIX
     validation-set-names
-torchrun or Slurm restarts ranks, and --load resumes the run; leave it out
-    inprocess-* gpu-sniff-test-interval
 DeepSpeed's checkpoints cannot be read; checkpoints of this program load at any layout
     universal-checkpoint
 add tokens to the tokenizer's files; --make-vocab-size-divisible-by pads the vocabulary
-    vocab-extra-ids-list extra-vocab-size
-give --tokenizer-type HuggingFaceTokenizer --tokenizer-model FOLDER, with the model's tokenizer.json
-    patch-tokenizer-type
+    vocab-extra-ids-list
 give the blend of each split with --train-data-path, --valid-data-path and --test-data-path, or all in one JSON file
 with --per-split-data-args-path
     train-weighted-split-paths train-weighted-split-paths-path valid-weighted-split-paths
     valid-weighted-split-paths-path test-weighted-split-paths test-weighted-split-paths-path
 give --norm-placement; the original post-norm transformer is --apply-residual-connection-post-layernorm
-    use-post-ln post-norm
-give --softmax-scale: 1 divided by the square root of this number
-    query-pre-attn-scalar
+    use-post-ln
 for instruction data use tools/preprocess_sft.py and --sft; for pretraining leave it out
     loss-on-targets-only norm-target-loss prompt-type is-instruction-dataset stage data-type train-mode dataset
-    max-padding-length fix-sub-seq-length variable-seq-lengths neat-pack no-pad-to-seq-lengths
+    max-padding-length fix-sub-seq-length neat-pack
 start from a Hugging Face model with --load-hf FOLDER
     enable-hf2mg-convert load-hf-checkpoint
 recomputation is --recompute-granularity full (layers) or selective, with --recompute-modules
@@ -119,8 +91,6 @@ all weights have one format, and master weights are fp32; leave it out
     fp32-embedding fp32-tokentypes fp32-layernorm
 use --pipeline-model-parallel-size for a pipeline; leave it out
     varuna
-give --pipeline-schedule zb-h1 or --pipeline-schedule zb-v
-    enable-zero-bubble zero-bubble-v-schedule
 give --load FOLDER: the run resumes from the newest checkpoint there
     resume resume-from resume-from-checkpoint
 encoder and decoder share the model-parallel sizes; leave it out
@@ -132,15 +102,12 @@ encoder and decoder share the model-parallel sizes; leave it out
 skipping iterations is not available yet; leave it out
     iterations-to-skip skip-train-iteration-range
 give --window-size with the keys before and after a query
-    cp-window-size sliding-window-size interleave-sliding-window
+    cp-window-size sliding-window-size
 give --position-embedding-type yarn, longrope or dynamic_ntk with --rotary-scaling-factor and
 --original-max-position-embeddings, or --use-rope-scaling for Llama 3's scaling
     rope-scaling-* dynamic-factor rotary-scale-factor
 LoRA is not available yet; leave it out to train all weights
     lora-*
-for MiniCPM's scales give --embedding-multiplier (scale-emb), --residual-multiplier (scale-depth / sqrt(layers)) and
---logits-multiplier (dim-model-base / hidden size)
-    scale-emb scale-depth dim-model-base
 a gate on the output of attention is not available yet; leave it out
     attention-output-gate
 choose with --activation
@@ -160,7 +127,7 @@ choose a recipe with --fp8-recipe tensorwise, delayed, blockwise or mxfp8
 the largest values of --fp8-recipe delayed are one small message a step over all ranks of a stage; leave it out
     tp-only-amax-red
 give --moe-layer-freq with the layers that have experts
-    first-k-dense-replace expert-interval
+    expert-interval
 give --num-experts and --moe-router-topk
     mlp-type topk
 give --moe-router-num-groups with a group for each device, and --moe-router-group-topk
@@ -178,30 +145,19 @@ experts in a projected width are not available; leave it out
     moe-latent-size
 random numbers on a router's input depend on the layout of ranks; leave it out
     moe-input-jitter-eps
-a router is trained with the rest of the model; --freeze '*.router.*' keeps it as it is
-    fix-router
 make the checkpoint of experts first, with tools/checkpoint/upcycle.py, and start from it with --load and --finetune
     moe-use-upcycling moe-upcycling-granularity
 experts have no such setting here; leave it out
     moe-* num-experts-teacher noisy-gate-policy create-moe-param-group disable-moe-token-dropping
-a pass over one microbatch is not computed beside another one's communication; leave it out
-    overlap-moe-expert-parallel-comm ep-overlap-early-attn-memory-release
 reinforcement learning is not available: this project pretrains; leave it out
     rl-* rollout-* sglang-* vllm-* advantage-estimator kl-loss-coef kl-loss-type kl-coef use-kl-loss entropy-coef
     eps-clip eps-clip-high use-dynamic-batch-size max-tokens-per-gpu langrl-* grpo-* perform-rl-step
 Mamba and hybrid models are not available yet; leave it out for a transformer
     hybrid-* mamba-* disable-mamba-mem-eff-path is-hybrid-model
-for Gemma's factor of the embeddings give --embedding-multiplier with the square root of --hidden-size
-    input-embeds-norm
-activations are offloaded by layer, not by module: give --cpu-offloading, or --cpu-offloading-num-layers
-    fine-grained-activation-offloading offload-modules
 offloading by chunks of a sequence is not available; --cpu-offloading offloads activations by layer
     ds-sequence-parallel-fpdt ds-sequence-parallel-fpdt-chunk-size ds-sequence-parallel-fpdt-offloading
 offloading weights is not available yet; --tensor-model-parallel-size divides them
     remote-device cpu-offloading-weights
-lengths in tokens are not available: give --train-samples, --lr-decay-samples and --lr-warmup-samples (tokens divided by
---seq-length)
-    train-tokens lr-decay-tokens lr-warmup-tokens
 curriculum learning and token dropping are not available; leave it out
     curriculum-learning curriculum-learning-legacy warmup-seq-length data-efficiency-curriculum-learning random-ltd
     train-data-exact-num-epochs
@@ -210,9 +166,7 @@ distillation is not available yet; leave it out
 that part of multi-token prediction is not available; leave it out
     mtp-*
 optimizer state goes to main memory with --optimizer-cpu-offload, a part of it with --optimizer-offload-fraction
-    swap-optimizer optimizer-offload-policy optimizer-offload
-CUDA graphs are not available yet; leave it out
-    cuda-graph-* enable-cuda-graph external-cuda-graph cuda-graph-impl optimizer-cuda-graph
+    optimizer-offload
 a non-persistent checkpoint is not available yet; use --save and --save-interval
     non-persistent-save-interval non-persistent-ckpt-type non-persistent-global-ckpt-dir non-persistent-local-ckpt-dir
     non-persistent-local-ckpt-algo replication replication-jump replication-factor
@@ -226,10 +180,6 @@ a vision model is not available: only language models are trained here
     dino-* num-classes img-h img-w img-dim num-channels patch-dim classes-fraction data-per-class-fraction head-lr-mult
     vision-pretraining vision-pretraining-type vision-backbone-type swin-backbone-type mask-type mask-factor
     iter-per-epoch
-straggler detection is not available yet; --timing-log-level 1 --timing-log-option all shows the times of every rank
-    log-straggler disable-straggler-on-startup straggler-ctrlr-port straggler-minmax-count
-NVIDIA's fault-tolerance package is not available: torchrun or Slurm restarts ranks, and --load resumes the run
-    enable-ft-package calc-ft-timeouts
 that part of the generation engine is not available; leave it out
     inference-dynamic-batching-*
 fp4 is not available yet; train with --fp8-format e4m3 --fp8-recipe mxfp8

@@ -19,6 +19,7 @@ from megatron.config.flags import FlagSpec, flags_of, group_name
 from megatron.config.fp8 import Fp8Config
 from megatron.config.inference import InferenceConfig
 from megatron.config.model import ModelConfig
+from megatron.config.moe import MoEConfig
 from megatron.config.optimizer import OptimizerConfig
 from megatron.config.parallel import ParallelConfig
 from megatron.config.precision import PrecisionConfig
@@ -110,6 +111,11 @@ class RunConfig:
             found["model"]["vocab_size"] = tokenizer.vocab_size + (kind == "NullTokenizer")
         if self.parallel.tensor_model_parallel_size == 1:
             found["parallel"]["sequence_parallel"] = False
+        if not self.has_experts:
+            found["parallel"]["expert_tensor_parallel_size"] = None
+        if tokenizer.padded_vocab_size is not None:
+            unit = tokenizer.padded_vocab_size // max(self.parallel.tensor_model_parallel_size, 1)
+            found["model"]["make_vocab_size_divisible_by"] = max(unit, 1)
         return found
 
     @classmethod
@@ -175,6 +181,11 @@ class RunConfig:
         return next(iter(named + found), FamilyConfig())
 
     @property
+    def has_experts(self) -> bool:
+        """Whether any layer may have experts."""
+        return any(isinstance(group, MoEConfig) and group.has_experts for group in self.extra)
+
+    @property
     def purpose(self) -> Purpose:
         """What the command does with the model."""
         return self.find(Purpose) or Purpose()
@@ -231,7 +242,7 @@ class RunConfig:
     def _schedule(self) -> list[tuple[int, int]]:
         """The entries of ``--step-batch-size-schedule``; empty where it cannot be read, which a rule reports."""
         with contextlib.suppress(ConfigError):
-            return read_batch_steps(self.training.step_batch_size_schedule or "")
+            return read_batch_steps(" ".join(self.training.step_batch_size_schedule or ()))
         return []
 
     def global_batch_size_at(self, consumed_samples: int) -> int:
@@ -279,7 +290,13 @@ class RunConfig:
                 f"--vocab-size {asked} is smaller than the tokenizer's vocabulary of {vocab_size}: "
                 f"leave --vocab-size out or give at least {vocab_size}"
             )
-        return dataclasses.replace(self, model=dataclasses.replace(self.model, vocab_size=asked or vocab_size))
+        found, padded = asked or vocab_size + self.tokenizer.extra_vocab_size, self.tokenizer.padded_vocab_size
+        if padded is not None and padded < found:
+            raise ConfigError(
+                f"--padded-vocab-size {padded} is less than the vocabulary of {found}: leave --padded-vocab-size out "
+                f"or give at least {found}"
+            )
+        return dataclasses.replace(self, model=dataclasses.replace(self.model, vocab_size=found))
 
     def flags(self) -> tuple[FlagSpec, ...]:
         """Every flag of every group of this run."""

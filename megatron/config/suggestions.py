@@ -48,8 +48,17 @@ def _typos(typed: tuple[str, ...], meant: tuple[str, ...], correct: Collection[s
     if len(typed) != len(meant):
         return None
     counts = [_typos_of_part(one, other, correct) for one, other in zip(typed, meant, strict=True)]
+    if sorted(counts, key=bool) == [*[0] * (len(counts) - 1), None]:  # the other parts leave no doubt about this one
+        at = counts.index(None)
+        counts[at] = _letter_of_part(typed[at], meant[at], correct) if len(counts) > 1 else None
     known = [each for each in counts if each is not None]
     return sum(known) if len(known) == len(counts) and sum(known) <= _MOST_TYPOS else None
+
+
+def _letter_of_part(typed: str, meant: str, correct: Collection[str]) -> int | None:
+    """One wrong letter in a short part, not the first: ``sise`` for ``size``."""
+    alike = len(typed) == len(meant) > 3 and typed[0] == meant[0] and typed.isalpha() and typed not in correct
+    return 1 if alike and sum(one != other for one, other in zip(typed, meant, strict=True)) == 1 else None
 
 
 def _typos_of_part(typed: str, meant: str, correct: Collection[str]) -> int | None:

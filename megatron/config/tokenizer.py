@@ -18,15 +18,15 @@ TokenizerType = Literal[
     "NullTokenizer",
 ]
 RENAMED_TOKENIZERS = dict.fromkeys(
-    ("HFTokenizer", "PretrainedFromHF", "TokenizerFromFile", "TokenizerFromFileWithFIM"),
+    (
+        *("HFTokenizer", "PretrainedFromHF", "TokenizerFromFile", "TokenizerFromFileWithFIM", "Llama3Tokenizer"),
+        *("FalconTokenizer", "AbejaJapaneseGPT2Tokenizer"),
+    ),
     ("HuggingFaceTokenizer", ""),
 )
 REFUSED_TOKENIZERS = {
     "MultimodalTokenizer": "models of text and images are outside this project",
-    **dict.fromkeys(
-        ("Llama3Tokenizer", "FalconTokenizer", "AbejaJapaneseGPT2Tokenizer", "SFTTokenizer"),
-        "use HuggingFaceTokenizer with --tokenizer-model FOLDER, which holds the model's tokenizer.json",
-    ),
+    "SFTTokenizer": "use HuggingFaceTokenizer with --tokenizer-model FOLDER, which holds the model's tokenizer.json",
     "BertWordPieceTokenizer": "use BertWordPieceLowerCase or BertWordPieceCase with --vocab-file",
 }
 
@@ -61,6 +61,14 @@ class TokenizerConfig(Settings):
         default=None,
         at_least=1,
         from_checkpoint=True,
+    )
+    extra_vocab_size: int = flag(
+        "Rows of the vocabulary besides those of the tokenizer, before padding.", default=0, at_least=0
+    )
+    padded_vocab_size: int | None = flag(
+        "Size of the padded vocabulary; follows from --make-vocab-size-divisible-by unless given.",
+        default=None,
+        at_least=1,
     )
     vocab_extra_ids: int = flag(
         "Sentinel tokens added to the vocabulary.", default=0, at_least=0, at_most=1_000_000, from_checkpoint=True

@@ -30,9 +30,9 @@ class TrainingConfig(Settings):
         at_least=1,
         at_most=COUNT,
     )
-    step_batch_size_schedule: str | None = flag(
-        "TOKENS:BATCH_SIZE pairs in quotes, such as '0:768 250B:1536': the global batch size from that number of "
-        "tokens on. Suffixes K, M, B and T are allowed.",
+    step_batch_size_schedule: tuple[str, ...] | None = flag(
+        "TOKENS:BATCH_SIZE pairs, such as 0:768 250B:1536, or all of them in quotes: the global batch size from that "
+        "number of tokens on. Suffixes K, M, B and T are allowed.",
         default=None,
     )
     train_iters: int | None = flag("Optimizer steps of the whole run.", default=None, at_least=0, at_most=COUNT)
@@ -128,6 +128,8 @@ class TrainingConfig(Settings):
         return _ALL_LAYERS if self.cpu_offloading_num_layers is None else self.cpu_offloading_num_layers
 
     def __post_init__(self) -> None:
+        if self.step_batch_size_schedule is not None:  # in quotes or without them
+            object.__setattr__(self, "step_batch_size_schedule", tuple(" ".join(self.step_batch_size_schedule).split()))
         if self.cpu_offloading_num_layers:
             object.__setattr__(self, "cpu_offloading", True)
         if self.recompute_activations and self.recompute_granularity is None:

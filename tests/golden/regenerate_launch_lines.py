@@ -84,7 +84,7 @@ def _summary(run: RunConfig) -> Iterator[str]:
     yield f"{training.global_batch_size} samples of {run.data.seq_length} in {training.micro_batch_size}"
     yield f"{run.train_iters} steps"
     warmup = optimizer.lr_warmup_fraction or length_in(run, "samples", "lr_warmup")
-    yield f"lr {optimizer.lr:g} to {optimizer.min_lr:g}, {optimizer.lr_decay_style}, warm-up {warmup:g}"
+    yield f"lr {optimizer.lr or 0:g} to {optimizer.min_lr:g}, {optimizer.lr_decay_style}, warm-up {warmup:g}"
     decay = length_in(run, "samples", "lr_decay") or run.train_samples
     yield f"decay over {decay} samples, clip {optimizer.clip_grad:g}"
 

@@ -192,6 +192,11 @@ def _number(word: str) -> float | None:
 
 
 RULES: tuple[Rule, ...] = (
+    rule(
+        "--padded-vocab-size {run.tokenizer.padded_vocab_size} is not divisible by --tensor-model-parallel-size "
+        "{run.parallel.tensor_model_parallel_size}, whose ranks divide the rows; give a multiple of it",
+        lambda run: (run.tokenizer.padded_vocab_size or 0) % run.parallel.tensor_model_parallel_size,
+    ),
     one_data_source,
     training_data_is_given,
     split_needs_one_data_set,

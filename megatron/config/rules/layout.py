@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from megatron.config.family import Rule, rule
-from megatron.config.flags import flag_of, subject
 from megatron.config.moe import MoEConfig
 from megatron.config.rules.sizes import divide, divisors, indivisible, multiples_near, some, tensor_parallel_sizes
 from megatron.config.run import RunConfig
@@ -88,15 +87,13 @@ def param_gather_overlap_needs_sharding(run: RunConfig) -> str | None:
 
 def expert_ranks_need_experts(run: RunConfig) -> str | None:
     """Only experts are divided over ranks of their own."""
-    given = [flag_of(field) for field in _OF_EXPERTS if (getattr(run.parallel, field) or 1) > 1]
-    moe = run.find(MoEConfig)
-    if not given or (moe is not None and moe.has_experts):
+    if run.parallel.expert_model_parallel_size == 1 or run.has_experts:
         return None
-    what = "give --num-experts, or leave it out" if moe is not None else f"a {run.family.title} has none; leave it out"
-    return f"{subject(given, 'divides', 'divide')} experts; {what}"
+    what = "give --num-experts, or leave it out"
+    if run.find(MoEConfig) is None:
+        what = f"a {run.family.title} has none; leave it out"
+    return f"--expert-model-parallel-size divides experts; {what}"
 
-
-_OF_EXPERTS = ("expert_model_parallel_size", "expert_tensor_parallel_size")
 
 RULES: tuple[Rule, ...] = (
     expert_ranks_need_experts,

@@ -169,6 +169,15 @@ RULES: tuple[Rule, ...] = (
     choice_has_enough_experts,
     groups_are_of_experts,
     losses_have_weights,
+    rule(
+        "--first-k-dense-replace leaves none of --num-layers {run.model.num_layers} with experts; give less, or leave "
+        "it and --num-experts out",
+        lambda run: (run.group(MoEConfig).first_k_dense_replace or 0) >= run.model.num_layers,
+    ),
+    _rule(
+        "--first-k-dense-replace and --moe-layer-freq are mutually exclusive; keep one",
+        lambda moe: moe.first_k_dense_replace is not None and moe.moe_layer_freq != "1",
+    ),
     _rule(
         "--moe-expert-capacity-factor 0 would drop every choice; give more than 0, or leave it out",
         lambda moe: moe.moe_expert_capacity_factor == 0,

@@ -99,6 +99,13 @@ NEEDS: tuple[tuple[str, str, Callable[[RunConfig], object]], ...] = (
         " without --optimizer-cpu-offload",
         lambda run: run.optimizer.optimizer_cpu_offload,
     ),
+    ("expert_tensor_parallel_size", " without --num-experts", lambda run: run.has_experts),
+    ("extra_vocab_size", " with --vocab-size", lambda run: run.tokenizer.vocab_size is None),
+    (
+        "make_vocab_size_divisible_by",
+        " with --padded-vocab-size",
+        lambda run: run.tokenizer.padded_vocab_size is None,
+    ),
     ("min_offloaded_tensor_size", " without --cpu-offloading", lambda run: run.training.cpu_offloading),
     ("decoupled_min_lr", " without --decoupled-lr", lambda run: run.optimizer.decoupled_lr is not None),
     ("log_progress", " without --save, the folder of progress.txt", lambda run: run.checkpoint.save),
@@ -157,6 +164,33 @@ def ramp_of_a_run_in_iterations(run: RunConfig) -> str | None:
     )
 
 
+def decay_of_sgd(run: RunConfig) -> str | None:
+    """Weight decay of sgd is another one than that of adam."""
+    optimizer, decay = run.optimizer, run.optimizer.end_weight_decay
+    if optimizer.optimizer != "sgd" or not decay or run.training.skip_train:
+        return None
+    return (
+        f"--optimizer sgd: --weight-decay {decay:g} times the weight is added to its gradient (L2 regularization) and "
+        "goes through the momentum, as in Megatron-LM; only adam decouples it"
+    )
+
+
+def flat_end_of_the_learning_rate(run: RunConfig) -> str | None:
+    """A decay that is shorter than the run leaves the learning rate at its lowest."""
+    optimizer, length = run.optimizer, run.training.train_iters
+    unit, total = ("samples", run.training.train_samples) if length is None else ("iters", length)
+    decay = length_in(run, unit, "lr_decay")
+    if run.training.skip_train or total is None or not 0 < decay < total or optimizer.lr_decay_style == "constant":
+        return None
+    if optimizer.lr is None or optimizer.min_lr == optimizer.lr:
+        return None
+    what = "iteration" if unit == "iters" else "sample"
+    return (
+        f"the learning rate is --min-lr {optimizer.min_lr:g} from {what} {decay} to {total}, as --lr-decay-{unit} is "
+        f"shorter than the run; without it the decay takes the whole run"
+    )
+
+
 def mean_of_a_step(run: RunConfig) -> str | None:
     """Megatron-LM averages the means of microbatches, which differs where their token counts differ."""
     batch, micro = run.training.global_batch_size, run.training.micro_batch_size
@@ -184,6 +218,8 @@ RULES: tuple[Rule, ...] = (
         "--sequence-parallel: off, because --tensor-model-parallel-size is 1",
         lambda run: run.given("sequence_parallel") and not run.parallel.sequence_parallel,
     ),
+    decay_of_sgd,
+    flat_end_of_the_learning_rate,
     lengths_in_the_other_unit,
     ramp_of_a_run_in_iterations,
     rule(

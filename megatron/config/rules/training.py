@@ -60,11 +60,12 @@ def ramp_is_sound(run: RunConfig) -> str | None:
 
 def step_schedule_is_sound(run: RunConfig) -> str | None:
     """Batch sizes start at different samples, the first at 0, and each is a whole number of microbatches."""
-    text, full = run.training.step_batch_size_schedule, run.training.global_batch_size
-    if text is None:
+    given, full = run.training.step_batch_size_schedule, run.training.global_batch_size
+    if given is None:
         return None
     if run.training.rampup_batch_size is not None:
         return "--step-batch-size-schedule and --rampup-batch-size are mutually exclusive; keep one"
+    text = " ".join(given)
     asked = f"--step-batch-size-schedule '{text}'"
     try:
         entries = read_batch_steps(text)

@@ -60,11 +60,6 @@ def test_it_may_agree_or_leave_things_open(tmp_path: Path) -> None:
             "",
             "{path} has train_micro_batch_size_per_gpu 4, but --micro-batch-size 2 is given; make them agree",
         ),
-        (
-            {"fp16": {"enabled": True, "loss_scale": 0}},
-            "--fp16 --loss-scale 12",
-            "{path} has fp16.loss_scale 0, but --loss-scale 12.0 is given; make them agree",
-        ),
         ({"zero_optimization": {"stage": 3}}, "", f"{{path}}: zero_optimization.stage 3: {ZERO}"),
         (
             {"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "nvme"}}},

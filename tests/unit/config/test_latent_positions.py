@@ -72,7 +72,9 @@ def test_a_given_length_stays() -> None:
     assert parse(f"{SCALED} --original-max-position-embeddings 8192").model.original_max_position_embeddings == 8192
 
 
-@pytest.mark.parametrize("flags", ["--mscale-all-dim 1.0", "--mscale 0.7 --rope-type yarn", "--rotary-scaling-factor 1"])
+@pytest.mark.parametrize(
+    "flags", ["--mscale-all-dim 1.0", "--mscale 0.7 --rope-type yarn", "--rotary-scaling-factor 1"]
+)
 def test_without_a_factor_positions_are_plain(flags: str) -> None:
     """YaRN with the factor 1 turns positions as they are; its other settings are remarked upon."""
     run = parse(flags)

@@ -299,19 +299,9 @@ def test_other_dashes_are_meant_as_flags(typed: str) -> None:
         ("--zero-stage 3", ZERO),
         ("--data-parallel-sharding-strategy optim_grads_params", ZERO),
         ("--glu-activation reglu", "the gated MLPs are --swiglu and --geglu"),
-        (
-            "--train-tokens 300",
-            "lengths in tokens are not available: give --train-samples, --lr-decay-samples and "
-            "--lr-warmup-samples (tokens divided by --seq-length)",
-        ),
         ("--retro-add-retriever", "retrieval models are not available: they are outside this project"),
         ("--img-h 224", "a vision model is not available: only language models are trained here"),
         ("--grpo-group-size 4", "reinforcement learning is not available: this project pretrains; leave it out"),
-        (
-            "--log-straggler",
-            "straggler detection is not available yet; --timing-log-level 1 --timing-log-option all shows the times of "
-            "every rank",
-        ),
     ],
 )
 def test_refused_by_name(changes: str, message: str) -> None:

@@ -373,9 +373,9 @@ def test_every_failure_at_once() -> None:
     assert str(caught.value) == (
         "8 problems in the settings:\n  1. --lr is a number, not 'abc'\n  2. --moe-latent-size 8: experts in a "
         "projected width are not available; leave it out\n  3. there is no flag --hiden-size (did you mean "
-        "--hidden-size?)\n  4. --num-layers is 0; it must be at least 1\n  5. missing: --micro-batch-size (samples of one "
-        "forward pass on one rank), --seq-length (tokens of one sample)\n  6. --hidden-size 100 is not "
-        "divisible by --num-attention-heads 12; use a width of 96 or 108, or 10 or 20 heads, or give "
+        "--hidden-size?)\n  4. --num-layers is 0; it must be at least 1\n  5. missing: --micro-batch-size (samples of "
+        "one forward pass on one rank), --seq-length (tokens of one sample)\n  6. --hidden-size 100 is not divisible "
+        "by --num-attention-heads 12; use a width of 96 or 108, or 10 or 20 heads, or give "
         "--kv-channels\n  7. --fp16 and --bf16 are mutually exclusive; keep one\n  8. --tokenizer-type "
         "GPT2BPETokenizer (the default) needs --vocab-file and --merge-file, or choose another --tokenizer-type"
     )

@@ -20,7 +20,6 @@ from megatron.config.rules import (
     failures,
     inputs,
     layout,
-    listed,
     model,
     pipeline,
     remarking,
@@ -28,7 +27,7 @@ from megatron.config.rules import (
     schedule,
     training,
 )
-from megatron.config.rules.sizes import divisors, divisors_near, multiples_near, some, tensor_parallel_sizes
+from megatron.config.rules.sizes import tensor_parallel_sizes
 from megatron.core.models.bert import rules as bert_rules
 from megatron.core.models.bert.config import GROUPS, BertConfig
 from megatron.core.models.t5 import rules as t5_rules
@@ -200,6 +199,30 @@ def test_good_settings(changes: str, without: str, ranks: int) -> None:
 FP8 = "--bf16 --fp8-format e4m3"
 REMARKS = [
     (
+        "--optimizer sgd --weight-decay 0.1",
+        "",
+        "--optimizer sgd: --weight-decay 0.1 times the weight is added to its gradient (L2 regularization) and goes "
+        "through the momentum, as in Megatron-LM; only adam decouples it",
+    ),
+    (
+        "--lr-decay-iters 6",
+        "",
+        "the learning rate is --min-lr 0 from iteration 6 to 10, as --lr-decay-iters is shorter than the run; without "
+        "it the decay takes the whole run",
+    ),
+    (
+        "--multi-latent-attention --position-embedding-type rope --mscale-all-dim 1.0",
+        "",
+        "--mscale-all-dim: no effect without a --rotary-scaling-factor",
+    ),
+    ("GPT --expert-tensor-parallel-size 4", "", "--expert-tensor-parallel-size: no effect without --num-experts"),
+    ("--extra-vocab-size 4", "", "--extra-vocab-size: no effect with --vocab-size"),
+    (
+        "--padded-vocab-size 4096 --make-vocab-size-divisible-by 64",
+        "",
+        "--make-vocab-size-divisible-by: no effect with --padded-vocab-size",
+    ),
+    (
         "--min-offloaded-tensor-size 5",
         "",
         "--min-offloaded-tensor-size: no effect without --cpu-offloading",
@@ -269,9 +292,9 @@ REMARKS = [
     ("--save a --overwrite-run --skip-train --eval-iters 1", "", "--overwrite-run: no effect with --skip-train"),
     ("--log-progress", "", "--log-progress: no effect without --save, the folder of progress.txt"),
     (
-        "--train-samples 100 --lr-decay-iters 40 --lr-warmup-iters 5",
+        "--train-samples 100 --lr-decay-iters 50 --lr-warmup-iters 5",
         "--train-iters",
-        "--lr-decay-iters 40, --lr-warmup-iters 5 with --train-samples: taken as --lr-decay-samples 80, "
+        "--lr-decay-iters 50, --lr-warmup-iters 5 with --train-samples: taken as --lr-decay-samples 100, "
         "--lr-warmup-samples 10, at 2 samples an iteration",
     ),
     ("--manual-gc-interval 5", "", "--manual-gc-interval: no effect without --manual-gc"),
@@ -441,27 +464,6 @@ def test_bounds_do_not_stop_other_rules() -> None:
     assert sentences[0] == "--hidden-size is -1; it must be at least 1"
     assert "--num-attention-heads is 0; it must be at least 1" in sentences
     assert "--eval-interval is 0; it must be at least 1" in sentences
-
-
-def test_listed() -> None:
-    """One failure is a sentence, several are a numbered list."""
-    assert listed(["a"]) == "a"
-    assert listed(["a", "b"]) == "2 problems in the settings:\n  1. a\n  2. b"
-
-
-def test_divisors() -> None:
-    """Suggested sizes divide."""
-    for number in range(1, 200):
-        assert divisors(number) == [each for each in range(1, number + 1) if number % each == 0]
-
-
-def test_suggestions() -> None:
-    """Suggestions are near what was asked."""
-    assert some(divisors(64), near=16, most=3) == "4, 8 or 16"
-    assert divisors_near(100, 12) == "10 or 20"
-    assert divisors_near(7, 7) == "1"
-    assert multiples_near(100, 8) == "96 or 104"
-    assert multiples_near(3, 8) == "8"
 
 
 def test_suggested_tensor_parallel_sizes_pass_the_rules() -> None:

@@ -10,6 +10,7 @@ import pytest
 
 from megatron.config.command import CommandConfig
 from megatron.config.flags import flags_of
+from megatron.config.names_elsewhere import ADVICE, SAME
 from megatron.config.run import CORE_GROUPS
 from megatron.config.suggestions import did_you_mean, parts_of
 from megatron.errors import ConfigError
@@ -94,11 +95,43 @@ def test_likely_typos_are_recognized_and_never_mistaken() -> None:
         ("--tensor-model-paralel-sizes", "--tensor-model-parallel-size"),
         ("--seeed", "--seed"),
         ("--tran-iters", "--train-iters"),
+        ("--hidden-sise", "--hidden-size"),
+        ("--seq-len", "--seq-length"),
+        ("--hidden-dim", "--hidden-size"),
+        ("--n_embd", "--hidden-size"),
+        ("--training.seq_len", "--seq-length"),
+        ("--optimizer.lr", "--lr"),
     ],
 )
 def test_typos(typed: str, meant: str) -> None:
     """What people mistype is named."""
     assert suggested(typed) == meant
+
+
+@pytest.mark.parametrize(
+    ("typed", "advice"),
+    [
+        ("--epochs 3", "the length of a run is --train-iters or --train-samples, which repeat the data as needed"),
+        (
+            "--device cpu",
+            "a run uses the GPUs that it sees, and the CPU without one; CUDA_VISIBLE_DEVICES chooses them",
+        ),
+        ("--dtype bfloat16", "--bf16 and --fp16 choose the type of weights; they are fp32 without one"),
+    ],
+)
+def test_names_elsewhere(typed: str, advice: str) -> None:
+    """A newcomer from another program heard only that there is no such flag."""
+    with pytest.raises(ConfigError) as caught:
+        parse(typed)
+    assert str(caught.value) == f"there is no flag {typed.split()[0]}: {advice}"
+
+
+def test_names_elsewhere_are_of_flags() -> None:
+    """Advice names flags that are there, for names that aren't."""
+    assert {*SAME.values()} <= {*OURS, "--num-experts", "--moe-router-topk"}
+    named = {flag for advice in ADVICE.values() for flag in re.findall(r"--[\w-]+", advice)}
+    assert named <= {*OURS}
+    assert not {parts_of(flag) for flag in OURS} & {*SAME, *ADVICE}
 
 
 def test_two_candidates_are_none() -> None:
