@@ -43,7 +43,7 @@ def _number(words: list[str], *, least: float = 1) -> float:
 
 
 def _samples(words: list[str], told: Told) -> int:
-    return int(_number(words, least=0)) // max(told.needed("seq_length", "--seq-length"), 1)
+    return int(_number(words, least=0)) // max(int(told.needed("seq_length", "--seq-length")), 1)
 
 
 def _train_tokens(words: list[str], told: Told) -> Mapping[str, Any]:

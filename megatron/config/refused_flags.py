@@ -161,8 +161,13 @@ offloading weights is not available yet; --tensor-model-parallel-size divides th
 curriculum learning and token dropping are not available; leave it out
     curriculum-learning curriculum-learning-legacy warmup-seq-length data-efficiency-curriculum-learning random-ltd
     train-data-exact-num-epochs
-distillation is not available yet; leave it out
-    kd load-teacher compression-training mos
+distillation and quantization by ModelOpt are not available yet; leave it out
+    kd load-teacher compression-training mos export-* teacher-model-config
+widths do not change learning rates (mu-P) here; leave it out
+    use-mup mup-*
+sparse and linear attention are not available: every query sees all keys, or a window; leave it out
+    experimental-attention-variant dsa-* linear-attention-* linear-num-* linear-key-head-dim linear-value-head-dim
+    linear-conv-kernel-dim
 that part of multi-token prediction is not available; leave it out
     mtp-*
 optimizer state goes to main memory with --optimizer-cpu-offload, a part of it with --optimizer-offload-fraction
