@@ -108,8 +108,8 @@ class Intake:
         for path in self.value("config") if "config" in self._by_field else ():
             self._read_file(path)
         self._check_bounds()
-        for flag, (legacy, values, rank) in self._computed.items():
-            self._compute(flag, legacy, values, rank=rank)
+        for spelling, (legacy, values, rank) in self._computed.items():
+            self._compute(spelling, legacy, values, rank=rank)
         if self.is_run:
             self._take_latent_positions()
 

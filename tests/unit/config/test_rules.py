@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import inspect
 import re
 from pathlib import Path
@@ -10,7 +9,7 @@ from types import ModuleType
 
 import pytest
 
-from megatron.config import ParallelConfig, RunConfig, rules
+from megatron.config import RunConfig, rules
 from megatron.config.family import Rule
 from megatron.config.moe import MoEConfig
 from megatron.config.rules import (
@@ -27,7 +26,6 @@ from megatron.config.rules import (
     schedule,
     training,
 )
-from megatron.config.rules.sizes import tensor_parallel_sizes
 from megatron.core.models.bert import rules as bert_rules
 from megatron.core.models.bert.config import GROUPS, BertConfig
 from megatron.core.models.t5 import rules as t5_rules
@@ -39,7 +37,6 @@ from tasks.settings import TaskConfig
 from tests.unit.config.command_lines import parse, run_of
 
 FILES = "--tokenizer-type GPT2BPETokenizer --vocab-file v --merge-file m"
-SPLIT = ParallelConfig(tensor_model_parallel_size=2, sequence_parallel=True)
 BLOCK = re.compile(r"\$ (?P<ranks>\d+) ranks?(?:: (?P<changes>.*?))?(?: \(without (?P<without>.*)\))?$")
 
 
@@ -464,26 +461,6 @@ def test_bounds_do_not_stop_other_rules() -> None:
     assert sentences[0] == "--hidden-size is -1; it must be at least 1"
     assert "--num-attention-heads is 0; it must be at least 1" in sentences
     assert "--eval-interval is 0; it must be at least 1" in sentences
-
-
-def test_suggested_tensor_parallel_sizes_pass_the_rules() -> None:
-    """What a message says would fit does fit."""
-    for ranks in (1, 2, 4, 6, 8, 12):
-        # Tensor parallelism asked for, so that sequence parallelism counts; whether it fits is not asked here.
-        base = dataclasses.replace(run_of(ranks=ranks, length=12), parallel=SPLIT)
-        sizes = tensor_parallel_sizes(base)
-        for size in range(2, 13):
-            sound = size in sizes
-            changes = f"--tensor-model-parallel-size {size} --sequence-parallel --seq-length 12"
-            assert sound == (not _refused(changes, ranks)), (ranks, size)
-
-
-def _refused(changes: str, ranks: int) -> bool:
-    try:
-        parse(changes, ranks=ranks)
-    except ConfigError:
-        return True
-    return False
 
 
 def test_what_follows_from_a_flag_is_declared() -> None:
