@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -75,7 +76,7 @@ def chat_of_checkpoint(
     """Settings that a checkpoint keeps in the ``state`` of its run; for one that was saved before runs kept them, those
     of the published model that it comes from, whose files are beside it. ``tokenizer``: the checkpoint's.
     """
-    rows = state["config"]["model"].get("vocab_size") or 0
+    rows = state["config"]["model"].get("vocab_size") or sys.maxsize  # runs of long ago don't say
     if CHAT not in state:
         files = companions_in(folder.path.parent / FOLDER)
         return read_chat(files, tokenizer, rows=rows)[0] if files else None
@@ -115,20 +116,20 @@ def ids_of(value: Any, *, where: str) -> list[int]:
     return list(dict.fromkeys(found)) if isinstance(found, list) else [found]
 
 
-def write_chat(chat: ChatSettings | None, folder: Path, tokenizer: Tokenizer | None) -> None:
+def write_chat(chat: ChatSettings | None, folder: Path, tokenizer: Tokenizer | None, *, continues_texts: bool) -> None:
     """Complete the written model in ``folder``: transformers ends texts where they end here, and knows the template.
 
     Ids that the files have already keep their order, and stand before further ones. ``tokenizer``: of the model; None
-    where its ids are numbers.
+    where its ids are numbers. ``continues_texts``: whether its texts end at the tokenizer's own end.
     """
     folder.mkdir(exist_ok=True)
     if chat is not None and chat.template is not None and own_template(str(folder)) != chat.template:
         (folder / _TEMPLATE).write_text(chat.template, encoding="utf-8")
     files = companions_in(folder)
     there, _ = stored_ends(files)
-    own = [] if tokenizer is None else [tokenizer.eod, *sorted(own_ends(tokenizer) - {tokenizer.eod})]
+    own = [] if tokenizer is None or not continues_texts else sorted(own_ends(tokenizer), key=tokenizer.eod.__ne__)
     ends = list(dict.fromkeys([*there, *own, *(chat.end_tokens if chat else ())]))
-    if len(ends) == len(there) or (chat is None and not there):
+    if len(ends) == len(there):
         return
     path = files.get(GENERATION)
     settings = _generation_of(folder) if path is None else read_json(path, dict[str, Any], error=CheckpointError)

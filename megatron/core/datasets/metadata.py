@@ -126,3 +126,9 @@ class DatasetMetadata:
                 f"{prefix} holds token id {self.max_token_id} but the vocabulary has ids 0 to {vocab_size - 1}: "
                 "the data was made with a larger vocabulary; use its tokenizer, or preprocess the text again"
             )
+        wrong = [each for each in (self.chat.end_tokens if self.chat else ()) if not 0 <= each < vocab_size]
+        if wrong:
+            raise DataError(
+                f"{self.path(prefix)}: chat.end_tokens has {wrong[0]} but the vocabulary has ids 0 to {vocab_size - 1}"
+                ": preprocess the text again with the run's tokenizer"
+            )

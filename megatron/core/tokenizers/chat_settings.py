@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,6 +27,13 @@ def learned_after(before: ChatSettings | None, now: ChatSettings | None) -> Chat
         return now or before
     ends = {*before.end_tokens, *now.end_tokens}
     return ChatSettings(template=now.template or before.template, end_tokens=tuple(sorted(ends)))
+
+
+def without_ids_from(chat: ChatSettings | None, size: int) -> ChatSettings | None:
+    """Settings for a vocabulary of ``size`` ids, which may be smaller than the one that they are of."""
+    if chat is None:
+        return None
+    return replace(chat, end_tokens=tuple(each for each in chat.end_tokens if each < size))
 
 
 def common_settings(sources: Mapping[str, ChatSettings | None]) -> tuple[ChatSettings | None, str]:

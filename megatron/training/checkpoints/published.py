@@ -28,6 +28,7 @@ from megatron.core.files.remote_path import AnyPath, RemotePath, is_url, path_of
 from megatron.core.models.registry import family_of
 from megatron.core.parallel.context import ParallelContext
 from megatron.core.parallel.mesh import Mesh
+from megatron.core.tokenizers.chat_settings import without_ids_from
 from megatron.errors import RESTART_CANNOT_HELP, CheckpointError, ParallelError
 from megatron.training.run.run import Run
 
@@ -115,7 +116,7 @@ def load_published(run: Run) -> None:
     published = run_on_all(read, mesh)
     run.loaded_from = folder
     if run_on_first(lambda: _has_tokenizer_of(published, run), mesh):  # else its ids mean something else here
-        run.chat_before = published.chat
+        run.chat_before = without_ids_from(published.chat, config.model.vocab_size or 0)
     for note in published.notes:
         run.reporter.say(f"  {note}")
     if remark := run_on_first(lambda: _keep_companions(run, published), mesh):

@@ -13,11 +13,12 @@ import transformers
 
 from megatron.core.checkpointing.find import find_checkpoint
 from megatron.core.checkpointing.load import read_run_state
-from megatron.core.conversion.chat_files import chat_of_checkpoint
+from megatron.core.conversion.chat_files import chat_of_checkpoint, write_chat
 from megatron.core.conversion.convert import Conversion, convert
 from megatron.core.conversion.huggingface.reading import from_transformers, read_huggingface
 from megatron.core.conversion.huggingface.writing import write_huggingface
 from megatron.core.conversion.native import read_native
+from megatron.core.tokenizers.build import build_tokenizer
 from megatron.core.tokenizers.chat_settings import ChatSettings
 from megatron.errors import CheckpointError
 from tests.harness.chat_model import END, LETTER, TEMPLATE, TURN_END, TURN_OVER, chat_folder
@@ -134,7 +135,8 @@ def test_transformers_stops_where_the_model_learned_to(
     write_huggingface(
         dataclasses.replace(read_huggingface(source), chat=learned), tmp_path / "out", max_shard_size=10**9
     )
-    assert ids(tmp_path / "out/generation_config.json") == written
+    found = json.loads((tmp_path / "out/generation_config.json").read_text())
+    assert found == {"eos_token_id": written} | ({} if settings else {"bos_token_id": END})
     assert ids(tmp_path / "out/config.json") == END
     assert stops_at(tmp_path / "out") == [TURN_END]
     theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
@@ -190,3 +192,17 @@ def test_a_model_in_memory_ends_as_it_does_there(tmp_path: Path) -> None:
     model = transformers.AutoModelForCausalLM.from_pretrained(folder)
     chat = from_transformers(model).chat
     assert chat is not None and chat.end_tokens == (END, TURN_END)
+
+
+def test_a_tokenizer_with_two_ends_writes_both(tmp_path: Path) -> None:
+    """Texts ended here at both, and in transformers at one of them. A BERT writes no texts."""
+    source = chat_folder(tmp_path / "hf", template=None)
+    portable = read_huggingface(source)
+    tokenizer = build_tokenizer(portable.tokenizer)
+    tokenizer.eos = TURN_END
+    for continues, files in ((False, False), (True, True)):
+        folder = tmp_path / str(continues)
+        write_huggingface(portable, folder, max_shard_size=10**9)
+        write_chat(None, folder, tokenizer, continues_texts=continues)
+        assert (folder / "generation_config.json").exists() == files
+    assert ids(tmp_path / "True/generation_config.json") == [END, TURN_END]

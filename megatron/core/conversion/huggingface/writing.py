@@ -19,6 +19,7 @@ from megatron.core.conversion.huggingface.format import config_from_model, forma
 from megatron.core.conversion.huggingface.reading import CONFIG, read_config
 from megatron.core.conversion.portable import LazyTensor, PortableModel
 from megatron.core.conversion.tables import Match, matches, to_theirs
+from megatron.core.models.registry import family_of
 from megatron.errors import CheckpointError
 
 _NAMES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
@@ -44,7 +45,8 @@ def write_huggingface(portable: PortableModel, folder: Path, *, max_shard_size: 
     along = (GENERATION, *TOKENIZER_FILES)
     copy_files({name: path for name, path in portable.companions.items() if name in along}, folder)
     _name_pieces(portable, folder)
-    write_chat(portable.chat, folder, text_tokenizer_of(portable.tokenizer))
+    continues = family_of(portable.groups).train_spec.continues_texts
+    write_chat(portable.chat, folder, text_tokenizer_of(portable.tokenizer), continues_texts=continues)
     tensors = to_theirs(found, portable.tensors, portable.model)
     copies = theirs.types[config["model_type"]].copies(portable.model)
     tensors |= {copy: tensors[original] for copy, original in copies.items()}

@@ -38,7 +38,7 @@ def write_megatron_lm(portable: PortableModel, root: Path, *, dist: bool, final:
     root.mkdir(parents=True)
     copy_files(portable.companions, root / FOLDER)
     if portable.chat is not None:
-        write_chat(portable.chat, root / FOLDER, text_tokenizer_of(portable.tokenizer))
+        write_chat(portable.chat, root / FOLDER, text_tokenizer_of(portable.tokenizer), continues_texts=True)
     theirs = format_for(portable.groups)
     model, title, is_older = portable.model, family_of(portable.groups).title, not theirs.has_latest_layers
     unsupported = {

@@ -15,7 +15,8 @@ from megatron.core.conversion.convert import Conversion, convert
 from megatron.core.models.registry import FAMILIES
 from megatron.core.parallel.context import ParallelContext
 from megatron.core.parallel.environment import launch_environment
-from megatron.core.tokenizers.chat_settings import ChatSettings
+from megatron.core.tokenizers.chat_settings import ChatSettings, without_ids_from
+from megatron.errors import DataError
 from megatron.training.checkpoints.huggingface_folders import HuggingFaceFolders
 from megatron.training.checkpoints.loading import load, saved_config
 from megatron.training.checkpoints.published import published_config
@@ -173,3 +174,16 @@ def test_another_tokenizer_means_other_ids(hf: Path, tmp_path: Path) -> None:
     files = f"--tokenizer-type GPT2BPETokenizer --vocab-file {tmp_path}/words/vocab.json"
     files += f" --merge-file {tmp_path}/words/merges.txt"
     assert started(f"--load-hf {base} --mock-data --no-sft --packing stream {files}").chat is None
+
+
+def test_end_tokens_that_the_model_does_not_have_are_not_stored(hf: Path, tmp_path: Path) -> None:
+    """They made a checkpoint that no program could load."""
+    wrong = prepared(tmp_path / "wrong", hf, ChatSettings(template=None, end_tokens=(275,)))
+    with pytest.raises(
+        DataError, match=r"wrong.meta.json: chat.end_tokens has 275 but the vocabulary has ids 0 to 274"
+    ):
+        started(f"--load-hf {hf} --train-data-path {wrong}")
+    assert without_ids_from(ChatSettings(template="a", end_tokens=(2, 275)), 275) == ChatSettings(
+        template="a", end_tokens=(2,)
+    )
+    assert without_ids_from(None, 275) is None
