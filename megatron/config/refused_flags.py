@@ -99,8 +99,6 @@ encoder and decoder share the model-parallel sizes; leave it out
     fsdp-* megatron-fsdp-* use-torch-fsdp2 use-custom-fsdp use-megatron-fsdp
     keep-fp8-transpose-cache-when-using-custom-fsdp keep-fp8-transpose-cache outer-dp-sharding-strategy
     enable-full-sharding-in-hsdp fsdp2-config-path torch-fsdp2-no-reshard-after-forward
-skipping iterations is not available yet; leave it out
-    iterations-to-skip skip-train-iteration-range
 give --window-size with the keys before and after a query
     cp-window-size sliding-window-size
 give --position-embedding-type yarn, longrope or dynamic_ntk with --rotary-scaling-factor and

@@ -40,6 +40,12 @@ class TrainingConfig(Settings):
         "Samples of the whole run, instead of --train-iters.", default=None, at_least=0, at_most=COUNT
     )
     skip_train: bool = switch("Only evaluate.")
+    iterations_to_skip: tuple[str, ...] = flag(
+        "Iterations that pass over their data without a step, such as 120 or 101-200: data that spoil training. The "
+        "learning rate does not move on.",
+        default=(),
+        aliases=("--skip-train-iteration-range",),
+    )
     eval_interval: int = flag("Iterations between evaluations.", default=1000, at_least=1, at_most=COUNT)
     eval_iters: int = flag(
         "Batches of one evaluation; 0 turns evaluation off.",
@@ -116,6 +122,11 @@ class TrainingConfig(Settings):
     )
 
     @property
+    def skipped_iterations(self) -> tuple[range, ...]:
+        """The iterations of each of ``iterations_to_skip``. Raises ValueError for what is no number and no range."""
+        return tuple(map(_iterations, self.iterations_to_skip))
+
+    @property
     def selected_modules(self) -> frozenset[RecomputeModule]:
         """The modules of each layer that are recomputed one by one."""
         return frozenset(self.recompute_modules if self.recompute_granularity == "selective" else ())
@@ -139,3 +150,11 @@ class TrainingConfig(Settings):
                 object.__setattr__(self, "recompute_method", "uniform")
             if self.recompute_num_layers is None:
                 object.__setattr__(self, "recompute_num_layers", 1)
+
+
+def _iterations(text: str) -> range:
+    first, dash, last = text.partition("-")
+    found = range(int(first), int(last if dash else first) + 1)
+    if not 1 <= found.start < found.stop <= COUNT:
+        raise ValueError(text)
+    return found

@@ -32,7 +32,7 @@ from megatron.training.run.gc import (
     release_memory,
 )
 from megatron.training.run.run import Run, build_run, startup_facts
-from megatron.training.step import train_step
+from megatron.training.step import pass_over, train_step
 
 
 def train_from_start_to_end(
@@ -104,7 +104,10 @@ def train(run: Run, saver: Saver, profiled: Profiled) -> bool:
         with profiled(progress.iteration + 1):
             with reporter.timers("batch-generator", level=1):
                 microbatches = next(batches)
-            reporter.step(train_step(run, microbatches))
+            if any(progress.iteration + 1 in skipped for skipped in training.skipped_iterations):
+                pass_over(run)
+            else:
+                reporter.step(train_step(run, microbatches))
         run.context.mesh.activity.steps += 1
         saver.settle()
         release_memory(training, run.context, level=1)

@@ -149,6 +149,17 @@ def ready_to_learn(run: Run, microbatches: Sequence[Microbatch]) -> list[Microba
     return [replace(each, backward_scale=run.optimizer.backward_scale, loss_weights=weights) for each in microbatches]
 
 
+def pass_over(run: Run) -> None:
+    """An iteration of ``--iterations-to-skip``: its samples are consumed, and weights and learning rate stay."""
+    progress = run.progress
+    progress.consumed_samples += run.config.global_batch_size_at(progress.consumed_samples)
+    progress.iteration += 1
+    for skipped in run.config.training.skipped_iterations:
+        if progress.iteration == skipped.start:
+            what = f"{skipped.start}" if len(skipped) == 1 else f"{skipped.start} to {skipped.stop - 1}"
+            run.reporter.say(f"--iterations-to-skip: the data of {what} are passed over without a step")
+
+
 def train_step(run: Run, microbatches: Sequence[Microbatch]) -> StepRecord:
     """Forward and backward over this rank's ``microbatches``, gradient sync, update; advances the run's progress.
 

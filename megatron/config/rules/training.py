@@ -90,6 +90,18 @@ def step_schedule_is_sound(run: RunConfig) -> str | None:
     return f"{asked} has a batch of {wrong}, which is {_indivisible(run)}; use {multiples_near(wrong, unit)}"
 
 
+def iterations_to_skip_are_numbers(run: RunConfig) -> str | None:
+    """Iterations to pass over are numbers or ranges, in a run that takes steps."""
+    asked = f"--iterations-to-skip {' '.join(run.training.iterations_to_skip)}"
+    try:
+        skipped = run.training.skipped_iterations
+    except ValueError:
+        return f"{asked} must be numbers of iterations or ranges of them, from 1 on, as in 120 101-200"
+    if skipped and run.purpose.trains_in_epochs:
+        return f"{asked} is not available with epochs; leave it out"
+    return None
+
+
 def samples_make_a_step(run: RunConfig) -> str | None:
     """--train-samples are at least one global batch."""
     samples, full = run.training.train_samples, run.batch_ramp.size_at(0)
@@ -135,6 +147,7 @@ RULES: tuple[Rule, ...] = (
         "--train-iters 0 trains nothing; give at least 1, or --skip-train to evaluate alone",
         lambda run: run.training.train_iters == 0 and not run.training.skip_train,
     ),
+    iterations_to_skip_are_numbers,
     samples_make_a_step,
     rule(
         "--recompute-method {run.training.recompute_method} needs --recompute-granularity full",
