@@ -84,6 +84,11 @@ class DataConfig(Settings):
             for field in ("reset_position_ids", "reset_attention_mask"):
                 object.__setattr__(self, field, True)
 
+    @property
+    def may_pad(self) -> bool:
+        """Whether positions after the text of a sample may be padding; other samples are full."""
+        return self.packing == "best-fit" or self.data_order == "megatron" or self.fim_rate > 0 or self.full_validation
+
     def given_document_flags(self) -> list[str]:
         """The given flags that decide how a stream of documents is cut into samples."""
         given = {

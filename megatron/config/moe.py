@@ -18,7 +18,7 @@ from megatron.errors import ConfigError
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-LoadBalancing = Literal["aux_loss", "seq_aux_loss", "global_aux_loss", "none"]
+LoadBalancing = Literal["aux_loss", "seq_aux_loss", "global_aux_loss", "sinkhorn", "none"]
 
 LOSS_NAMES: dict[str, str] = {
     "aux_loss": "load_balancing_loss",
@@ -97,13 +97,12 @@ class MoEConfig(FamilyConfig):
     )
     moe_router_load_balancing_type: tuple[LoadBalancing, ...] = flag(
         "Losses that balance the load of experts, each with a weight in --moe-aux-loss-coeff. aux_loss: over each "
-        "microbatch; seq_aux_loss: over each sequence; global_aux_loss: over the microbatches that all data-parallel "
-        "replicas compute at the same time. The first and the last depend on --micro-batch-size, the last also on "
-        "the number of replicas; none depends on how other ranks divide the work.",
+        "microbatch; seq_aux_loss: over each sequence, a row of the batch; global_aux_loss: over the microbatches that "
+        "all data-parallel replicas compute at the same time. sinkhorn: no loss, but choices by logits that are "
+        "normalized over the tokens of a microbatch. All but seq_aux_loss depend on --micro-batch-size, "
+        "global_aux_loss also on the number of replicas; none depends on how other ranks divide the work.",
         default=("aux_loss",),
         refused_values={
-            "sinkhorn": "it depends on how tokens are divided over ranks; use aux_loss, or none with "
-            "--moe-router-enable-expert-bias",
             "quantile_balancing": "it is not available; use aux_loss, or none with --moe-router-enable-expert-bias",
         },
     )
@@ -126,6 +125,11 @@ class MoEConfig(FamilyConfig):
     moe_token_drop_policy: Literal["probs", "position"] = flag(
         "Which tokens an expert keeps within its capacity: those with the largest weights, or the first positions.",
         default="probs",
+    )
+    moe_count_padding: bool = switch(
+        "Route and count padding as text, as Megatron-LM's pretraining does: rows after the text of a sample, and "
+        "positions of multi-token prediction whose later token is outside of their text. Balance, capacity and expert "
+        "biases then depend on how much padding there is."
     )
     moe_router_force_load_balancing: bool = switch(
         "For benchmarks: assign experts to tokens in turn, and ignore the router."
@@ -153,6 +157,11 @@ class MoEConfig(FamilyConfig):
         return bool(self.num_experts)
 
     @property
+    def uses_sinkhorn(self) -> bool:
+        """Whether training chooses experts by normalized logits."""
+        return "sinkhorn" in self.moe_router_load_balancing_type
+
+    @property
     def has_shared_experts(self) -> bool:
         """Whether layers with experts have some that see every token."""
         return self.has_experts and self.moe_shared_expert_intermediate_size is not None
@@ -174,7 +183,7 @@ class MoEConfig(FamilyConfig):
     def balancing_losses(self) -> dict[LoadBalancing, float]:
         """Losses with their weights, without those that weigh nothing."""
         pairs = zip(self.moe_router_load_balancing_type, self.moe_aux_loss_coeff)
-        return {kind: weight for kind, weight in pairs if kind != "none" and weight}
+        return {kind: weight for kind, weight in pairs if kind in LOSS_NAMES and weight}
 
     @property
     def loss_names(self) -> tuple[str, ...]:
@@ -229,6 +238,8 @@ class MoEConfig(FamilyConfig):
             changes["moe_expert_capacity_factor"] = None
         if self.moe_ffn_hidden_size is None and self.has_experts:
             changes["moe_ffn_hidden_size"] = model.ffn_hidden_size
+        if self.has_experts and self.uses_sinkhorn and self.moe_router_score_function == "softmax":
+            changes |= sinkhorn_weights(self.moe_router_topk)  # evaluation and generation need to know them, too
         dense = self.first_k_dense_replace
         if dense is not None and self.moe_layer_freq == "1" and dense < model.num_layers:  # else a rule reports it
             layers = tuple(number >= dense for number in range(model.num_layers))
@@ -239,6 +250,13 @@ class MoEConfig(FamilyConfig):
             marked = every_or_listed(self.moe_layer_freq, model.num_layers, flag="--moe-layer-freq")
             changes["moe_layer_freq"] = shortest_pattern(marked)
         return dataclasses.replace(self, **changes)
+
+
+def sinkhorn_weights(topk: int) -> dict[str, Any]:
+    """Settings that give chosen experts the weights of Megatron-LM's sinkhorn routing."""
+    if topk == 1:
+        return {"moe_router_score_function": "sigmoid"}
+    return {"moe_router_score_function": "softmax", "moe_router_pre_softmax": True}
 
 
 def experts_of(groups: Sequence[object]) -> MoEConfig:

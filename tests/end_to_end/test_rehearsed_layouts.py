@@ -106,6 +106,7 @@ WAITS = {
     "plan_route": "rows that experts' ranks send each other: shapes depend on them",
     "plan_local_route": "rows that are left where choices are dropped: shapes depend on them",
     "multiply": "rows of each expert in FP8: each has a product of its own",
+    "expert_scales": "rounds of Sinkhorn routing: they end when scales no longer change",
     "parts": "rows of each expert: shapes depend on them",
     "cross_entropy_where_weighted": "words that count, of BERT: shapes depend on them",
     "ready_to_learn": "of fp16, words that count: gradients are scaled by a number of the host",
@@ -119,6 +120,7 @@ def run_of(settings: Mapping[str, Any], layout: Layout) -> RunConfig:
     """The run that a row of the table describes."""
     given = dict(settings)
     family, documents = given.pop("family", "gpt").partition(",")[0], given.pop("document_ids", False)
+    pads = [given.pop(name, False) for name in ("text_mask", "mtp_text_mask")]
     groups: tuple[FamilyConfig, ...] = given.pop("groups", ())
     fp8, freeze, recompute = Fp8Config(**given.pop("fp8", {})), given.pop("freeze", ()), layout.recompute
     if family == "t5":
@@ -145,6 +147,7 @@ def run_of(settings: Mapping[str, Any], layout: Layout) -> RunConfig:
         "--reset-position-ids --reset-attention-mask" if documents else "",
     ]
     ranks = layout.tp * layout.cp * layout.dp * layout.pp
+    flags += ["--packing best-fit"] if any(pads) else []
     config = tiny_config(" ".join(flags), ranks=ranks, family=FAMILIES[family])
     model = ModelConfig(max_position_embeddings=LENGTH, vocab_size=VOCABULARY, **given)
     extra: tuple[Any, ...] = tuple(

@@ -67,7 +67,9 @@ class Family:
 
 
 def causal_batch(step: int) -> dict[str, Tensor]:
-    """Tokens, labels, a random loss mask with one sample masked out whole, and document document_ids."""
+    """Tokens, labels, a random loss mask with one sample masked out whole, documents, and samples of many lengths, one
+    of which is all padding.
+    """
     generator = torch.Generator().manual_seed(100 + step)
     tokens = torch.randint(VOCABULARY, (GLOBAL_BATCH, LENGTH + 1), generator=generator)
     mask = (torch.rand(GLOBAL_BATCH, LENGTH, generator=generator) > 0.3).double()
@@ -80,13 +82,19 @@ def causal_batch(step: int) -> dict[str, Tensor]:
         "labels": tokens[:, 1:],
         "loss_mask": mask,
         "document_ids": boundary.int().cumsum(1).int(),
+        "text_mask": torch.arange(LENGTH) < torch.tensor([16, 3, 9, 12, 16, 0, 7, 15]).unsqueeze(1),
     }
+
+
+MASKS = ("document_ids", "text_mask", "mtp_text_mask")
+"""Fields of a causal batch that only some variants use."""
 
 
 def later_batch(step: int) -> dict[str, Tensor]:
     """``causal_batch`` with two later tokens, position by position: none from beyond the sequence or the document."""
     batch = causal_batch(step)
     found = {name: torch.zeros(GLOBAL_BATCH, 2, LENGTH, dtype=torch.int64) for name in ("mtp_tokens", "mtp_labels")}
+    found["mtp_text_mask"] = torch.zeros(GLOBAL_BATCH, 2, LENGTH, dtype=torch.bool)
     found["mtp_loss_mask"] = torch.zeros(GLOBAL_BATCH, 2, LENGTH, dtype=torch.float64)
     for sample, depth, place in itertools.product(range(GLOBAL_BATCH), range(2), range(LENGTH)):
         source = place + depth + 1
@@ -96,6 +104,7 @@ def later_batch(step: int) -> dict[str, Tensor]:
             found["mtp_labels"][at] = batch["labels"][sample, source]
             documents = batch["document_ids"][sample]
             if documents[source] == documents[place]:
+                found["mtp_text_mask"][at] = batch["text_mask"][sample, source]
                 found["mtp_loss_mask"][at] = batch["loss_mask"][sample, source]
     return batch | found
 
@@ -243,12 +252,12 @@ def arranged_model(config: ModelConfig, context: ParallelContext, **options: Any
 
 
 FAMILIES = {
-    "arranged": Family(GPTSpec(), arranged_model, causal_batch, ("lm loss",), optional=("document_ids",)),
-    "gated": Family(GatedSpec(), gated_model, causal_batch, ("lm loss", GATE), optional=("document_ids",)),
+    "arranged": Family(GPTSpec(), arranged_model, causal_batch, ("lm loss",), optional=MASKS),
+    "gated": Family(GatedSpec(), gated_model, causal_batch, ("lm loss", GATE), optional=MASKS),
     "gpt, later tokens": Family(
-        GPTSpec(), GPTModel, later_batch, ("lm loss", "mtp_1 loss", "mtp_2 loss"), optional=("document_ids",)
+        GPTSpec(), GPTModel, later_batch, ("lm loss", "mtp_1 loss", "mtp_2 loss"), optional=MASKS
     ),
-    "gpt": Family(GPTSpec(), GPTModel, causal_batch, ("lm loss",), optional=("document_ids",)),
+    "gpt": Family(GPTSpec(), GPTModel, causal_batch, ("lm loss",), optional=MASKS),
     "bert": Family(BertSpec(), BertModel, masked_batch, (WORDS, ORDER)),
     "classes": answering(choices=1, classes=3),
     "choices": answering(choices=4, classes=1),

@@ -28,6 +28,7 @@ def experts(**settings: Any) -> tuple[MoEConfig]:
 
 
 GLOBAL = "a loss over all replicas, later tokens, losses of layers"
+PADDED = "padding, capacity, bias, losses, shared experts, later tokens"
 VARIANTS: dict[str, dict[str, Any]] = {
     "softmax, all losses": LLAMA
     | STILL
@@ -114,6 +115,38 @@ VARIANTS: dict[str, dict[str, Any]] = {
             moe_shared_expert_intermediate_size=16,
         ),
     },
+    PADDED: LLAMA
+    | STILL
+    | LATER
+    | {
+        "num_layers": 4,
+        "document_ids": True,
+        "text_mask": True,
+        "mtp_text_mask": True,
+        "groups": experts(
+            moe_layer_freq="[0]+[1]*3",
+            moe_router_score_function="sigmoid",
+            moe_router_topk=3,
+            moe_router_enable_expert_bias=True,
+            moe_router_bias_update_rate=0.1,
+            moe_expert_capacity_factor=0.8,
+            moe_router_load_balancing_type=("aux_loss", "seq_aux_loss"),
+            moe_aux_loss_coeff=(0.3, 0.2),
+            moe_z_loss_coeff=0.1,
+            moe_shared_expert_intermediate_size=16,
+        ),
+    },
+    "sinkhorn, padding, all tokens to all ranks": LLAMA
+    | STILL
+    | {
+        "num_layers": 4,
+        "text_mask": True,
+        "groups": experts(
+            moe_router_load_balancing_type=("sinkhorn",),
+            moe_z_loss_coeff=0.1,
+            moe_token_dispatcher_type="allgather",
+        ),
+    },
     "biases, softmax before the choice": SMALL
     | STILL
     | {"num_layers": 4, "groups": experts(moe_router_pre_softmax=True, moe_layer_freq="2", moe_ffn_hidden_size=32)},
@@ -180,6 +213,8 @@ MORE = {
     "bias that balances, one expert for a token": ("pp2 tp2 sp ep2 etp1 zb-v recompute",),
     GLOBAL: ("ep4", "pp2 ep2 interleaved"),
     "biases, softmax before the choice": ("tp2 etp2",),
+    PADDED: ("tp2 ep2 etp1", "pp2 tp2 sp ep2 etp1 zb-v recompute", "dp2 ep2 recompute moe"),
+    "sinkhorn, padding, all tokens to all ranks": ("cp2 ep2", "one rank, recompute full"),
     "capacity, all tokens to all ranks": ("tp2 sp dp2 ep2 etp2 zero recompute",),
     "latent attention, groups, bias, shared experts, later tokens": (
         "dp2 ep2 recompute moe",

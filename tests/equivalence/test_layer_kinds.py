@@ -78,7 +78,7 @@ class SideLossesInTheGraph(SideLosses):
         super().__init__()
         self.means: list[Tensor] = []
 
-    def add(self, hidden: Tensor, name: str, total: Tensor, count: float, **options: Any) -> Tensor:
+    def add(self, hidden: Tensor, name: str, total: Tensor, count: float | Tensor, **options: Any) -> Tensor:
         self.means.append(options["coefficient"] * total / count)
         return hidden
 

@@ -128,6 +128,8 @@ def losses_have_weights(run: RunConfig) -> str | None:
     asked = f"--moe-router-load-balancing-type {' '.join(kinds)}"
     if "none" in kinds and (len(kinds) > 1 or any(weights)):
         return f"{asked} with {_typed(weights)} asks for a loss and for none; leave one of them out"
+    if "sinkhorn" in kinds and (len(kinds) > 1 or any(weights)):
+        return f"{asked} with {_typed(weights)} asks for a loss, and sinkhorn balances without one; keep one of them"
     if len({*kinds}) < len(kinds):
         return f"{asked} names a loss twice; name each once"
     if len(kinds) != len(weights):
@@ -140,12 +142,34 @@ def _typed(weights: tuple[float, ...]) -> str:
     return f"--moe-aux-loss-coeff {' '.join(f'{weight:g}' for weight in weights)}"
 
 
+def sinkhorn_is_alone(run: RunConfig) -> str | None:
+    """Choices by normalized logits have weights of their own, and nothing else that moves them."""
+    moe = run.group(MoEConfig)
+    if not moe.uses_sinkhorn or not moe.has_experts:
+        return None
+    score = "sigmoid" if moe.moe_router_topk == 1 else "softmax"
+    unused = {
+        f"--moe-router-score-function {moe.moe_router_score_function}": moe.moe_router_score_function != score,
+        "--moe-router-enable-expert-bias": moe.moe_router_enable_expert_bias,
+        "--moe-router-num-groups": moe.moe_router_num_groups is not None,
+        "--moe-router-topk-scaling-factor": moe.moe_router_topk_scaling_factor is not None,
+    }
+    given = [flag for flag, is_given in unused.items() if is_given]
+    if not given:
+        return None
+    weights = "its sigmoid" if moe.moe_router_topk == 1 else "a softmax over all experts"
+    return (
+        f"--moe-router-load-balancing-type sinkhorn with --moe-router-topk {moe.moe_router_topk} chooses among all "
+        f"experts by normalized logits, and weighs a chosen one by {weights}; leave {' and '.join(given)} out"
+    )
+
+
 def load_is_balanced(run: RunConfig) -> str | None:
     """Something keeps tokens from choosing a few experts only."""
     moe = run.group(MoEConfig)
     if not moe.has_experts or moe.balancing_losses or moe.moe_router_enable_expert_bias:
         return None
-    if moe.moe_router_force_load_balancing or (moe.num_experts or 0) == moe.moe_router_topk:
+    if moe.moe_router_force_load_balancing or moe.uses_sinkhorn or (moe.num_experts or 0) == moe.moe_router_topk:
         return None
     kinds = " ".join(moe.moe_router_load_balancing_type)
     why = "" if kinds == "none" else f": --moe-router-load-balancing-type {kinds} has a coefficient of 0"
@@ -169,6 +193,7 @@ RULES: tuple[Rule, ...] = (
     choice_has_enough_experts,
     groups_are_of_experts,
     losses_have_weights,
+    sinkhorn_is_alone,
     rule(
         "--first-k-dense-replace leaves none of --num-layers {run.model.num_layers} with experts; give less, or leave "
         "it and --num-experts out",
@@ -209,11 +234,6 @@ RULES: tuple[Rule, ...] = (
         "--moe-token-drop-policy position has no effect without --moe-expert-capacity-factor; give both",
         lambda moe: moe.moe_token_drop_policy == "position" and moe.moe_expert_capacity_factor is None,
     ),
-    rule(
-        "--moe-router-load-balancing-type seq_aux_loss is over sequences, and --reset-attention-mask makes one of "
-        "several documents; use aux_loss",
-        lambda run: "seq_aux_loss" in run.group(MoEConfig).balancing_losses and run.data.reset_attention_mask,
-    ),
 )
 
 REMARKS: tuple[Rule, ...] = (
@@ -222,6 +242,21 @@ REMARKS: tuple[Rule, ...] = (
         "--moe-expert-capacity-factor: capacity is that of a sequence, so "
         "every layout drops the same choices; Megatron-LM's is that of a rank's tokens",
         lambda moe: moe.moe_expert_capacity_factor is not None,
+    ),
+    _rule(
+        "--moe-router-load-balancing-type sinkhorn: logits are normalized over the tokens of a microbatch, so every "
+        "layout chooses the same experts; Megatron-LM normalizes those of a rank's tokens",
+        lambda moe: moe.has_experts and moe.uses_sinkhorn,
+    ),
+    rule(
+        "--moe-count-padding: no effect on samples without padding, which --packing best-fit, --data-order megatron, "
+        "--fim-rate, --full-validation and --mtp-num-layers may have",
+        lambda run: (
+            run.group(MoEConfig).moe_count_padding
+            and run.group(MoEConfig).has_experts
+            and not run.data.may_pad
+            and not run.model.mtp_num_layers
+        ),
     ),
     _rule(
         "--moe-router-force-load-balancing is for benchmarks: choices of the routers are ignored",

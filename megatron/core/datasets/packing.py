@@ -20,7 +20,7 @@ from megatron.core.datasets.cut_documents import CutDocuments
 from megatron.core.datasets.index_build import Lengths, SampleIndex, random_state
 from megatron.core.datasets.index_cache import IndexCache, digest_of
 from megatron.core.datasets.sample_order import EpochOrder, IndexedOrder
-from megatron.core.datasets.samples import Documents, OrderedDataset, Sample, check_vocabulary
+from megatron.core.datasets.samples import TEXT_LENGTH, Documents, OrderedDataset, Sample, check_vocabulary
 
 Piece = tuple[int, int, int]
 """A document's number, the first token, and how many pairs of a token and its label."""
@@ -167,8 +167,9 @@ class PackedDataset(OrderedDataset):
     """Samples of ``seq_length`` pairs of a token and its label.
 
     In addition to the arrays of GPTDataset, ``document_ids`` int32 [S] is the number of the piece. Positions restart in
-    each piece; padding is a piece of its own, without loss. ``targets``: for each token whether it is trained on (1) or
-    only read (0); ``cut``: documents with such targets that are longer than a sample. The rest as in OrderedDataset.
+    each piece; padding is a piece of its own, without loss, after the ``text_length`` positions of text. ``targets``:
+    for each token whether it is trained on (1) or only read (0); ``cut``: documents with such targets that are longer
+    than a sample. The rest as in OrderedDataset.
     """
 
     order: PaddingFreeOrder | BestFitOrder
@@ -208,6 +209,7 @@ class PackedDataset(OrderedDataset):
             "loss_mask": loss_mask,
             "position_ids": position_ids,
             "document_ids": document_ids,
+            TEXT_LENGTH: np.array(start, np.int64),
         }
 
     def origin(self, index: int) -> str:

@@ -17,6 +17,9 @@ if TYPE_CHECKING:
 
 Sample = dict[str, NDArray[Any]]
 
+TEXT_LENGTH = "text_length"
+"""A field of samples: positions of text, int64. Those after them are padding, which nothing may count."""
+
 
 class Documents(Protocol):
     """Token sequences by number: an IndexedDataset, or mock data.
@@ -133,8 +136,8 @@ class OrderedDataset(ABC):
         """Sample ``index``, which exists."""
 
     def without_loss(self, sample: Sample) -> Sample:
-        """The sample with a loss mask of zeros."""
-        return {**sample, "loss_mask": np.zeros_like(sample["loss_mask"])}
+        """The sample with a loss mask of zeros, and all of it padding where it says how much is text."""
+        return sample | {name: np.zeros_like(sample[name]) for name in ("loss_mask", TEXT_LENGTH) if name in sample}
 
     @abstractmethod
     def origin(self, index: int) -> str:

@@ -2,7 +2,8 @@
 
 With c the number of choices of an expert and P the sum of its shares, over T tokens that choose k of E experts each,
 the loss is E / (k T²) · Σ c P: 1 when all experts are chosen equally often (arXiv:2101.03961). Choices have no
-gradient. A rank adds its own tokens' P, so the ranks' values add up.
+gradient. A rank adds its own tokens' P, so the ranks' values add up. Padding is none of the T tokens. A sequence is a
+row of the batch, whatever documents are in it.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from megatron.core.moe.routing import Routing, shares_of
 from megatron.core.parallel.collectives import all_reduce
 from megatron.core.parallel.context import ParallelContext
 from megatron.core.parallel.grid import Axis
-from megatron.core.parallel.side_losses import SideLosses
+from megatron.core.parallel.side_losses import SideLosses, sum_and_count
 
 
 @dataclass(frozen=True)
@@ -29,38 +30,52 @@ class RouterLosses:
     context: ParallelContext
     number: int
 
-    def attach(self, routing: Routing, logits: Tensor, scores: Tensor, *, batch: int, losses: SideLosses) -> Tensor:
+    def attach(
+        self,
+        routing: Routing,
+        logits: Tensor,
+        scores: Tensor,
+        *,
+        batch: int,
+        losses: SideLosses,
+        text: Tensor | None = None,
+    ) -> Tensor:
         """The weights of ``routing``, through which the gradients of all losses start.
 
-        ``logits``, ``scores`` [s·b, E]: of this rank's tokens, position by position. ``batch``: sequences.
+        ``logits``, ``scores`` [s·b, E]: of this rank's tokens, position by position. ``batch``: sequences. ``text``
+        [s·b]: which of them count, as they aren't padding; None: all.
         """
-        weights = routing.weights
+        weights, tokens = routing.weights, len(logits) if text is None else text.sum()
         if self.moe.balancing_losses:
-            shares = torch.unflatten(shares_of(scores, self.moe), 0, (-1, batch)).sum(0)
-            choices = self._choices(routing, scores.detach(), batch=batch)
+            shares = torch.unflatten(_of_text(shares_of(scores, self.moe), text), 0, (-1, batch)).sum(0)
+            choices = self._choices(routing, scores.detach(), batch=batch, text=text)
             for kind, coefficient in self.moe.balancing_losses.items():
                 total = self._balancing(kind, shares, choices)
-                weights = self._add(weights, LOSS_NAMES[kind], total, coefficient, losses)
+                weights = self._add(weights, LOSS_NAMES[kind], total, tokens, coefficient, losses)
         if self.moe.moe_z_loss_coeff:
-            total = logits.to(scores.dtype).logsumexp(-1).square().sum()
-            weights = self._add(weights, Z_LOSS, total, self.moe.moe_z_loss_coeff, losses)
+            total = _of_text(logits.to(scores.dtype).logsumexp(-1).square(), text).sum()
+            weights = self._add(weights, Z_LOSS, total, tokens, self.moe.moe_z_loss_coeff, losses)
         return weights
 
-    def _add(self, weights: Tensor, name: str, total: Tensor, coefficient: float, losses: SideLosses) -> Tensor:
+    def _add(
+        self, weights: Tensor, name: str, total: Tensor, tokens: int | Tensor, coefficient: float, losses: SideLosses
+    ) -> Tensor:
         """Add a loss to that of this name of all layers; where they are asked for, report it as this layer's, too."""
-        tokens = len(weights)
         if self.moe.moe_per_layer_logging:
-            pair = torch.stack((total.detach(), torch.full_like(total, tokens, requires_grad=False)))
-            losses.tally(tally_name(name, self.number), pair.double(), context=self.context)
+            pair = sum_and_count(total, tokens).double()
+            losses.tally(tally_name(name, self.number), pair, context=self.context)
         return losses.add(weights, name, total, tokens, context=self.context, coefficient=coefficient)
 
-    def _choices(self, routing: Routing, scores: Tensor, *, batch: int) -> Tensor:
+    def _choices(self, routing: Routing, scores: Tensor, *, batch: int, text: Tensor | None) -> Tensor:
         """How often this rank's tokens of each sequence prefer each expert [b, E], whatever biases and groups say."""
         is_plain = not self.moe.moe_router_enable_expert_bias and self.moe.moe_router_num_groups is None
         ids = routing.ids if is_plain else scores.topk(self.moe.moe_router_topk, dim=-1).indices
-        of_sequence = torch.unflatten(ids, 0, (-1, batch)).transpose(0, 1).flatten(1)
+        of_sequence, ones = (
+            torch.unflatten(each, 0, (-1, batch)).transpose(0, 1).flatten(1)
+            for each in (ids, _of_text(torch.ones_like(ids), text))
+        )
         counts = torch.zeros(batch, scores.shape[-1], dtype=torch.int64, device=ids.device)
-        return counts.scatter_add_(1, of_sequence, torch.ones_like(of_sequence))
+        return counts.scatter_add_(1, of_sequence, ones)
 
     def _balancing(self, kind: LoadBalancing, shares: Tensor, choices: Tensor) -> Tensor:
         """A balancing loss times the tokens that it is a mean over, from ``shares`` and ``choices`` [b, E] of this
@@ -72,4 +87,9 @@ class RouterLosses:
         if kind != "seq_aux_loss":
             shares, choices = shares.sum(0), choices.sum(0)
         choices = all_reduce(choices.clone(), self.context.mesh, *axes).to(shares.dtype)
-        return shares.shape[-1] * (shares * choices / choices.sum(-1, keepdim=True)).sum()
+        return shares.shape[-1] * (shares * choices / choices.sum(-1, keepdim=True).clamp(min=1)).sum()
+
+
+def _of_text(x: Tensor, text: Tensor | None) -> Tensor:
+    """Numbers ``x`` [t, …] of tokens, with zeros for padding."""
+    return x if text is None else x.masked_fill(~text.view(-1, *[1] * (x.dim() - 1)), 0)

@@ -13,6 +13,7 @@ from megatron.core.moe.balancing import RouterLosses
 from megatron.core.moe.capacity import within_capacity
 from megatron.core.moe.report import CHOICES, tally_name
 from megatron.core.moe.routing import Routing, choose_experts, scores_of, times_chosen, weights_of
+from megatron.core.moe.sinkhorn import sinkhorn_scores
 from megatron.core.ops.matmul import linear
 from megatron.core.parallel.context import ParallelContext
 from megatron.core.parallel.costs import Costs, Workload
@@ -51,29 +52,39 @@ class Router(nn.Module):
             self.expert_bias = make_parameter(Sharding((moe.num_experts,)), Constant(0.0), wide).requires_grad_(False)
 
     def forward(self, x: Tensor, inputs: LayerInputs) -> Routing:
-        """The choices of the tokens of ``x`` ``[s, b, h]``, position by position. A recomputed forward pass chooses
-        what the first one chose.
+        """The choices of the tokens of ``x`` ``[s, b, h]``, position by position, of which those of padding aren't
+        kept. A recomputed forward pass chooses what the first one chose.
         """
         bias = None if self.bias is None else self.bias.to(self._dtype)
         logits = linear(
             x.flatten(0, 1).to(self._dtype), self.weight.to(self._dtype), bias, by=self._context.products.multiply
         )
         scores = scores_of(logits, self._moe)
-        ids = inputs.kept.get(self)
+        text, ids = inputs.text_mask, inputs.kept.get(self)
         if ids is None:
-            ids = inputs.kept[self] = choose_experts(scores, self._moe, bias=self.expert_bias)
+            ids = inputs.kept[self] = self._choose(logits, scores, batch=x.shape[1], text=text)
         routing = Routing(ids, weights_of(ids, logits, scores, self._moe))
         if inputs.cache is not None:  # generation, where a step's tokens are no sequences, and replicas run apart
             return routing
-        weights = self._losses.attach(routing, logits, scores, batch=x.shape[1], losses=inputs.side_losses)
-        kept = None
+        weights = self._losses.attach(routing, logits, scores, batch=x.shape[1], losses=inputs.side_losses, text=text)
+        experts, kept, of_text = len(self.weight), None, ids
+        if text is not None:
+            kept = text.unsqueeze(1).expand_as(ids)
+            of_text = ids.masked_fill(~kept, experts)
         if self.training and self._moe.moe_expert_capacity_factor is not None:
-            kept = within_capacity(ids, weights, self._moe, self._context, batch=x.shape[1])
-        counts = times_chosen(ids.flatten(), len(self.weight) + 1)
+            kept = within_capacity(of_text, weights, self._moe, self._context, batch=x.shape[1])
+        counts = times_chosen(of_text.flatten(), experts + 1)
         if kept is not None:
-            counts[-1] = kept.numel() - kept.sum()  # dropped choices
+            counts[-1] = counts[:-1].sum() - kept.sum()  # dropped choices
         inputs.side_losses.tally(self.tally_name, counts, context=self._context)
         return Routing(ids, weights, kept)
+
+    def _choose(self, logits: Tensor, scores: Tensor, *, batch: int, text: Tensor | None) -> Tensor:
+        """The choices [s·b, k] of tokens with ``logits`` and ``scores`` [s·b, E]."""
+        moe = self._moe
+        if self.training and moe.uses_sinkhorn and not moe.moe_router_force_load_balancing:
+            scores = sinkhorn_scores(logits, self._context, batch=batch, text=text)
+        return choose_experts(scores, moe, bias=self.expert_bias, text=text)
 
     @property
     def casts(self) -> bool:

@@ -16,7 +16,7 @@ _TINY = 1e-20  # keeps a sum of scores from being zero, as DeepSeek-V3 does
 @dataclass(frozen=True)
 class Routing:
     """``ids`` [t, k]: the experts that each of t tokens chooses, int64. ``weights`` [t, k]: theirs. ``kept`` [t, k]:
-    choices that are not dropped; None: all.
+    choices that are neither dropped nor padding's; None: all.
     """
 
     ids: Tensor
@@ -47,11 +47,15 @@ def shares_of(scores: Tensor, moe: MoEConfig) -> Tensor:
 
 
 @torch.no_grad()
-def choose_experts(scores: Tensor, moe: MoEConfig, *, bias: Tensor | None = None) -> Tensor:
-    """The choices [t, k] of tokens with ``scores`` [t, E], to which ``bias`` [E] is added for the choice alone."""
+def choose_experts(scores: Tensor, moe: MoEConfig, *, bias: Tensor | None = None, text: Tensor | None = None) -> Tensor:
+    """The choices [t, k] of tokens with ``scores`` [t, E], to which ``bias`` [E] is added for the choice alone.
+
+    ``text`` [t]: which of them aren't padding; None: all. What padding chooses has no meaning.
+    """
     if moe.moe_router_force_load_balancing:
-        choices = torch.arange(scores.shape[0] * moe.moe_router_topk, device=scores.device)
-        return (choices % scores.shape[1]).view(-1, moe.moe_router_topk)
+        turns = torch.arange(scores.shape[0], device=scores.device) if text is None else text.cumsum(0) - 1
+        places = torch.arange(moe.moe_router_topk, device=scores.device)
+        return (turns.unsqueeze(1) * moe.moe_router_topk + places) % scores.shape[1]
     return chosen(scores if bias is None else scores + bias, moe)
 
 

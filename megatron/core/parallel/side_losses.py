@@ -42,19 +42,20 @@ class SideLosses:
         hidden: Tensor,
         name: str,
         total: Tensor,
-        count: float,
+        count: float | Tensor,
         *,
         context: ParallelContext,
         coefficient: float = 1.0,
     ) -> Tensor:
         """Returns ``hidden``, whose backward pass also runs that of ``coefficient`` times the loss.
 
-        ``total``: the loss summed over the ``count`` tokens that this rank has outside the tensor-parallel regions.
+        ``total``: the loss summed over the ``count`` tokens that this rank has outside the tensor-parallel regions,
+        those of padding not among them.
         Gradients of layers that share a name are added; the mean over them is reported. A detached ``total`` is a
         statistic without a gradient. With sequence parallelism a small collective of the tensor-parallel ranks.
         """
         total = total.to(torch.promote_types(total.dtype, torch.float32))  # fp16 and bf16 can't count tokens
-        value = torch.stack((total.detach(), torch.full_like(total, count, requires_grad=False)))
+        value = sum_and_count(total, count)
         if context.sequence_parallel:
             value = all_reduce(value, context.mesh, "tp")
         self._totals[name] = self._totals[name] + value if name in self._totals else value
@@ -76,6 +77,12 @@ class SideLosses:
         """What was reported since the last call, by name: losses as ``[sum, count]``, and tallies."""
         found, self._totals, self._tallies = (self._totals, self._tallies), {}, {}
         return found
+
+
+def sum_and_count(total: Tensor, count: float | Tensor) -> Tensor:
+    """Both in one tensor [2] of the type of ``total``, without a gradient."""
+    total = total.detach()
+    return torch.stack((total, count.to(total.dtype) if isinstance(count, Tensor) else torch.full_like(total, count)))
 
 
 class _WithLoss(torch.autograd.Function):

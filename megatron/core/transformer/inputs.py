@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -26,6 +26,9 @@ class LayerInputs:
     ``cache``: in generation, keys and values of the texts that the step goes on with; then all its tokens are one
     sequence of a batch of one, and attention finds each token's text.
 
+    ``text_mask``: which of this rank's rows of hidden states ``[s·b]``, position by position, are text; the others
+    are padding, which experts neither process nor count. None: all are text.
+
     ``kept``: what a layer's forward pass leaves for its recomputation, such as choices that must not change.
 
     For cross-attention: ``encoder_hidden_states`` ``[t, b, h]``, the encoder's output, and its
@@ -37,6 +40,7 @@ class LayerInputs:
     rotary: RotaryTables = field(default_factory=dict)
     document_ids: Tensor | None = None
     attention_mask: Tensor | None = None
+    text_mask: Tensor | None = None
     bias: Tensor | None = None
     cache: AttentionCache | None = None
     encoder_hidden_states: Tensor | None = None
@@ -47,3 +51,10 @@ class LayerInputs:
     def documents(self) -> Documents | None:
         """Where the documents of ``document_ids`` lie: found once for all layers, since a device must wait for it."""
         return None if self.document_ids is None else Documents(self.document_ids)
+
+    def with_text(self, text_mask: Tensor | None) -> LayerInputs:
+        """The inputs of layers in which other rows are text."""
+        other = replace(self, text_mask=text_mask)
+        if "documents" in vars(self):
+            vars(other)["documents"] = self.documents
+        return other

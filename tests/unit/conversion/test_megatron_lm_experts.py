@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from megatron.config.moe import MoEConfig
 from megatron.core.checkpointing.storage import CheckpointWriter
 from megatron.core.checkpointing.stored_tensors import StoredTensors
 from megatron.core.checkpointing.streamed import StreamedBox, table_of, write_boxes
@@ -102,6 +103,18 @@ def test_ours_goes_to_megatron_lm_and_back(router: str, dist: bool, tmp_path: Pa
     found = read_megatron_lm(tmp_path / "theirs")
     assert_holds(found, values)
     assert (found.model, found.groups) == (model, read_native(tmp_path / "ours").groups)
+
+
+@pytest.mark.parametrize("chosen", [1, 2])
+def test_sinkhorn_routing(chosen: int, tmp_path: Path) -> None:
+    """Sigmoids or a softmax over all experts weigh choices there, whatever else the arguments say."""
+    theirs, moe = tmp_path / "theirs", {**MOE, "moe_router_topk": chosen}
+    routing: dict[str, Any] = {"moe_router_load_balancing_type": "sinkhorn", "moe_router_topk_scaling_factor": 3.0}
+    write_expert_shards(theirs, moe, values_of(SHALLOW, moe), settings=SHALLOW, ep=2, **routing)
+    do("megatron-lm", theirs, "megatron", tmp_path / "ours", true_vocab_size=101)
+    (found,) = read_native(tmp_path / "ours").groups
+    score = {"moe_router_score_function": "sigmoid"} if chosen == 1 else {"moe_router_pre_softmax": True}
+    assert found == MoEConfig(**{**moe, **score})
 
 
 CLASSIC_MOE: dict[str, Any] = {
@@ -283,7 +296,10 @@ def test_missing_folders_and_other_shapes(tmp_path: Path) -> None:
 
 MISTAKES: list[tuple[dict[str, Any], str]] = [
     ({"moe_router_topk": 5}, "describes a router that chooses moe_router_topk 5 of num_experts 4"),
-    ({"moe_router_load_balancing_type": "sinkhorn"}, "(moe_router_load_balancing_type = 'sinkhorn'), which is not"),
+    (
+        {"moe_router_load_balancing_type": "quantile_balancing"},
+        "(moe_router_load_balancing_type = 'quantile_balancing'), which is not",
+    ),
     ({"moe_router_load_balancing_type": ["aux_loss", "x"]}, "(moe_router_load_balancing_type = ['aux_loss', 'x'])"),
     (
         {"moe_router_score_function": "tanh"},

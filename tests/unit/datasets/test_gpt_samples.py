@@ -81,7 +81,7 @@ def test_masks_and_positions_equal_recorded_ones(golden: dict[str, Any], case: i
 
 
 def test_types_and_shapes(write_documents: WriteDocuments, golden: dict[str, Any]) -> None:
-    """What the loader stacks: 64-bit ids, a float mask, and 32-bit document_ids only when asked for."""
+    """What the loader stacks: 64-bit ids, a float mask, a length, and 32-bit document_ids only when asked for."""
     prefix = write_documents(golden["gpt_docs"])
     sample = dataset(prefix)[0]
     assert {name: (str(value.dtype), value.shape) for name, value in sample.items()} == {
@@ -89,6 +89,7 @@ def test_types_and_shapes(write_documents: WriteDocuments, golden: dict[str, Any
         "labels": ("int64", (8,)),
         "loss_mask": ("float32", (8,)),
         "position_ids": ("int64", (8,)),
+        "text_length": ("int64", ()),
     }
     document_ids = dataset(prefix, layout=SampleLayout(seq_length=8, eod=50, reset_attention_mask=True))[0][
         "document_ids"
@@ -116,6 +117,7 @@ def test_partial_sample_counts_real_labels_only(write_documents: WriteDocuments)
     assert partial["tokens"].tolist() == [9, 10, 11, 0, 0, 0, 0, 0]
     assert partial["labels"].tolist() == [10, 11, 0, 0, 0, 0, 0, 0]
     assert partial["loss_mask"].tolist() == [1, 1, 0, 0, 0, 0, 0, 0]
+    assert partial["text_length"] == 2
 
 
 def test_real_tokens_equal_to_padding_keep_their_loss(write_documents: WriteDocuments) -> None:
@@ -128,8 +130,8 @@ def test_sample_none_counts_for_nothing(write_documents: WriteDocuments, golden:
     samples = dataset(write_documents(golden["gpt_docs"]))
     filler = samples[None]
     assert filler["tokens"].tolist() == samples[0]["tokens"].tolist()
-    assert filler["loss_mask"].sum() == 0
-    assert samples[0]["loss_mask"].sum() == 8
+    assert filler["loss_mask"].sum() == filler["text_length"] == 0
+    assert samples[0]["loss_mask"].sum() == samples[0]["text_length"] == 8
 
 
 def test_samples_do_not_share_memory(write_documents: WriteDocuments, golden: dict[str, Any]) -> None:
@@ -137,7 +139,7 @@ def test_samples_do_not_share_memory(write_documents: WriteDocuments, golden: di
     samples = dataset(write_documents(golden["gpt_docs"]))
     before = {name: value.copy() for name, value in samples[3].items()}
     for value in samples[3].values():
-        value[:] = 0
+        value[...] = 0
     assert all((samples[3][name] == value).all() for name, value in before.items())
 
 

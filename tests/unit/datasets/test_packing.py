@@ -107,6 +107,7 @@ def test_every_document_by_itself(write_documents: WriteDocuments, kind: type) -
                 assert set(tokens // 100) == {tokens[0] // 100}
                 assert (np.diff(tokens) == 1).all()
         assert (np.diff(sample["document_ids"]) >= 0).all()
+        assert sample["text_length"] == sample["loss_mask"].sum()
 
 
 @settings(max_examples=60, deadline=None)
@@ -147,4 +148,4 @@ def test_longer_run_keeps_the_prefix(write_documents: WriteDocuments) -> None:
 def test_it_says_how_much_is_padding(write_documents: WriteDocuments) -> None:
     data = dataset(write_documents, [9, 9, 9], BestFitOrder)  # two documents of 8 pairs fill a sample, one half of one
     assert data.describe() == [f"{data.prefix}: 2 samples, 1.00 epochs, 25.0% padding"]
-    assert data[None]["loss_mask"].sum() == 0
+    assert data[None]["loss_mask"].sum() == data[None]["text_length"] == 0

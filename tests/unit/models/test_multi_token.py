@@ -58,6 +58,7 @@ def batch_of(*, documents: bool) -> dict[str, Tensor]:
 def test_fields_stay_within_the_sequence_and_the_document(documents: bool) -> None:
     """A depth would learn to predict the first words of another document, or padding after the end."""
     batch = batch_of(documents=documents)
+    batch["text_length"] = torch.tensor([LENGTH, LENGTH - 2, 0])
     found = shifted_fields(batch, DEPTHS)
     for sample in range(3):
         for depth in range(DEPTHS):
@@ -67,6 +68,7 @@ def test_fields_stay_within_the_sequence_and_the_document(documents: bool) -> No
                 if counts and documents:
                     counts = bool(batch["document_ids"][sample, source] == batch["document_ids"][sample, place])
                 assert found["mtp_loss_mask"][at] == (batch["loss_mask"][sample, source] if counts else 0)
+                assert found["mtp_text_mask"][at] == (counts and source < batch["text_length"][sample])
                 if source < LENGTH:
                     assert found["mtp_tokens"][at] == batch["tokens"][sample, source]
                     assert found["mtp_labels"][at] == batch["labels"][sample, source]

@@ -426,6 +426,9 @@ def test_forced_balance() -> None:
     torch.autograd.backward(out, torch.ones_like(out))
     assert built.router.weight.grad is not None
     assert built.router.weight.grad.abs().sum() > 0
+    given = dataclasses.replace(inputs(), text_mask=torch.arange(16) % 3 > 0)
+    built(hidden_states(batch=2, length=8), given)
+    assert sum(given.side_losses.take()[1]["experts of layer 0"].tolist()) == 2 * 10
 
 
 @pytest.mark.parametrize("rounding", [-1e-16, 0.0, 1e-16])

@@ -67,7 +67,7 @@ LIMITED: dict[str, tuple[str, tuple[object, ...]]] = {
     "moe_router_force_load_balancing": ("routers that choose at random", ()),
     "moe_router_load_balancing_type": (
         "another way of balancing experts",
-        ("aux_loss", "seq_aux_loss", "global_aux_loss", "none"),
+        ("aux_loss", "seq_aux_loss", "global_aux_loss", "sinkhorn", "none"),
     ),
     "moe_router_score_function": ("another score of experts", ("softmax", "sigmoid", "sqrtsoftplus")),
     "moe_router_topk_limited_devices": ("experts on a limited number of devices", ()),

@@ -18,7 +18,7 @@ from megatron.core.datasets.index_cache import IndexCache
 from megatron.core.datasets.mock import MockDocuments
 from megatron.core.datasets.packing import BestFitOrder, PackedDataset, PaddingFreeOrder, num_pairs
 from megatron.core.datasets.sample_order import EpochOrder, MegatronOrder
-from megatron.core.datasets.samples import Documents, OrderedDataset, Sample, check_vocabulary
+from megatron.core.datasets.samples import TEXT_LENGTH, Documents, OrderedDataset, Sample, check_vocabulary
 from megatron.core.datasets.splits import SplitSizes
 
 if TYPE_CHECKING:
@@ -42,15 +42,17 @@ class SampleLayout:
         """Sample of S + 1 ``tokens``, of which the first ``num_tokens`` are real.
 
         ``tokens``, ``labels``, ``position_ids`` int64 [S]; ``loss_mask`` float32 [S], 0 for labels that aren't real;
+        ``text_length`` int64: number of real labels;
         with ``reset_attention_mask`` also ``document_ids`` int32 [S]: number of the document within the sample, for
         attention within documents. A document ends with its EOD token: positions and document_ids change after it.
         """
         length = self.seq_length
         inputs = tokens[:-1]
-        loss_mask = np.ones(length, np.float32)
-        loss_mask[max(num_tokens - 1, 0) :] = 0
+        loss_mask, text_length = np.ones(length, np.float32), max(num_tokens - 1, 0)
+        loss_mask[text_length:] = 0
         position_ids = np.arange(length, dtype=np.int64)
         sample: Sample = {"tokens": inputs, "labels": tokens[1:], "loss_mask": loss_mask, "position_ids": position_ids}
+        sample[TEXT_LENGTH] = np.array(text_length, np.int64)
         if self.reset_position_ids or self.reset_attention_mask or self.eod_mask_loss:
             is_eod = inputs == self.eod
             if self.eod_mask_loss:

@@ -57,8 +57,12 @@ def experts(x: Tensor, layer: Layer, *, model: MegatronLMModel) -> Tensor:
 
 def _weights(logits: Tensor, args: Arguments, *, bias: Tensor | None) -> Tensor:
     """Weights of all experts ``[b, s, E]`` from the router's logits; zero for those that a token doesn't choose."""
-    kind = args("moe_router_score_function", "softmax")
-    chosen, is_after = args("moe_router_topk", 2), kind == "softmax" and not args("moe_router_pre_softmax", False)
+    kind, chosen = args("moe_router_score_function", "softmax"), args("moe_router_topk", 2)
+    is_after, groups, factor = kind == "softmax" and not args("moe_router_pre_softmax", False), 0, 1.0
+    if args("moe_router_load_balancing_type", "") in ("sinkhorn", ["sinkhorn"]):
+        kind, is_after = "sigmoid" if chosen == 1 else "softmax", False
+    else:
+        groups, factor = args("moe_router_num_groups", 0), args("moe_router_topk_scaling_factor", 1.0)
     each: dict[str, Callable[[Tensor], Tensor]] = {
         "softmax": partial(torch.softmax, dim=-1),
         "sigmoid": torch.sigmoid,
@@ -68,7 +72,7 @@ def _weights(logits: Tensor, args: Arguments, *, bias: Tensor | None) -> Tensor:
     ranked = scores
     if bias is not None:
         ranked = ranked + bias
-    if groups := args("moe_router_num_groups", 0):
+    if groups:
         kept = args("moe_router_group_topk")
         grouped = torch.unflatten(ranked, -1, (groups, -1))
         of_group = grouped.sort(-1, descending=True).values[..., : chosen // kept].sum(-1)
@@ -80,8 +84,7 @@ def _weights(logits: Tensor, args: Arguments, *, bias: Tensor | None) -> Tensor:
         mine = mine.softmax(-1)
     elif kind != "softmax" and chosen > 1:
         mine = mine / (mine.sum(-1, keepdim=True) + 1e-20)
-    mine = mine * args("moe_router_topk_scaling_factor", 1.0)
-    return torch.zeros_like(logits).scatter(-1, best, mine)
+    return torch.zeros_like(logits).scatter(-1, best, mine * factor)
 
 
 def _each_expert(layer: Layer, *, hidden: int) -> Iterator[list[Shard]]:

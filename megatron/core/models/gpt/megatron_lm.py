@@ -10,7 +10,7 @@ import torch
 
 from megatron.config.layer_patterns import every_or_listed, shortest_pattern
 from megatron.config.model import ModelConfig
-from megatron.config.moe import MoEConfig, experts_of
+from megatron.config.moe import MoEConfig, experts_of, sinkhorn_weights
 from megatron.core.conversion.bounds import Factor, Width
 from megatron.core.conversion.megatron_lm.arguments import Arguments
 from megatron.core.conversion.megatron_lm.format import MegatronLMFormat
@@ -33,6 +33,7 @@ _SAME = (
     *("moe_router_topk", "moe_router_score_function", "moe_router_pre_softmax", "moe_router_topk_scaling_factor"),
     *("moe_router_num_groups", "moe_router_group_topk", "moe_router_dtype", "moe_router_enable_expert_bias"),
 )
+_NOT_OF_SINKHORN = ("moe_router_num_groups", "moe_router_group_topk", "moe_router_topk_scaling_factor")
 # Those that --use-checkpoint-args doesn't take from a checkpoint.
 _NOT_TAKEN = ("moe_shared_expert_gate", "moe_router_score_function", *_SAME[6:])
 _BIAS, _GATE = ".mlp.experts.linear_fc1.bias", ".mlp.shared_experts.gate.weight"
@@ -71,6 +72,8 @@ class GPTFormat(MegatronLMFormat):
             return ()
         found = {name: value for name in _SAME if (value := args(name, None)) is not None}
         found.setdefault("moe_ffn_hidden_size", model.ffn_hidden_size)
+        if args("moe_router_load_balancing_type", "") in ("sinkhorn", ["sinkhorn"]):  # which has no other settings
+            found |= dict.fromkeys(_NOT_OF_SINKHORN) | sinkhorn_weights(args("moe_router_topk", 2))
         if args("moe_shared_expert_intermediate_size", 0):
             found["moe_shared_expert_gate"] = any(name.endswith(_GATE) for name in stored)
         marked = str(args("moe_layer_freq", 1))

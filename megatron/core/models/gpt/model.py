@@ -18,6 +18,7 @@ from megatron.core.parallel.costs import Costs, Workload, costs_of, total_of
 from megatron.core.parallel.rng import StreamKey
 from megatron.core.parallel.side_losses import SideLosses
 from megatron.core.tensor_parallel.initialize import initialize
+from megatron.core.tensor_parallel.regions import sequence_slice
 from megatron.core.transformer.attention import cached_layers
 from megatron.core.transformer.block import RecomputePlan, TransformerBlock
 from megatron.core.transformer.embedding import LanguageModelEmbedding, word_projection
@@ -84,6 +85,8 @@ class GPTModel(nn.Module):
         side_losses: SideLosses | None = None,
         cache: AttentionCache | None = None,
         later_tokens: Tensor | None = None,
+        text_mask: Tensor | None = None,
+        later_text_mask: Tensor | None = None,
     ) -> VocabularyOutput | Tensor:
         """Token ids ``[b, S]`` (None after the first stage) to the vocabulary output, before the last to hidden states.
 
@@ -93,7 +96,8 @@ class GPTModel(nn.Module):
         before returned. ``rng_key``: the microbatch's random streams, needed only when dropout draws.
         ``side_losses``: takes the losses of layers. ``cache``: see ``LayerInputs``; tokens are ``[1, t]``.
         ``later_tokens`` ``[b, depths, S]``: what each depth of multi-token prediction reads; without them the last
-        stage predicts the next token alone.
+        stage predicts the next token alone. ``text_mask`` ``[b, S]``: the positions of the rank's slice that are text,
+        and not padding; None: all. ``later_text_mask`` ``[b, depths, S]``: the same for each later token.
         """
         rng_key = rng_key or StreamKey(0)
         if self._stage.is_first:
@@ -107,6 +111,7 @@ class GPTModel(nn.Module):
             document_ids=document_ids,
             side_losses=side_losses or SideLosses(),
             cache=cache,
+            text_mask=None if text_mask is None else self._rows(text_mask),
         )
         hidden = self.decoder(hidden, inputs)
         if not self._stage.is_last:
@@ -116,12 +121,18 @@ class GPTModel(nn.Module):
             return output
         assert self.embedding is not None
         later = list[VocabularyOutput]()
-        for depth, ids in zip(self.mtp.layers, later_tokens.unbind(1)):
+        texts = [None] * len(self.mtp.layers) if later_text_mask is None else later_text_mask.unbind(1)
+        for depth, ids, text in zip(self.mtp.layers, later_tokens.unbind(1), texts):
             embedded = self.embedding(ids, position_ids, rng_key, stream=f"mtp {depth} embedding")
-            hidden = self.mtp.layers[depth](hidden, embedded, inputs)
+            of_depth = inputs if text is None else inputs.with_text(self._rows(text))
+            hidden = self.mtp.layers[depth](hidden, embedded, of_depth)
             coefficient = self._config.mtp_loss_scaling_factor / len(self.mtp.layers)
             later.append(dataclasses.replace(self._output(hidden), coefficient=coefficient))
         return dataclasses.replace(output, later=tuple(later))
+
+    def _rows(self, mask: Tensor) -> Tensor:
+        """What ``mask`` ``[b, S]`` says of this rank's rows of hidden states, ``[s·b]``."""
+        return sequence_slice(mask.t(), self._context).flatten()
 
     def _output(self, hidden: Tensor) -> VocabularyOutput:
         bias = None if self.output_layer is None else self.output_layer.bias

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
+from megatron.core.datasets.samples import TEXT_LENGTH
 from megatron.core.parallel.context import ParallelContext
 from megatron.core.parallel.costs import Costs, Workload, total_of
 from megatron.core.parallel.recompute import recomputed
@@ -19,8 +20,10 @@ from megatron.core.transformer.layer import TransformerLayer
 from megatron.core.transformer.norm import Norm
 from megatron.core.transformer.stack import StackConfig
 
-TOKENS, LABELS, MASK = "mtp_tokens", "mtp_labels", "mtp_loss_mask"
-"""Fields of a batch: what each depth reads beside hidden states, what it predicts, and where that counts."""
+TOKENS, LABELS, MASK, TEXT = "mtp_tokens", "mtp_labels", "mtp_loss_mask", "mtp_text_mask"
+"""Fields of a batch: what each depth reads beside hidden states, what it predicts, where that counts for the loss, and
+where both are of the position's own text.
+"""
 
 
 def loss_name(depth: int) -> str:
@@ -29,18 +32,28 @@ def loss_name(depth: int) -> str:
 
 
 def shifted_fields(batch: Mapping[str, Tensor], depths: int) -> dict[str, Tensor]:
-    """``TOKENS``, ``LABELS`` and ``MASK`` ``[b, depths, S]`` of whole sequences: those of ``batch`` ``[b, S]``, one
-    position earlier at each depth. What would come from beyond the sequence or from another document doesn't count.
+    """``TOKENS``, ``LABELS``, ``MASK`` and ``TEXT`` ``[b, depths, S]`` of whole sequences: those of ``batch``
+    ``[b, S]``, one position earlier at each depth. What would come from beyond the text or from another document
+    doesn't count, and is no text.
     """
-    found: dict[str, list[Tensor]] = {TOKENS: [], LABELS: [], MASK: []}
-    documents = batch.get("document_ids")
+    found: dict[str, list[Tensor]] = {TOKENS: [], LABELS: [], MASK: [], TEXT: []}
+    documents, is_text = batch.get("document_ids"), text_mask(batch)
     for shift in range(1, depths + 1):
         tokens, labels, mask = (_earlier(batch[name], shift) for name in ("tokens", "labels", "loss_mask"))
+        text = _earlier(is_text, shift)
         if documents is not None:
-            mask = mask * (_earlier(documents, shift) == documents)
-        for name, each in zip(found, (tokens, labels, mask)):
+            same = _earlier(documents, shift) == documents
+            mask, text = mask * same, text & same
+        for name, each in zip(found, (tokens, labels, mask, text)):
             found[name].append(each)
     return {name: torch.stack(each, dim=1) for name, each in found.items()}
+
+
+def text_mask(batch: Mapping[str, Tensor]) -> Tensor:
+    """Which positions of the sequences of ``batch`` are text, ``[b, S]``; the others are padding."""
+    samples, length = batch["tokens"].shape
+    lengths = batch.get(TEXT_LENGTH, torch.full((samples,), length))
+    return torch.arange(length) < lengths.unsqueeze(1)
 
 
 def _earlier(x: Tensor, shift: int) -> Tensor:

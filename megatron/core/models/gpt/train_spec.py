@@ -13,10 +13,11 @@ from megatron.config.moe import LOSS_NAMES, Z_LOSS, experts_of
 from megatron.config.pipeline import Stage
 from megatron.config.run import RunConfig
 from megatron.core.datasets.build import DatasetSplits
+from megatron.core.datasets.samples import TEXT_LENGTH
 from megatron.core.datasets.splits import SplitSizes
 from megatron.core.models.gpt.data import build_gpt_splits
 from megatron.core.models.gpt.model import GPTModel, decoder_stack
-from megatron.core.models.gpt.multi_token import LABELS, MASK, TOKENS, loss_name, shifted_fields
+from megatron.core.models.gpt.multi_token import LABELS, MASK, TEXT, TOKENS, loss_name, shifted_fields, text_mask
 from megatron.core.models.train_spec import TrainSpec
 from megatron.core.moe.layer import tallies
 from megatron.core.moe.report import log_line_and_curves
@@ -25,6 +26,9 @@ from megatron.core.pipeline_parallel.chunk import LossSum, Microbatch, StageInpu
 from megatron.core.tokenizers.base import Tokenizer
 from megatron.core.transformer.block import RecomputePlan
 from megatron.core.transformer.output_layer import VocabularyOutput
+
+TEXT_MASK = "text_mask"
+"""A field of a batch with padding: which positions are text, ``[b, S]``."""
 
 
 class GPTSpec(TrainSpec):
@@ -40,7 +44,8 @@ class GPTSpec(TrainSpec):
         "loss_mask": 1,
         "position_ids": 1,
         "document_ids": None,
-        **dict.fromkeys((TOKENS, LABELS, MASK), 2),
+        TEXT_MASK: 1,
+        **dict.fromkeys((TOKENS, LABELS, MASK, TEXT), 2),
     }
 
     def loss_names(self, run: RunConfig) -> tuple[str, ...]:
@@ -60,21 +65,31 @@ class GPTSpec(TrainSpec):
         return log_line_and_curves(tallies, ranks=run.parallel.expert_model_parallel_size, per_layer=per_layer)
 
     def fields(self, run: RunConfig, stages: Sequence[Stage]) -> frozenset[str]:
-        """Tokens for the embedding, labels for the loss; positions and documents wherever they matter."""
-        rotary = run.model.is_rotary
+        """Tokens for the embedding, labels for the loss; positions and documents wherever they matter, and where there
+        may be padding for experts, which rows are text.
+        """
+        rotary, moe = run.model.is_rotary, experts_of(run.groups())
+        leaves_out, is_last = moe.has_experts and not moe.moe_count_padding, any(stage.is_last for stage in stages)
+        later = run.model.mtp_num_layers > 0 and is_last
         needed = {
             "tokens": any(stage.is_first for stage in stages),
             "position_ids": run.data.reset_position_ids and (rotary or any(stage.is_first for stage in stages)),
             "document_ids": run.data.reset_attention_mask,
-            **dict.fromkeys(("labels", "loss_mask"), any(stage.is_last for stage in stages)),
-            **dict.fromkeys((TOKENS, LABELS, MASK), run.model.mtp_num_layers and any(each.is_last for each in stages)),
+            **dict.fromkeys(("labels", "loss_mask"), is_last),
+            **dict.fromkeys((TOKENS, LABELS, MASK), later),
+            TEXT_MASK: leaves_out and run.data.may_pad,
+            TEXT: leaves_out and later,
         }
         return frozenset(name for name, is_needed in needed.items() if is_needed)
 
     def completed(self, batch: Mapping[str, Tensor], run: RunConfig) -> Mapping[str, Tensor]:
-        """With the later tokens of multi-token prediction."""
-        depths = run.model.mtp_num_layers
-        return {**batch, **shifted_fields(batch, depths)} if depths and batch else batch
+        """With the later tokens of multi-token prediction, and where there is padding, which positions are text."""
+        depths, found = run.model.mtp_num_layers, dict(batch)
+        if batch and depths:
+            found |= shifted_fields(batch, depths)
+        if TEXT_LENGTH in batch and not (is_text := text_mask(batch)).all():
+            found[TEXT_MASK] = is_text
+        return found
 
     def build_model(
         self,
@@ -100,6 +115,8 @@ class GPTSpec(TrainSpec):
             hidden=stage_inputs.get("hidden"),
             side_losses=microbatch.side_losses,
             later_tokens=microbatch.tensors.get(TOKENS),
+            text_mask=microbatch.tensors.get(TEXT_MASK),
+            later_text_mask=microbatch.tensors.get(TEXT),
         )
         return output if isinstance(output, VocabularyOutput) else {"hidden": output}
 
@@ -116,13 +133,14 @@ class GPTSpec(TrainSpec):
         return LossSum.of(parts, weights=microbatch.loss_weights, coefficients=coefficients)
 
     def counts(self, microbatch: Microbatch, context: ParallelContext) -> dict[str, Tensor]:
-        """Tokens that the loss mask keeps, and those of each later token; routers' losses are means over all tokens."""
+        """Tokens that the loss mask keeps, and those of each later token; routers' losses are means over all text."""
         tensors = microbatch.tensors
         if "loss_mask" not in tensors:
             return {}
         mask, later = tensors["loss_mask"], tensors[MASK].sum((0, 2)) if MASK in tensors else ()
         found = {"lm loss": mask.sum()} | {loss_name(depth): count for depth, count in enumerate(later)}
-        return found | dict.fromkeys((*LOSS_NAMES.values(), Z_LOSS), torch.tensor(mask.numel()))
+        text = tensors[TEXT_MASK].sum() if TEXT_MASK in tensors else torch.full((), mask.numel(), device=mask.device)
+        return found | dict.fromkeys((*LOSS_NAMES.values(), Z_LOSS), text)
 
     def build_datasets(self, run: RunConfig, tokenizer: Tokenizer, sizes: SplitSizes) -> DatasetSplits:
         """Packed samples of ``--seq-length`` tokens from ``--data-path`` and its relatives."""
