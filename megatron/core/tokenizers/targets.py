@@ -13,7 +13,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
-from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
 
 from megatron.core.tokenizers.base import Tokenizer, encoded_texts
 from megatron.core.tokenizers.conversations import ChatFormat, Span, Writer, Written
@@ -27,12 +29,21 @@ _MARK = re.compile(
 """Words that vocabularies have as one token, where they have them."""
 
 
-class Token(NamedTuple):
-    """An id of a text, and the characters ``[start, stop)`` that it stands for, wholly or in part."""
+@dataclass(frozen=True)
+class Located:
+    """Ids of a text, and the characters ``[starts[i], stops[i])`` that each stands for, wholly or in part.
 
-    id: int
-    start: int
-    stop: int
+    Both are int64 [tokens] and don't fall.
+    """
+
+    ids: list[int]
+    starts: NDArray[np.int64]
+    stops: NDArray[np.int64]
+
+    def within(self, span: Span) -> tuple[int, int]:
+        """The first token with a character of the span, and the one after the last."""
+        start = int(np.searchsorted(self.stops, span.start, side="right"))
+        return start, max(start, int(np.searchsorted(self.starts, span.stop, side="left")))
 
 
 @dataclass
@@ -132,21 +143,15 @@ class SampleEncoder:
         self.endings.within.update(token for token in answer[:-1] if token == eod)
         return Sample([*read, *answer], [False] * len(read) + [True] * len(answer))
 
-    def _with_targets(self, tokens: Sequence[Token], written: Written) -> Sample:
-        ids, learned, at = [token.id for token in tokens], [False] * len(tokens), 0
+    def _with_targets(self, tokens: Located, written: Written) -> Sample:
+        ids, learned, eod = list(tokens.ids), [False] * len(tokens.ids), self._tokenizer.eod
         # The document ends where a format has no end of a conversation.
-        eod = self._tokenizer.eod
         ends_document = isinstance(self._writer, ChatFormat) and self._turn_end != eod
         for span in written.answers:
-            while at < len(tokens) and tokens[at].stop <= span.start:
-                at += 1
-            start = at
-            while at < len(tokens) and tokens[at].start < span.stop:
-                learned[at] = True
-                at += 1
-            if start < at:
-                ends_document |= self._count_end(ids, learned, start, at, written)
-            at = max(start, at - 1)  # the next answer may begin within this token
+            start, stop = tokens.within(span)
+            learned[start:stop] = [True] * (stop - start)
+            if start < stop:
+                ends_document |= self._count_end(ids, learned, start, stop, written)
         if not any(learned[1:]):
             raise DataError("nothing to learn: the first token is never predicted, and the others are no answer")
         if ends_document:
@@ -218,7 +223,7 @@ def leading_text(tokenizer: Tokenizer) -> str:
     return text if ids and tokenizer.tokenize_parts([text])[0] == ids else ""
 
 
-def tokens_of(text: str, answers: Sequence[Span], tokenizer: Tokenizer, *, cut: bool) -> list[Token]:
+def tokens_of(text: str, answers: Sequence[Span], tokenizer: Tokenizer, *, cut: bool) -> Located:
     """Tokens of a text, in which special tokens are spelled out, with their characters.
 
     With ``cut`` no token holds the end of a prompt and the beginning of its answer, since the prompt would have other
@@ -229,25 +234,29 @@ def tokens_of(text: str, answers: Sequence[Span], tokenizer: Tokenizer, *, cut: 
     if not isinstance(tokenizer, RustTokenizer):
         parts = _divided(text, {border for span in answers for border in span})
         found = tokenizer.tokenize_parts([text[start:stop] for start, stop in parts])
-        return [Token(number, *part) for part, ids in zip(parts, found) for number in ids]
-    tokens = _located(text, tokenizer, 0)
-    starts = {span.start for span in answers}.difference(token.start for token in tokens)
-    if cut and starts:
-        tokens = [
-            each for start, stop in _divided(text, starts) for each in _located(text[start:stop], tokenizer, start)
-        ]
+        each = np.repeat(np.array(parts, np.int64).reshape(-1, 2), [len(ids) for ids in found], axis=0)
+        return Located([number for ids in found for number in ids], each[:, 0], each[:, 1])
+    tokens = _located(text, tokenizer)
+    starts = np.array([span.start for span in answers])
+    if cut and not np.isin(starts, tokens.starts).all():
+        parts = _divided(text, set(starts.tolist()))
+        pieces = [_located(text[start:stop], tokenizer, start) for start, stop in parts]
+        return Located(
+            [number for piece in pieces for number in piece.ids],
+            np.concatenate([piece.starts for piece in pieces]),
+            np.concatenate([piece.stops for piece in pieces]),
+        )
     return tokens
 
 
-def _located(text: str, tokenizer: RustTokenizer, offset: int) -> list[Token]:
+def _located(text: str, tokenizer: RustTokenizer, offset: int = 0) -> Located:
     """Tokens of a text that begins ``offset`` characters behind another."""
-    tokens, before = list[Token](), 0
     encoding = tokenizer.pipeline.encode(text, add_special_tokens=False)
-    for number, (start, stop) in zip(encoding.ids, encoding.offsets):
-        # Some vocabularies' offsets leave out the space at the beginning of a token, or all of a space.
-        tokens.append(Token(number, offset + min(start, before), offset + stop))
-        before = stop
-    return tokens
+    starts, stops = np.array(encoding.offsets, np.int64).reshape(-1, 2).T
+    stops = np.maximum.accumulate(stops)
+    # Some vocabularies' offsets leave out the space at the beginning of a token, or all of a space.
+    starts = np.minimum(starts, np.concatenate([[0], stops[:-1]]))
+    return Located(encoding.ids, starts + offset, stops + offset)
 
 
 def _divided(text: str, borders: set[int]) -> list[Span]:
