@@ -1,6 +1,6 @@
 """Turn conversations into token files for fine-tuning with --sft: loss on the answers only.
 
-Reads JSON lines, or one JSON list, of {"messages": [{"role": ..., "content": ...}, ...]} or {"prompt": ...,
+Reads JSON lines, a JSON list or Parquet of {"messages": [{"role": ..., "content": ...}, ...]} or {"prompt": ...,
 "completion": ...} (texts, or lists of messages), of ShareGPT's "conversations" and of Alpaca's "instruction", "input"
 and "output", and says what it found. Turns are written as --turn-start and --turn-end say, or by a Jinja template
 (--chat-template). Writes PREFIX.bin, .idx and .meta.json with a document for each, and PREFIX_targets.bin and .idx,
@@ -39,9 +39,9 @@ from megatron.core.tokenizers.build import build_tokenizer
 from megatron.core.tokenizers.chat_settings import ChatSettings
 from megatron.core.tokenizers.conversations import OWN, ChatFormat, Writer, load_template, own_template
 from megatron.core.tokenizers.json_records import read_records
-from megatron.core.tokenizers.records import Conversation, read_sample
+from megatron.core.tokenizers.records import FIELDS, Conversation, read_sample
 from megatron.core.tokenizers.targets import Sample, SampleEncoder, leading_text
-from megatron.core.tokenizers.text_files import JSON_ENDINGS, BadLine, find_inputs
+from megatron.core.tokenizers.text_files import BadLine, find_inputs
 from megatron.errors import ConfigError, DataError, run_command
 
 
@@ -127,7 +127,7 @@ def convert(config: SftConfig, tokenizer: Tokenizer, encoder: SampleEncoder) -> 
 
 
 def _encoded(config: SftConfig, encoder: SampleEncoder, counts: Counts) -> Iterator[Sample]:
-    for path, line, record in read_records(find_inputs(config.input, endings=JSON_ENDINGS)):
+    for path, line, record in read_records(find_inputs(config.input), columns=FIELDS):
         try:
             if isinstance(record, DataError):
                 raise record

@@ -1,13 +1,13 @@
-"""Objects of JSON files, one after the other: a line each, or as one list, which many conversations come as."""
+"""Objects of files, one after the other: a line of JSON each, one JSON list, or a row of Parquet each."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from itertools import chain
 from typing import Any, NamedTuple
 
-from megatron.core.tokenizers.text_files import LineBatch, read_batches, read_record
+from megatron.core.tokenizers.text_files import PARQUET_ENDING, LineBatch, read_batches, read_record
 from megatron.errors import DataError
 
 _SPACE = " \t\r\n"
@@ -21,13 +21,22 @@ class Record(NamedTuple):
     value: dict[str, Any] | DataError
 
 
-def read_records(paths: Sequence[str]) -> Iterator[Record]:
+def read_records(paths: Sequence[str], *, columns: Collection[str]) -> Iterator[Record]:
     """The objects of all files, in order. A file that begins with ``[`` is one list, whose text is held in memory.
 
-    Raises DataError for a file that cannot be read, and for damage within a list.
+    ``columns``: those of Parquet files that are read, as far as a file has them. Raises DataError for a file that
+    cannot be read, and for damage within a list.
     """
     for path in paths:
-        batches = read_batches([path])
+        keys = list[str]()
+        if path.endswith(PARQUET_ENDING):
+            from megatron.core.tokenizers.parquet import column_names
+
+            names = column_names(path)
+            keys = [name for name in names if name in columns]
+            if not keys:
+                raise DataError(f"--input {path} has no conversations: its columns are {', '.join(names[:8])}.")
+        batches = read_batches([path], keys=keys)
         first = next(batches, None)
         if first is not None and first.data.lstrip().startswith(b"["):
             yield from _items(path, b"".join(batch.data for batch in (first, *batches)))

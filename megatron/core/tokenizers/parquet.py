@@ -12,6 +12,19 @@ from megatron.errors import ConfigError, DataError
 _ROWS = 256  # decoded at a time; a row of web text is a few KB
 
 
+def column_names(path: str) -> list[str]:
+    """Names of a file's columns. Raises as ``read_rows`` does."""
+    try:
+        import pyarrow
+        from pyarrow import parquet
+    except ImportError:
+        raise _needs_pyarrow(path) from None
+    try:
+        return list(parquet.read_schema(path).names)
+    except (OSError, pyarrow.ArrowException) as error:
+        raise DataError(f"--input {path} cannot be read: {error}; the file is damaged.") from None
+
+
 def read_rows(path: str, begin: Position, *, keys: Sequence[str], batch_bytes: int) -> Iterator[LineBatch]:
     """Rows from ``begin.line`` (counted from 1) on, each an object of the columns ``keys``.
 
@@ -21,9 +34,7 @@ def read_rows(path: str, begin: Position, *, keys: Sequence[str], batch_bytes: i
         import pyarrow
         from pyarrow import parquet
     except ImportError:
-        raise ConfigError(
-            f"--input {path} needs the pyarrow library: pip install pyarrow, or write the file as JSON lines first."
-        ) from None
+        raise _needs_pyarrow(path) from None
     row = 0
     try:
         with parquet.ParquetFile(path) as file:
@@ -51,6 +62,12 @@ def read_rows(path: str, begin: Position, *, keys: Sequence[str], batch_bytes: i
         raise DataError(f"--input {path} cannot be read after row {row}: {error}; the file is damaged.") from None
     except TypeError as error:
         raise DataError(f"--input {path} row {row}: {error}; --json-keys name columns of text.") from None
+
+
+def _needs_pyarrow(path: str) -> ConfigError:
+    return ConfigError(
+        f"--input {path} needs the pyarrow library: pip install pyarrow, or write the file as JSON lines first."
+    )
 
 
 def _groups_from(sizes: Sequence[int], row: int) -> tuple[list[int], int]:

@@ -18,6 +18,11 @@ from megatron.core.tokenizers.messages import normalized_messages, normalized_to
 from megatron.errors import DataError
 from megatron.small_files import parse_json, shown
 
+FIELDS = (
+    *("messages", "prompt", "completion", "conversations", "instruction", "input", "output"),
+    *("system", "history", "tools", "functions", "documents"),
+)
+"""Keys of records that are read; others may be there."""
 _SHAREGPT_ROLES = {
     "human": "user",
     "gpt": "assistant",

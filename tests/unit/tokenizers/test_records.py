@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from megatron.core.tokenizers.json_records import read_records
-from megatron.core.tokenizers.records import Conversation, Pair, read_sample
+from megatron.core.tokenizers.records import FIELDS, Conversation, Pair, read_sample
 from megatron.errors import DataError
 
 USER, ANSWER = {"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo"}
@@ -115,16 +115,36 @@ def test_a_file_of_one_list(tmp_path: Path, spread: int | None) -> None:
     """Alpaca's and ShareGPT's own files are one list; line 1 was "not JSON", or "a list"."""
     path = tmp_path / "alpaca.json"
     path.write_text(json.dumps([{"a": 1}, {"b": "]"}, 5, {}], indent=spread) + "\n\n")
-    found = list(read_records([str(path)]))
+    found = list(read_records([str(path)], columns=FIELDS))
     assert [each.value for each in found if isinstance(each.value, dict)] == [{"a": 1}, {"b": "]"}, {}]
     assert [each.line for each in found] == ([2, 5, 8, 9] if spread else [1] * 4)
     assert str(found[2].value) == "5 instead of a JSON object"
     path.write_text("[ ]")
-    assert list(read_records([str(path)])) == []
+    assert list(read_records([str(path)], columns=FIELDS)) == []
     for damaged in ('[{"a": 1}', '[{"a": 1} {"b": 1}]', "[1, x]", '[{"a": 1}]\n[]', "[1,"):
         path.write_text(damaged)
         with pytest.raises(DataError, match=r"alpaca\.json:1: (the list ends here|an item of the list is not JSON)"):
-            list(read_records([str(path)]))
+            list(read_records([str(path)], columns=FIELDS))
     path.write_bytes(b'["\xff"]')
     with pytest.raises(DataError, match="is not UTF-8: byte 0xff at 3"):
-        list(read_records([str(path)]))
+        list(read_records([str(path)], columns=FIELDS))
+
+
+def test_rows_of_parquet(tmp_path: Path) -> None:
+    """Where a column has one type, every field that any message has is there, as null; the rows were empty objects."""
+    pyarrow = pytest.importorskip("pyarrow", reason="Parquet needs it")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    path = str(tmp_path / "a.parquet")
+    messages = [{**USER, "tool_calls": None}, {**ANSWER, "tool_calls": None}]
+    parquet.write_table(pyarrow.table({"messages": [messages], "score": [b"x"]}), path)
+    [record] = read_records([path], columns=FIELDS)
+    assert isinstance(record.value, dict)
+    found = read_sample(record.value)
+    assert isinstance(found, Conversation)
+    assert found.messages == [USER, ANSWER]
+    parquet.write_table(pyarrow.table({"text": ["x"]}), path)
+    with pytest.raises(DataError, match="has no conversations: its columns are text"):
+        list(read_records([path], columns=FIELDS))
+    Path(path).write_bytes(b"PAR1")
+    with pytest.raises(DataError, match=r"a\.parquet cannot be read: .*; the file is damaged"):
+        list(read_records([path], columns=FIELDS))

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import tokenizers
-from tokenizers import processors
+from tokenizers import models, normalizers, pre_tokenizers, processors
 
 from megatron.core.tokenizers.base import Tokenizer
 from megatron.core.tokenizers.conversations import ChatFormat, ChatTemplate, Writer
@@ -226,6 +226,33 @@ def test_ids_of_the_stored_template(chat: RustTokenizer, tmp_path: Path) -> None
         sample = SampleEncoder(chat, writer).encode(read_sample(EMOJI))
         expected = theirs.apply_chat_template(EMOJI["messages"], chat_template=writer.source, return_dict=False)
         assert sample.ids == [*expected, chat.eod]
+
+
+@pytest.mark.parametrize("kind", ["byte-level", "metaspace", "normalized"])
+def test_masks_of_transformers_for_other_vocabularies(bpe_folder: Path, tmp_path: Path, kind: str) -> None:
+    """Bytes as tokens of their own, spaces before words, and characters that a normalizer joins."""
+    transformers = pytest.importorskip("transformers", reason="transformers, the reference, is not installed")
+    pipeline = tokenizers.Tokenizer.from_file(str(bpe_folder / "tokenizer.json"))
+    if kind == "metaspace":
+        words = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), "\u2581", *"abcdefghijklmnopqrstuvwxyz"]
+        vocabulary = {word: number for number, word in enumerate([*words, "<|endoftext|>"])}
+        pipeline = tokenizers.Tokenizer(models.BPE(vocabulary, [], byte_fallback=True, unk_token="<unk>"))
+        pipeline.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
+    elif kind == "normalized":
+        pipeline.normalizer = normalizers.NFC()
+    pipeline.save(str(tmp_path / "tokenizer.json"))
+    ours = tokenizer_with(tmp_path, SPECIAL, tmp_path)
+    theirs = transformers.PreTrainedTokenizerFast(tokenizer_file=str(tmp_path / "tokenizer.json"))
+    template = END_OUTSIDE.replace("{% endgeneration %}", "<|im_end|>{% endgeneration %}")
+    contents = ["fox \U0001fae0", "e\u0301 \n\nthe", "  \u6f22\u5b57 ", "e\u0301\U0001f468\u200d\U0001f469!\t"]
+    messages = [{"role": ("user", "assistant")[n % 2], "content": each} for n, each in enumerate(contents)]
+    expected = theirs.apply_chat_template(
+        messages, chat_template=template, return_dict=True, return_assistant_tokens_mask=True
+    )
+    sample = SampleEncoder(ours, ChatTemplate(template, tokens={})).encode(read_sample({"messages": messages}))
+    assert sample.ids == expected["input_ids"]
+    assert sample.learned == [bool(each) for each in expected["assistant_masks"]]
+    assert any(sample.learned)
 
 
 def test_prompts_of_conversations_have_the_tokens_they_are_asked_with(chat: RustTokenizer) -> None:
