@@ -22,7 +22,7 @@ from megatron.core.tokenizers.base import Tokenizer
 from megatron.core.tokenizers.chat_settings import ChatSettings
 from megatron.core.tokenizers.conversations import own_template
 from megatron.core.tokenizers.end_tokens import own_ends
-from megatron.errors import CheckpointError
+from megatron.errors import CheckpointError, exit_code_of
 from megatron.small_files import as_kind, read_json, shown
 
 GENERATION, _CONFIG, _TEMPLATE = "generation_config.json", "config.json", "chat_template.jinja"
@@ -100,7 +100,7 @@ def stored_ends(files: Mapping[str, AnyPath]) -> tuple[list[int], str]:
     for name in (GENERATION, _CONFIG):
         if (path := files.get(name)) is None:
             continue
-        settings = read_json(path, dict[str, Any], error=CheckpointError)
+        settings = _settings(path)
         text = settings.get("text_config")
         for part in (settings, text if isinstance(text, dict) else {}):
             if part.get(_ENDS) is not None:
@@ -132,16 +132,25 @@ def write_chat(chat: ChatSettings | None, folder: Path, tokenizer: Tokenizer | N
     if len(ends) == len(there):
         return
     path = files.get(GENERATION)
-    settings = _generation_of(folder) if path is None else read_json(path, dict[str, Any], error=CheckpointError)
+    settings = _generation_of(folder) if path is None else _settings(path)
     settings.pop("_from_model_config", None)  # with it, some versions take config.json's settings instead
     settings[_ENDS] = ends if len(ends) > 1 else ends[0]
     (folder / GENERATION).write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
 
 
+def _settings(path: AnyPath) -> dict[str, Any]:
+    try:
+        found: dict[str, Any] = read_json(path, dict[str, Any], error=CheckpointError)
+    except OSError as error:
+        reason = error.strerror or error
+        raise CheckpointError(f"{path} cannot be read ({reason})", exit_code=exit_code_of(error)) from error
+    return found
+
+
 def _generation_of(folder: Path) -> dict[str, Any]:
     """What transformers takes from a config.json that has no generation_config.json beside it."""
     path = folder / _CONFIG
-    config = read_json(path, dict[str, Any], error=CheckpointError) if path.is_file() else {}
+    config = _settings(path) if path.is_file() else {}
     names = ("bos_token_id", _ENDS, "pad_token_id", "decoder_start_token_id")
     return {name: config[name] for name in names if config.get(name) is not None}
 
@@ -157,7 +166,7 @@ def _template(files: Mapping[str, AnyPath], tokenizer: TokenizerConfig) -> str |
 def _asked_of_generation(files: Mapping[str, AnyPath]) -> Iterable[str]:
     if (path := files.get(GENERATION)) is None:
         return []
-    settings = read_json(path, dict[str, Any], error=CheckpointError)
+    settings = _settings(path)
     neutral = {**(_SAMPLING if settings.get("do_sample") else {}), **_PROCESSING}
     return [
         f"{name} {shown(settings[name])}"

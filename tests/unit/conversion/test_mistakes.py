@@ -324,7 +324,7 @@ def test_killed_conversions_leave_nothing_that_looks_complete(number: int, llama
     assert any("a killed conversion left" in line for line in said) == (len(left) == 2)
 
 
-@pytest.mark.parametrize("source", ["tensor", "settings"])
+@pytest.mark.parametrize("source", ["tensor", "settings", "companion"])
 def test_what_cannot_be_read_is_the_sources_fault(
     source: str, llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -342,9 +342,10 @@ def test_what_cannot_be_read_is_the_sources_fault(
         monkeypatch.setattr(conversion, "read_huggingface", damaged)
         expected = f"--load {llama} can't be read: Input/output error"
     else:
-        (llama / "generation_config.json").unlink(missing_ok=True)
-        (llama / "generation_config.json").symlink_to("/proc/self/mem")  # opens, and can't be read
-        expected = f"{llama / 'generation_config.json'} cannot be copied to the result: "
+        path = llama / ("generation_config.json" if source == "settings" else "merges.txt")
+        path.unlink(missing_ok=True)
+        path.symlink_to("/proc/self/mem")  # opens, and can't be read
+        expected = f"{path} cannot be {'read (' if source == 'settings' else 'copied to the result: '}"
     with pytest.raises(CheckpointError, match=re.escape(expected)) as caught:
         convert(Conversion("hf", llama, "megatron", tmp_path / "ours"), lambda words: None)
     assert "nothing was left in" not in str(caught.value)
