@@ -77,8 +77,8 @@ def parse_json(text: str | bytes, kind: Any = Any, *, where: str, error: type[Me
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         found = dict(pairs)
         if len(found) < len(pairs):
-            names = [name for name, _ in pairs]
-            repeated = next(name for name in names if names.count(name) > 1)
+            seen = set[str]()
+            repeated = next(name for name, _ in pairs if name in seen or seen.add(name))  # type: ignore[func-returns-value]
             raise error(f"{where} has the key {shown(repeated)} twice")
         return found
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -25,7 +25,7 @@ from megatron import __version__
 from megatron.config.suggestions import did_you_mean
 from megatron.core.inference.limits import EngineLimits
 from megatron.core.inference.request import Result, Update
-from megatron.serving.chat import ChatAnswer, chat_call, conversation_ids, read_chat
+from megatron.serving.chat import ChatAnswer, chat_call, conversation, read_chat
 from megatron.serving.completions import CompletionAnswer, read_completion
 from megatron.serving.engine_client import EngineClient
 from megatron.serving.errors import ApiError
@@ -40,7 +40,8 @@ from megatron.serving.openapi import document
 from megatron.serving.responses import EventStream, error_response, json_response, watched
 from megatron.serving.settings import ServerConfig
 from megatron.serving.streams import PING, ClientLeftError, Stream
-from megatron.serving.tokenizing import detokenized, tokenized, tokenizer_info
+from megatron.serving.tokenizing import detokenized, read_tokenize, tokenized, tokenizer_info
+from megatron.serving.work import Parameters, Value, Work
 
 PAGE = Path(__file__).parent / "page" / "index.html"
 RELAXED = "x-schema-relaxed"
@@ -58,6 +59,7 @@ class Server:
     config: ServerConfig
     grammars: Grammars
     keys: Sequence[str] = ()
+    work: Work = field(default_factory=Work)
 
     @classmethod
     def connected(
@@ -133,19 +135,20 @@ class Server:
             yield
         finally:
             self.engine.stop()
+            self.work.close()
             await self.grammars.close()
             if self.model.templates is not None:
                 await self.model.templates.close()
 
     async def _completions(self, request: HttpRequest) -> ASGIApp:
         body = await self._body(request)
-        call = await asyncio.to_thread(read_completion, body, self.model, id=request.state.id)
+        call = await self._run(request, read_completion, body, self.model, id=request.state.id)
         return await self._generate(request, call, CompletionAnswer(self.model, call))
 
     async def _chat(self, request: HttpRequest) -> ASGIApp:
-        fields = read_chat(await self._body(request), self.model)
-        ids = await conversation_ids(fields, self.model, trust_templates=self.config.trust_request_chat_template)
-        call = await asyncio.to_thread(chat_call, fields, ids, self.model, id=request.state.id)
+        fields = await self._run(request, read_chat, await self._body(request), self.model)
+        text = await conversation(fields, self.model, trust_templates=self.config.trust_request_chat_template)
+        call = await self._run(request, chat_call, fields, text, self.model, id=request.state.id)
         return await self._generate(request, call, ChatAnswer(self.model, call))
 
     async def _generate(self, request: HttpRequest, call: ApiCall, answer: Answer) -> ASGIApp:
@@ -155,7 +158,8 @@ class Server:
             seconds = self.config.request_timeout
             opened = self.engine.open(call.requests, grammar=grammar)
             return EventStream(opened, lambda stream: _frames(stream, call, answer), seconds, headers)
-        return json_response(answer.whole(await self._results(request, call, grammar)), headers=headers)
+        found = await self._results(request, call, grammar)
+        return await asyncio.to_thread(lambda: json_response(answer.whole(found), headers=headers))
 
     async def _results(self, request: HttpRequest, call: ApiCall, grammar: Grammar | None = None) -> list[Result]:
         seconds = self.config.request_timeout
@@ -173,18 +177,21 @@ class Server:
     async def _megatron(self, request: HttpRequest) -> ASGIApp:
         # Everybody's line for curl names no content type; a web page must ask before it sends a PUT.
         body = await self._body(request, any_type=request.method == "PUT")
-        call = await asyncio.to_thread(read_megatron, body, self.model, id=request.state.id)
+        call = await self._run(request, read_megatron, body, self.model, id=request.state.id)
         request.state.quiet = call.fields["no_log"]
         await self._checked(call)
-        return json_response(answer_of(await self._results(request, call), call, self.model))
+        found = await self._results(request, call)
+        return await asyncio.to_thread(lambda: json_response(answer_of(found, call, self.model)))
 
     async def _tokenize(self, request: HttpRequest) -> ASGIApp:
-        body = await self._body(request)
-        trust = self.config.trust_request_chat_template
-        return json_response(await tokenized(body, self.model, trust_templates=trust))
+        fields, text = await self._run(request, read_tokenize, await self._body(request), self.model), None
+        if fields["messages"] is not None:
+            trust = self.config.trust_request_chat_template
+            text = await conversation(fields, self.model, trust_templates=trust)
+        return await self._run(request, tokenized, fields, self.model, text)
 
     async def _detokenize(self, request: HttpRequest) -> ASGIApp:
-        return json_response(detokenized(await self._body(request), self.model))
+        return await self._run(request, detokenized, await self._body(request), self.model)
 
     async def _tokenizer_info(self, request: HttpRequest) -> ASGIApp:
         return json_response(tokenizer_info(self.model))
@@ -220,7 +227,19 @@ class Server:
 
     async def _body(self, request: HttpRequest, *, any_type: bool = False) -> dict[str, Any]:
         most = self.config.max_body_size_mb << 20
-        return await read_body(request, most_bytes=most, seconds=self.config.client_timeout, any_type=any_type)
+        seconds = self.config.client_timeout
+        return await read_body(request, self.work, most_bytes=most, seconds=seconds, any_type=any_type)
+
+    async def _run(
+        self,
+        request: HttpRequest,
+        function: Callable[Parameters, Value],
+        /,
+        *args: Parameters.args,
+        **settings: Parameters.kwargs,
+    ) -> Value:
+        """What ``function`` returns for a request, whose body has been read: in a thread, whatever its size."""
+        return await self.work.run(request.state.is_large, function, *args, **settings)
 
     async def _no_such_page(self, request: HttpRequest, error: Exception) -> Response:
         assert isinstance(error, HTTPException), "it is registered for these"
@@ -262,7 +281,10 @@ async def _frames(stream: Stream, call: ApiCall, answer: Answer) -> AsyncIterato
         index = index_of[update.request_id]
         generated += update.num_generated
         cached[index] = update.cached_tokens
-        for chunk in answer.chunks(index, update):
+        chunks: Iterable[dict[str, Any]] = answer.chunks(index, update)
+        if update.prompt_logprobs or call.fields.get("echo"):  # all of the prompt in one
+            chunks = await asyncio.to_thread(list, chunks)
+        for chunk in chunks:
             if with_usage or always:
                 chunk["usage"] = usage(call, generated=generated, cached=cached) if always else None
             yield chunk

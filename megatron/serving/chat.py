@@ -40,8 +40,8 @@ def read_chat(body: Mapping[str, Any], model: ServedModel) -> dict[str, Any]:
     return fields
 
 
-async def conversation_ids(fields: Mapping[str, Any], model: ServedModel, *, trust_templates: bool) -> list[int]:
-    """Token ids of the ``messages`` as the chat template writes them. Raises ApiError."""
+async def conversation(fields: Mapping[str, Any], model: ServedModel, *, trust_templates: bool) -> str:
+    """The ``messages`` as the chat template writes them. Raises ApiError."""
     if fields["continue_final_message"]:
         model.check_continues("continue_final_message goes on with a message", param="continue_final_message")
     if fields["chat_template"] is not None and not trust_templates:
@@ -72,18 +72,25 @@ async def conversation_ids(fields: Mapping[str, Any], model: ServedModel, *, tru
                 f"{'tokenizer' if name in model.templates.tokens else 'field of this name'}: leave it out there",
                 param="chat_template_kwargs",
             )
-    text = await model.templates.write(
+    return await model.templates.write(
         fields["messages"],
         source=fields["chat_template"],
         begin_answer=fields["add_generation_prompt"] is not False,
         continue_last=fields["continue_final_message"],
         variables={"documents": fields.get("documents"), **variables},
     )
-    return model.ids_of_text(text, whole=bool(fields["add_special_tokens"]), param="messages")
 
 
-def chat_call(fields: Mapping[str, Any], ids: list[int], model: ServedModel, *, id: str) -> ApiCall:
-    """The engine's requests for a conversation of token ids. Raises ApiError."""
+def conversation_ids(text: str, fields: Mapping[str, Any], model: ServedModel) -> list[int]:
+    """Token ids of a conversation that a template has written. Raises ApiError."""
+    is_cut = fields.get("truncate_prompt_tokens") is not None
+    whole = bool(fields["add_special_tokens"])
+    return model.ids_of_text(text, whole=whole, param="messages", place="the conversation", is_cut=is_cut)
+
+
+def chat_call(fields: Mapping[str, Any], text: str, model: ServedModel, *, id: str) -> ApiCall:
+    """The engine's requests for the text of a conversation. Raises ApiError."""
+    ids = conversation_ids(text, fields, model)
     return api_call(model, fields, id=id, prompts={"the conversation": ids}, param="messages", choices=fields["n"])
 
 

@@ -41,13 +41,15 @@ def read_completion(body: Mapping[str, Any], model: ServedModel, *, id: str) -> 
 
 def _prompts(fields: Mapping[str, Any], model: ServedModel) -> dict[str, list[int]]:
     """Token ids of the prompts by their places in the request."""
-    given, whole = fields["prompt"], fields["add_special_tokens"]
+    given, whole, is_cut = fields["prompt"], fields["add_special_tokens"], fields["truncate_prompt_tokens"] is not None
     if isinstance(given, str) or isinstance(given[0], int):
         prompts = {"prompt": given}
     else:
         prompts = {f"prompt[{number}]": each for number, each in enumerate(given)}
     return {
-        place: model.ids_of_text(each, whole=whole, param="prompt", place=place) if isinstance(each, str) else each
+        place: model.ids_of_text(each, whole=whole, param="prompt", place=place, is_cut=is_cut)
+        if isinstance(each, str)
+        else each
         for place, each in prompts.items()
     }
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from math import ceil
 from multiprocessing.connection import Connection
+from multiprocessing.reduction import ForkingPickler
 from typing import TYPE_CHECKING
 
 from megatron.core.inference.limits import EngineLimits
@@ -57,6 +59,8 @@ class EngineClient:
     failure: str | None = None
     _open: dict[str, Progress] = field(default_factory=dict)
     _seconds_per_request: float = 1.0
+    # One thread, which keeps the order: prompts may be long, and the engine takes them while it computes.
+    _sender: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "to-engine"))
 
     def start(self) -> None:
         """Read reports in the running event loop."""
@@ -66,6 +70,7 @@ class EngineClient:
         """Let the engine end after its current step."""
         if not self.connection.closed:
             asyncio.get_running_loop().remove_reader(self.connection.fileno())
+            self._sender.shutdown(cancel_futures=True)
             self.connection.close()
 
     @property
@@ -143,8 +148,11 @@ class EngineClient:
             )
 
     def _send(self, command: Submission | Abort) -> None:
+        self._sender.submit(self._write, ForkingPickler.dumps(command))
+
+    def _write(self, pickled: memoryview) -> None:
         with suppress(OSError):  # the engine's process has ended, of which `_read` hears
-            self.connection.send(command)
+            self.connection.send_bytes(pickled)
 
     def _read(self) -> None:
         try:

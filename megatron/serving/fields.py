@@ -16,7 +16,14 @@ MOST_PROMPTS = MOST_CHOICES = 128
 MOST_LOGPROBS = 20
 _MOST_TEXT = 1 << 23
 _ID = {"type": "integer", "minimum": 0, "maximum": 2**31 - 1, "title": "a token id from 0 to 2,147,483,647"}
-_IDS = {"type": "array", "items": _ID, "minItems": 1, "title": "a list of one or more token ids"}
+_MOST_IDS = 1 << 20
+_IDS = {
+    "type": "array",
+    "items": _ID,
+    "minItems": 1,
+    "maxItems": _MOST_IDS,
+    "title": f"a list of one or more token ids, at most {_MOST_IDS:,}",
+}
 _TEXT = {"type": "string", "maxLength": _MOST_TEXT}
 _WORD = {"type": "string", "maxLength": 512}
 _SWITCH = {"type": "boolean"}
@@ -140,7 +147,12 @@ SAMPLING = (
     ),
     Field(
         "logit_bias",
-        {"type": "object", "additionalProperties": _number(-100, 100), "title": "an object of token ids and numbers"},
+        {
+            "type": "object",
+            "additionalProperties": _number(-100, 100),
+            "maxProperties": _MOST_IDS,
+            "title": "an object of token ids and numbers",
+        },
         "Added to the logits: token ids as keys, numbers from -100 (practically never) to 100 (practically always).",
         {},
     ),
@@ -172,7 +184,7 @@ SAMPLING = (
     ),
     Field(
         "stop_token_ids",
-        {"type": "array", "items": _ID, "title": "a list of token ids"},
+        {"type": "array", "items": _ID, "maxItems": _MOST_IDS, "title": f"a list of token ids, at most {_MOST_IDS:,}"},
         "Token ids that end the text; they are counted, and not in the text.",
         [],
     ),
@@ -357,7 +369,10 @@ TOKENIZE = (
 DETOKENIZE = (
     MODEL,
     Field(
-        "tokens", {**_IDS, "minItems": 0, "title": "a list of token ids"}, "Token ids to spell as text.", required=True
+        "tokens",
+        {**_IDS, "minItems": 0, "title": f"a list of token ids, at most {_MOST_IDS:,}"},
+        "Token ids to spell as text.",
+        required=True,
     ),
 )
 

@@ -18,6 +18,8 @@ from megatron.serving.model import ServedModel
 from megatron.serving.streams import Stream
 from megatron.small_files import shown
 
+_MOST_SCORED = 1 << 21
+
 
 @dataclass(frozen=True, kw_only=True)
 class ApiCall:
@@ -93,6 +95,7 @@ def api_call(
     fewest = min(request.max_tokens for request in requests)
     if sampling.min_tokens > fewest:
         raise ApiError(f"min_tokens {sampling.min_tokens} is more than max_tokens {fewest}", param="min_tokens")
+    check_scored(requests, param="prompt_logprobs" if fields.get("prompt_logprobs") is not None else "logprobs")
     requests = list(map(model.placed, requests))
     return ApiCall(
         id=id,
@@ -103,6 +106,17 @@ def api_call(
         seed=None if beams else seed,
         form=form_of(fields),
     )
+
+
+def check_scored(requests: Sequence[Request], *, param: str) -> None:
+    """Raise ApiError for more log-probabilities of prompts than an answer can have."""
+    count = sum(len(each.prompt) * (1 + each.prompt_logprobs) for each in requests if each.prompt_logprobs is not None)
+    if count > _MOST_SCORED:
+        raise ApiError(
+            f"the answer would have {count:,} log-probabilities of prompts, and can have at most {_MOST_SCORED:,}: "
+            "send fewer or shorter prompts in a request, or ask for fewer choices or fewer of the most probable tokens",
+            param=param,
+        )
 
 
 def check_together(fields: Mapping[str, Any], *, choices: int) -> None:

@@ -54,6 +54,7 @@ def run_http(connection: Connection, listener: socket.socket) -> None:
         parts: HttpParts = connection.recv()
     except (EOFError, OSError):  # the engine's process has ended
         return
+    sys.setswitchinterval(0.001)  # the event loop soon gets its turn while threads work
     server = Server.connected(connection, parts.limits, parts.model, parts.config, keys=parts.keys)
     HttpServer(server).run([listener])
 

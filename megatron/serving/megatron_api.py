@@ -16,7 +16,7 @@ from megatron.core.inference.request import BeamSearch, Request, Result, StopRul
 from megatron.core.inference.sampling import Sampling
 from megatron.serving.errors import ApiError
 from megatron.serving.fields import MOST_PROMPTS, Field
-from megatron.serving.generating import ApiCall
+from megatron.serving.generating import ApiCall, check_scored
 from megatron.serving.model import ServedModel
 from megatron.serving.schema import WrongTypeError, checked
 from megatron.serving.token_texts import finite
@@ -247,6 +247,7 @@ def read_megatron(body: Mapping[str, Any], model: ServedModel, *, id: str) -> Ap
         )
         for number, ids in enumerate(prompts)
     ]
+    check_scored(requests, param="logprobs")
     requests = list(map(model.placed, requests))
     return ApiCall(id=id, fields=fields, prompts=prompts, requests=requests, choices=1, seed=seed)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import hmac
 import logging
 import re
@@ -19,6 +20,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from megatron.serving.errors import ApiError
 from megatron.serving.responses import error_response
+from megatron.serving.work import INLINE_BYTES, LARGE_BYTES, Work, give_back_memory
 from megatron.small_files import parse_json
 
 logger = logging.getLogger("megatron.serving.access")
@@ -45,7 +47,7 @@ class RequestIds:
         given = Headers(scope=scope).get("x-request-id", "")
         scope["state"]["id"] = own = secrets.token_hex(12)
         request_id = given if re.fullmatch(r"[\w.-]{1,64}", given) else own
-        scope["state"]["quiet"] = False
+        scope["state"]["quiet"] = scope["state"]["is_large"] = False
         started, status = time.perf_counter(), CLIENT_LEFT
 
         async def send_with_id(message: Message) -> None:
@@ -58,6 +60,8 @@ class RequestIds:
         try:
             await self._app(scope, receive, send_with_id)
         finally:
+            if scope["state"]["is_large"]:
+                asyncio.get_running_loop().run_in_executor(None, give_back_memory)
             if self._log and not scope["state"]["quiet"]:
                 client = (scope.get("client") or ("-",))[0]
                 line = f"{scope['method']} {quote(scope['path'])}"
@@ -116,8 +120,10 @@ class OneLength:
         await error_response(ApiError(message, headers=_CLOSE), scope)(scope, receive, send)
 
 
-async def read_body(request: HttpRequest, *, most_bytes: int, seconds: float, any_type: bool = False) -> dict[str, Any]:
-    """The JSON object in a request's body, whatever its content type with ``any_type``.
+async def read_body(
+    request: HttpRequest, work: Work, *, most_bytes: int, seconds: float, any_type: bool = False
+) -> dict[str, Any]:
+    """The JSON object in a request's body, whatever its content type with ``any_type``; sets ``state.is_large``.
 
     Raises ApiError for a body that is none, too large, or too slow.
     """
@@ -137,7 +143,21 @@ async def read_body(request: HttpRequest, *, most_bytes: int, seconds: float, an
         raise ApiError(f"the body took more than {seconds:g} s to arrive", status=408, headers=_CLOSE) from None
     except ClientDisconnect:
         raise ApiError("the body ends before its length", headers=_CLOSE) from None
-    found: dict[str, Any] = parse_json(body, dict[str, Any], where="the body", error=ApiError)
+    request.state.is_large = len(body) > LARGE_BYTES
+    if len(body) <= INLINE_BYTES:
+        return _parsed(body)
+    return await work.run(request.state.is_large, _parsed, body)
+
+
+def _parsed(body: bytes) -> dict[str, Any]:
+    most = sum(map(body.count, (b",", b"[", b"{")))
+    if most > _MOST_VALUES:
+        raise ApiError(f"the body has about {most:,} values; at most {_MOST_VALUES:,} are read", status=413)
+    gc.disable()  # which looks at all lists again and again while millions of them are made
+    try:
+        found: dict[str, Any] = parse_json(body, dict[str, Any], where="the body", error=ApiError)
+    finally:
+        gc.enable()
     return found
 
 
@@ -157,4 +177,5 @@ async def _whole_body(request: HttpRequest, most_bytes: int) -> bytes:
     return bytes(body)
 
 
+_MOST_VALUES = 1 << 21
 _CLOSE = {"connection": "close"}  # what is left of the body is not read

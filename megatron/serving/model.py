@@ -19,6 +19,9 @@ if TYPE_CHECKING:
     from megatron.serving.templates import Templates
 
 
+_LONGEST_CUT = 1 << 20  # characters of a prompt of which only the end is kept
+
+
 @dataclass(frozen=True, kw_only=True)
 class ServedModel:
     """``max_length``: tokens of a prompt and its generated text together. ``vocab_size``: ids that prompts may have.
@@ -69,11 +72,30 @@ class ServedModel:
             "is_encoder_decoder": self.decoder_start is not None,
         }
 
-    def ids_of_text(self, text: str, *, whole: bool, param: str, place: str | None = None) -> list[int]:
+    @cached_property
+    def longest_text(self) -> int:
+        """Characters of a text that may fit: each token has at most as many as the longest one has bytes, and a space
+        beside it that no token has.
+        """
+        longest = max(len(self.tokenizer.token_bytes(token)) for token in range(self.tokenizer.vocab_size))
+        return self.max_length * (longest + 1)
+
+    def ids_of_text(
+        self, text: str, *, whole: bool, param: str, place: str | None = None, is_cut: bool = False
+    ) -> list[int]:
         """Token ids; ``whole``: with those that the tokenizer puts around a text. ``place``: of the text in ``param``.
 
-        Raises ApiError.
+        ``is_cut``: only the last of them are kept. Raises ApiError, also for a text that can't fit, before tokens are
+        made of it: they take a hundred times its memory.
         """
+        most = max(self.longest_text, _LONGEST_CUT) if is_cut else self.longest_text
+        if len(text) > most:
+            raise ApiError(
+                f"{place or param} has {len(text):,} characters; at most {most:,} are read, and a text has at most "
+                f"{self.max_length:,} tokens here: shorten it",
+                param=param,
+                code="context_length_exceeded",
+            )
         encode = self.tokenizer.tokenize_batch if whole else self.tokenizer.tokenize_parts
         try:
             return list(encode([text])[0])
@@ -83,8 +105,9 @@ class ServedModel:
     def check_ids(self, ids: Sequence[int], *, param: str, place: str | None = None) -> None:
         """Raise ApiError for an id that the vocabulary doesn't have. ``place``: of the ids in ``param``."""
         size = self.tokenizer.vocab_size
-        wrong = next((each for each in ids if not 0 <= each < size), None)
-        if wrong is not None:
+        for wrong in (min(ids, default=0), max(ids, default=0)):
+            if 0 <= wrong < size:
+                continue
             raise ApiError(f"{place or param} has the token id {wrong}; this model has 0 to {size - 1}", param=param)
 
     def checked_prompt(

@@ -54,10 +54,12 @@ def checked(value: Any, schema: Schema, name: str) -> Any:
     elif kind == "string":
         _check_text(value, schema, name)
     elif kind == "array":
-        found = [checked(each, schema["items"], f"{name}[{number}]") for number, each in enumerate(value)]
+        listed = value[: schema.get("maxItems")]  # more are refused, and not looked at
+        if not _are_integers(listed, schema["items"]):
+            listed = [checked(each, schema["items"], f"{name}[{number}]") for number, each in enumerate(listed)]
         if not schema.get("minItems", 0) <= len(value) <= schema.get("maxItems", math.inf):
             raise wrong(value, schema, name)
-        return found
+        return listed
     elif kind == "object":
         return _checked_object(value, schema, name)
     return value
@@ -105,6 +107,13 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
 
 
+def _are_integers(values: list[Any], schema: Schema) -> bool:
+    """Whether all ``values`` fit a schema of whole numbers, without a step in Python for each: there may be many."""
+    if schema.get("type") != "integer" or set(map(type, values)) != {int}:
+        return False
+    return not _out_of_bounds(min(values), schema) and not _out_of_bounds(max(values), schema)
+
+
 def _out_of_bounds(value: float, schema: Schema) -> bool:
     least, above, most = (schema.get(name) for name in ("minimum", "exclusiveMinimum", "maximum"))
     return (
@@ -127,6 +136,10 @@ def _check_text(value: str, schema: Schema, name: str) -> None:
 
 
 def _checked_object(value: dict[str, Any], schema: Schema, name: str) -> dict[str, Any]:
+    if len(value) > schema.get("maxProperties", math.inf):
+        raise ApiError(
+            f"{name} has {len(value):,} entries; it can have at most {schema['maxProperties']:,}", param=_field_of(name)
+        )
     known: Schema = schema.get("properties", {})
     others = schema.get("additionalProperties", True)
     required = schema.get("required", ())

@@ -5,42 +5,51 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from starlette.responses import Response
+
 from megatron.serving.chat import conversation_ids
 from megatron.serving.errors import ApiError
 from megatron.serving.fields import DETOKENIZE, TOKENIZE, read_fields
 from megatron.serving.model import ServedModel
+from megatron.serving.responses import json_response
 from megatron.serving.token_texts import TokenTexts
 
 
-async def tokenized(body: Mapping[str, Any], model: ServedModel, *, trust_templates: bool) -> dict[str, Any]:
-    """The token ids of a text or a conversation. Raises ApiError.
-
-    The name of a special token alone, without ``add_special_tokens``, is that token, also where texts cannot spell it:
-    clients know it by its name in /tokenizer_info only.
-    """
+def read_tokenize(body: Mapping[str, Any], model: ServedModel) -> dict[str, Any]:
+    """The fields of a request, checked. Raises ApiError."""
     fields = read_fields(body, TOKENIZE)
     model.check_name(fields["model"])
     if (fields["prompt"] is None) == (fields["messages"] is None):
         raise ApiError("give either prompt or messages", param="prompt")
-    if fields["messages"] is not None:
-        ids = await conversation_ids(fields, model, trust_templates=trust_templates)
+    return fields
+
+
+def tokenized(fields: Mapping[str, Any], model: ServedModel, conversation: str | None) -> Response:
+    """The token ids of a text, or of the ``conversation`` that a template has written. Raises ApiError.
+
+    The name of a special token alone, without ``add_special_tokens``, is that token, also where texts cannot spell it:
+    clients know it by its name in /tokenizer_info only.
+    """
+    if conversation is not None:
+        ids = conversation_ids(conversation, fields, model)
     else:
         ids = _ids_of_text(fields["prompt"], model, whole=fields["add_special_tokens"] is not False)
     texts = TokenTexts(model.tokenizer)
-    return {
+    answer = {
         "count": len(ids),
         "max_model_len": model.max_length,
         "tokens": ids,
         "token_strs": [texts.spelled(each) for each in ids] if fields["return_token_strs"] else None,
     }
+    return json_response(answer)
 
 
-def detokenized(body: Mapping[str, Any], model: ServedModel) -> dict[str, Any]:
+def detokenized(body: Mapping[str, Any], model: ServedModel) -> Response:
     """The text of token ids. Raises ApiError."""
     fields = read_fields(body, DETOKENIZE)
     model.check_name(fields["model"])
     model.check_ids(fields["tokens"], param="tokens")
-    return {"prompt": model.tokenizer.detokenize(fields["tokens"])}
+    return json_response({"prompt": model.tokenizer.detokenize(fields["tokens"])})
 
 
 def tokenizer_info(model: ServedModel) -> dict[str, Any]:
