@@ -49,10 +49,10 @@ class Tokenizer(Protocol):
 
     @abstractmethod
     def detokenize(self, ids: Sequence[int]) -> str:
-        """Text of the ids, special tokens included."""
+        """Text of the ids, special tokens included; ids beyond the vocabulary, which many models embed, have none."""
 
     def token_bytes(self, token: int) -> bytes:
-        """What a token adds to a text that has begun, as UTF-8: some tokens are parts of characters."""
+        """What a token adds to a text that has begun, as UTF-8: some are parts of characters, some add nothing."""
         return self.detokenize([token, token])[len(self.detokenize([token])) :].encode()
 
     @property
@@ -86,6 +86,11 @@ class MaskingTokenizer(SpanTokenizer, Protocol):
     sep: int
     mask: int
     separators: int
+
+
+def with_pieces(ids: Iterable[int], vocab_size: int) -> list[int]:
+    """The ids that a vocabulary has; a model's embedding is often larger, and untrained rows may be sampled."""
+    return [token for token in ids if 0 <= token < vocab_size]
 
 
 def encoded_texts(texts: Iterable[str]) -> list[bytes]:

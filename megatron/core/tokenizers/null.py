@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from megatron.core.tokenizers.base import Tokenizer, fingerprint_of
+from megatron.core.tokenizers.base import Tokenizer, fingerprint_of, with_pieces
 from megatron.errors import ConfigError, DataError
 
 
@@ -49,4 +49,4 @@ class NullTokenizer(Tokenizer):
 
     def detokenize(self, ids: Sequence[int]) -> str:
         """The numbers, separated by spaces."""
-        return " ".join(map(str, ids))
+        return " ".join(map(str, with_pieces(ids, self.vocab_size)))

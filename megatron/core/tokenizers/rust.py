@@ -11,7 +11,7 @@ from typing import Any
 import tokenizers
 from tokenizers import decoders
 
-from megatron.core.tokenizers.base import Tokenizer, encoded_texts, extra_id_tokens, fingerprint_of
+from megatron.core.tokenizers.base import Tokenizer, encoded_texts, extra_id_tokens, fingerprint_of, with_pieces
 from megatron.errors import DataError
 
 _BYTE_PIECE = re.compile(r"<0x([0-9A-F]{2})>")
@@ -91,11 +91,11 @@ class RustTokenizer(Tokenizer):
 
     def detokenize(self, ids: Sequence[int]) -> str:
         """Text of the ids, special tokens included."""
-        return self.pipeline.decode(list(ids), skip_special_tokens=False)
+        return self.pipeline.decode(with_pieces(ids, self.vocab_size), skip_special_tokens=False)
 
     def token_bytes(self, token: int) -> bytes:
         """What a token adds to a text that has begun, as UTF-8."""
-        piece = self.pipeline.id_to_token(token) or ""
+        piece = (self.pipeline.id_to_token(token) if 0 <= token < self.vocab_size else None) or ""
         if self._is_byte_level:
             if all(character in _BYTES for character in piece):
                 return bytes(_BYTES[character] for character in piece)

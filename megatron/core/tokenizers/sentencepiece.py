@@ -8,7 +8,14 @@ from collections.abc import Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from megatron.core.tokenizers.base import Tokenizer, encoded_texts, extra_id_tokens, fingerprint_of, required_file
+from megatron.core.tokenizers.base import (
+    Tokenizer,
+    encoded_texts,
+    extra_id_tokens,
+    fingerprint_of,
+    required_file,
+    with_pieces,
+)
 from megatron.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
@@ -46,7 +53,7 @@ class PlainSentencePiece(Tokenizer):
 
     def detokenize(self, ids: Sequence[int]) -> str:
         """Text of the ids."""
-        return str(self._model.decode(list(ids)))
+        return str(self._model.decode(with_pieces(ids, self.vocab_size)))
 
     def token_bytes(self, token: int) -> bytes:
         """What a token adds to a text that has begun, as UTF-8."""
@@ -110,7 +117,7 @@ class SentencePieceTokenizer(Tokenizer):
     def detokenize(self, ids: Sequence[int]) -> str:
         """Text of the ids; special tokens are spelled out."""
         text, run = "", list[int]()
-        for number in ids:
+        for number in with_pieces(ids, self.vocab_size):
             if number in self._spelled:
                 text += str(self._model.decode(run)) + self._spelled[number]
                 run = []
@@ -146,7 +153,9 @@ def _encode(model: SentencePieceProcessor, texts: Sequence[str], *, begin: bool 
 
 
 def _piece_bytes(model: SentencePieceProcessor, token: int) -> bytes:
-    """The byte of a piece that stands for one, else the piece as the library shows it inside a text."""
+    """The byte of a piece that stands for one, else the piece as the library shows it inside a text; b"" for none."""
+    if not 0 <= token < model.get_piece_size():
+        return b""
     piece = model.id_to_piece(token)
     if model.is_byte(token):
         return bytes.fromhex(piece[3:5])  # <0xE2>

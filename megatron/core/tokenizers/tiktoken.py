@@ -9,7 +9,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from megatron.core.tokenizers.base import Tokenizer, encoded_texts, fingerprint_of, required_file
+from megatron.core.tokenizers.base import Tokenizer, encoded_texts, fingerprint_of, required_file, with_pieces
 from megatron.errors import ConfigError, DataError
 from megatron.small_files import VOCABULARY_BYTES, read_json
 
@@ -86,11 +86,11 @@ class TikTokenizer(Tokenizer):
 
     def detokenize(self, ids: Sequence[int]) -> str:
         """Text of the ids; bytes that end inside a character come back as U+FFFD."""
-        return self._encoding.decode(list(ids))
+        return self._encoding.decode(with_pieces(ids, self.vocab_size))
 
     def token_bytes(self, token: int) -> bytes:
         """What a token adds to a text, as UTF-8."""
-        return self._encoding.decode_single_token_bytes(token)
+        return self._encoding.decode_single_token_bytes(token) if 0 <= token < self.vocab_size else b""
 
     @property
     def special_ids(self) -> frozenset[int]:
