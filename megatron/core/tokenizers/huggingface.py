@@ -1,22 +1,31 @@
-"""A tokenizer in the form Hugging Face publishes: a tokenizer.json, alone or in a folder. Nothing is downloaded."""
+"""A tokenizer in a form that Hugging Face publishes: a folder, or a tokenizer.json. Nothing is downloaded."""
 
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Mapping, Sequence
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
-import tokenizers
-
 from megatron.core.tokenizers.base import extra_id_tokens, refuse_url
+from megatron.core.tokenizers.published.building import Published, build_published
 from megatron.core.tokenizers.rust import RustTokenizer
 from megatron.errors import ConfigError, DataError
 from megatron.small_files import read_json
 
+logger = logging.getLogger(__name__)
+
 KIND = "HuggingFaceTokenizer"
 _SPACES = ("\u2581", "\u0120")  # the space before a word, in SentencePiece's models and in byte-level BPE
+# What ``clean_up_tokenization_spaces`` replaces in texts, in this order.
+_CLEANED = (
+    *((f" {sign}", sign) for sign in ".?!,"),
+    (" ' ", "'"),
+    *((f" {ending}", ending) for ending in ("n't", "'m", "'s", "'ve", "'re")),
+)
+_VOCABULARIES = ("tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "spm.model", "vocab.json", "vocab.txt")
 KNOWN_ENDS = ("<|endoftext|>", "</s>", "<|end_of_text|>", "<eos>")
 
 
@@ -24,7 +33,8 @@ class HuggingFaceTokenizer(RustTokenizer):
     """The pipeline of a tokenizer.json, and the ids of its vocabulary for masked samples.
 
     ``cls``, ``sep`` and ``mask`` exist where all three are named. Its own ``<extra_id_N>`` are sentinels as well as
-    those of ``--vocab-extra-ids``. A decoder begins with ``bos``, or with padding where there is none.
+    those of ``--vocab-extra-ids``. A decoder begins as config.json says, else with ``bos``, or with padding
+    where there is none.
     """
 
     cls: int
@@ -33,11 +43,14 @@ class HuggingFaceTokenizer(RustTokenizer):
     separators: int
 
     def __init__(
-        self, pipeline: tokenizers.Tokenizer, *, roles: Mapping[str, int], eod: int, bos: int | None, extra_ids: int
+        self, found: Published, *, roles: Mapping[str, int], eod: int, bos: int | None, extra_ids: int
     ) -> None:
-        pad = roles.get("pad_token")
-        super().__init__(pipeline, name=KIND, eod=eod, pad=pad, bos=bos, eos=eod, extra_ids=extra_ids)
-        self.decoder_start = pad if bos is None else bos
+        pad, pipeline, written = roles.get("pad_token"), found.pipeline, found.written
+        super().__init__(pipeline, name=KIND, eod=eod, pad=pad, bos=bos, eos=eod, extra_ids=extra_ids, written=written)
+        start = found.decoder_start_id
+        usual = pad if bos is None else bos
+        self.decoder_start = start if start is not None and start < self.vocab_size else usual
+        self._cleans_spaces = found.cleans_spaces
         if roles.keys() >= {"cls_token", "sep_token", "mask_token"}:
             self.cls, self.sep, self.mask = (roles[f"{name}_token"] for name in ("cls", "sep", "mask"))
             self.separators = max(pipeline.num_special_tokens_to_add(is_pair=True) - 2, 1)  # RoBERTa has two
@@ -45,6 +58,14 @@ class HuggingFaceTokenizer(RustTokenizer):
         mark = "" if extra_id_tokens(1)[0] in own else _SPACES[0]  # mT5's are spelled with a space before
         names = takewhile(own.__contains__, (f"{mark}{name}" for name in extra_id_tokens(len(own))))
         self.sentinels = tuple(own[name] for name in names)
+
+    def detokenize(self, ids: Sequence[int]) -> str:
+        """Text of the ids, special tokens included; without spaces before signs where the folder says so."""
+        text = super().detokenize(ids)
+        if self._cleans_spaces:
+            for before, after in _CLEANED:
+                text = text.replace(before, after)
+        return text
 
     def continuations(self) -> Sequence[bool]:
         """For each id whether it continues the previous word, judged by its spelling; added tokens never do."""
@@ -60,59 +81,51 @@ class HuggingFaceTokenizer(RustTokenizer):
 
 
 def load(tokenizer_model: str | None, *, extra_ids: int) -> HuggingFaceTokenizer:
-    """Ids as the tokenizer's own pipeline computes them, with the tokens its post-processor adds.
+    """Ids as transformers 5 computes them from the same folder, with the tokens that belong around a text.
 
-    The roles of special tokens come from the tokenizer_config.json or special_tokens_map.json beside it.
+    The roles of special tokens come from the tokenizer_config.json or special_tokens_map.json in it.
     Raises ConfigError when the flag is missing, DataError when the files are missing or are something else.
     """
-    path = _find(tokenizer_model)
-    try:
-        pipeline = tokenizers.Tokenizer.from_file(str(path))
-    except Exception as error:  # the library raises nothing narrower
-        raise DataError(f"--tokenizer-model {path} is not a tokenizer.json: {error}.") from None
-    roles = special_tokens(path.parent)
+    folder, file = _find(tokenizer_model)
+    found = build_published(folder, file)
+    for remark in found.remarks:
+        logger.warning("%s", remark)
+    named, pipeline = {**found.roles, **special_tokens(folder)}, found.pipeline
 
     def token_id(role: str, fallbacks: Sequence[str] = ()) -> int | None:
-        names = [roles[role]] if role in roles else fallbacks
+        names = [named[role]] if role in named else fallbacks
         return next((found for name in names if (found := pipeline.token_to_id(name)) is not None), None)
 
     eos = token_id("eos_token", KNOWN_ENDS)
-    if eos is None and "eos_token" not in roles:  # [SEP] ends documents as it ends texts
+    if eos is None and "eos_token" not in named:  # [SEP] ends documents as it ends texts
         eos = token_id("sep_token")
-    if eos is None:
-        named = (
-            f"eos_token {roles['eos_token']!r} is not one of its tokens" if "eos_token" in roles else "none is named"
+    if eos is None or "eos_token" in found.unlisted:
+        problem = (
+            f"eos_token {named['eos_token']!r} is not one of its tokens" if "eos_token" in named else "none is named"
         )
         raise DataError(
-            f"--tokenizer-model {path} needs a token that ends documents, but {named}: give one of its tokens as "
-            f'"eos_token" in {path.with_name("tokenizer_config.json")}.'
+            f"--tokenizer-model {file or folder} needs a token that ends documents, but {problem}: give one of its "
+            f'tokens as "eos_token" in {folder / "tokenizer_config.json"}.'
         )
-    known = {role: number for role in roles if (number := token_id(role)) is not None}
-    return HuggingFaceTokenizer(pipeline, roles=known, eod=eos, bos=known.get("bos_token"), extra_ids=extra_ids)
+    known = {role: number for role in named if (number := token_id(role)) is not None}
+    return HuggingFaceTokenizer(found, roles=known, eod=eos, bos=known.get("bos_token"), extra_ids=extra_ids)
 
 
-def _find(tokenizer_model: str | None) -> Path:
-    """The tokenizer.json that the flag names."""
+def _find(tokenizer_model: str | None) -> tuple[Path, Path | None]:
+    """The folder that the flag names, and its tokenizer.json if there is one."""
     if tokenizer_model is None:
         raise ConfigError(f"{KIND} needs --tokenizer-model: the path of a tokenizer.json or of its folder.")
     refuse_url(tokenizer_model, flag="--tokenizer-model")
     path = Path(tokenizer_model)
     if path.is_file():
-        return path
+        return (path.parent, path) if path.name not in _VOCABULARIES else (path.parent, None)
     if not path.is_dir():
         raise DataError(
             f"--tokenizer-model {tokenizer_model} does not exist, and nothing is downloaded from the Hugging Face hub: "
             "fetch it (hf download NAME --local-dir FOLDER) and give the folder."
         )
-    if (path / "tokenizer.json").is_file():
-        return path / "tokenizer.json"
-    if (path / "tokenizer.model").is_file():
-        advice = f"GPTSentencePieceTokenizer --tokenizer-model {path / 'tokenizer.model'}"
-    elif (path / "vocab.json").is_file() and (path / "merges.txt").is_file():
-        advice = f"GPT2BPETokenizer --vocab-file {path / 'vocab.json'} --merge-file {path / 'merges.txt'}"
-    else:
-        raise DataError(f"--tokenizer-model {path} holds no tokenizer.json; give a folder or file of a fast tokenizer.")
-    raise DataError(f"--tokenizer-model {path} holds no tokenizer.json; use --tokenizer-type {advice}.")
+    file = path / "tokenizer.json"
+    return path, file if file.is_file() else None
 
 
 def special_tokens(folder: Path) -> dict[str, str]:

@@ -19,13 +19,16 @@ _BYTE_PIECE = re.compile(r"<0x([0-9A-F]{2})>")
 _PRINTABLE = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
 _OTHERS = [value for value in range(256) if value not in _PRINTABLE]
 _BYTES = {chr(value): value for value in _PRINTABLE} | {chr(256 + n): value for n, value in enumerate(_OTHERS)}
+BYTE_CHARACTERS = {value: character for character, value in _BYTES.items()}
+"""How byte-level vocabularies spell each byte."""
 _MOST_HOLES = 100_000  # ids without a token; real vocabularies have a few
 
 
 class RustTokenizer(Tokenizer):
     """Normalizer, pre-tokenizer, model and post-processor as one pipeline.
 
-    ``--vocab-extra-ids`` appends ``<extra_id_0>``, ... to the vocabulary.
+    ``--vocab-extra-ids`` appends ``<extra_id_0>``, ... to the vocabulary. ``written``: another description of the same
+    tokenizer, which its fingerprint is made of.
     """
 
     def __init__(
@@ -38,6 +41,7 @@ class RustTokenizer(Tokenizer):
         bos: int | None,
         eos: int | None,
         extra_ids: int = 0,
+        written: tokenizers.Tokenizer | None = None,
     ) -> None:
         vocabulary = pipeline.get_vocab(with_added_tokens=True)
         # With ids so far apart, lists by id, the library's own among them, would take all memory.
@@ -52,7 +56,7 @@ class RustTokenizer(Tokenizer):
         self._appended = [token for token in extra_id_tokens(extra_ids) if pipeline.token_to_id(token) is None]
         pipeline.add_special_tokens(self._appended)
         self.name, self.eod, self.pad, self.bos, self.eos = name, eod, pad, bos, eos
-        self.pipeline = pipeline
+        self.pipeline, self._written = pipeline, written or pipeline
         # Not the number of tokens: some vocabularies have holes, and embeddings are looked up by id.
         self.vocab_size = max(pipeline.get_vocab(with_added_tokens=True).values()) + 1
 
@@ -64,9 +68,9 @@ class RustTokenizer(Tokenizer):
         no id: vocab.json with merges.txt and the tokenizer.json of the same training have one fingerprint. Nor does it
         depend on sentinels that ``--vocab-extra-ids`` appends: data preprocessed without them can be read.
         """
-        spec = json.loads(self.pipeline.to_str())
+        spec = json.loads(self._written.to_str())
         parts = {part: _essence(spec[part]) for part in ("normalizer", "pre_tokenizer", "post_processor", "model")}
-        if self.pipeline.num_special_tokens_to_add(is_pair=False) == 0:  # it only adjusts character offsets
+        if self._written.num_special_tokens_to_add(is_pair=False) == 0:  # it only adjusts character offsets
             parts["post_processor"] = None
         vocabulary = self.pipeline.get_vocab(with_added_tokens=True)
         for token in self._appended:
@@ -88,6 +92,8 @@ class RustTokenizer(Tokenizer):
         except TypeError:  # the library's error for a lone surrogate
             encoded_texts(texts)
             raise
+        except Exception as error:  # a vocabulary that cannot spell a word and has no unknown token
+            raise DataError(f"{self.name} cannot encode a text: {error}") from None
 
     def detokenize(self, ids: Sequence[int]) -> str:
         """Text of the ids, special tokens included."""

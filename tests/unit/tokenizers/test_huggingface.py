@@ -163,7 +163,8 @@ def test_flag_is_required() -> None:
 @pytest.mark.parametrize(
     ("files", "advice"),
     [
-        (["tokenizer.model"], "GPTSentencePieceTokenizer --tokenizer-model"),
+        (["vocab.txt"], "BertWordPieceCase --vocab-file"),
+        (["spiece.model"], "GPTSentencePieceTokenizer --tokenizer-model"),
         (["vocab.json", "merges.txt"], "GPT2BPETokenizer --vocab-file"),
         ([], "give a folder or file of a fast tokenizer"),
     ],

@@ -1,0 +1,115 @@
+"""A tokenizer is what its folder says: ids and texts of transformers' AutoTokenizer, over the forms of published models.
+
+The reference is an extra, and only tests import it.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron.config.tokenizer import TokenizerConfig
+from megatron.core.tokenizers.build import build_tokenizer
+from megatron.core.tokenizers.huggingface import HuggingFaceTokenizer
+from megatron.errors import DataError
+from tests.unit.tokenizers import published_folders
+from tests.unit.tokenizers.published_folders import Form, decoder, form, forms, llama_model, token
+
+transformers = pytest.importorskip("transformers", minversion="5.0", reason="the reference is transformers 5")
+
+FORMS = forms()
+ASKED = [
+    *published_folders.TEXTS,
+    "",
+    " ",
+    "  two  spaces  ",
+    "\n\n a \n",
+    "\tx\r\ny",
+    "the dog</s> the<s>dog <s> the",
+    "a<|im_start|>user\nhi<|im_end|> b <|im_end|> c",
+    "x<pad>y <mask> z<unk>",
+    "漢字🎉 \U0001f9ff ñ",
+    "dogs dog foxes fox <x> a  <x>  b",
+    "<extra_id_0> the <extra_id_1>x<extra_id_4>",
+    "[CLS] hello , world . [SEP]it ' s n't [MASK] [E1]",
+    "<|endoftext|>a <|endoftext|> b",
+    "<bos>a<start_of_turn>user\n x<end_of_turn>",
+    "<|user|> [INST]x[/INST] <image> <a><b> <p> <m>",
+    "``x'' 123 1234",
+    "<|begin_of_text|> the dog<|end_of_text|>",
+]
+
+
+def build(folder: Path) -> HuggingFaceTokenizer:
+    config = TokenizerConfig(tokenizer_type="HuggingFaceTokenizer", tokenizer_model=str(folder))
+    tokenizer = build_tokenizer(config)
+    assert isinstance(tokenizer, HuggingFaceTokenizer)
+    return tokenizer
+
+
+def reference_of(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """What transformers reads from the folder, and nothing from anywhere else."""
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    return transformers.AutoTokenizer.from_pretrained(folder)
+
+
+def test_the_forms_are_many() -> None:
+    assert len({each.name for each in FORMS}) == len(FORMS) > 100
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("published", FORMS, ids=lambda published: published.name)
+def test_ids_and_texts_are_those_of_transformers(
+    published: Form, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a tokenizer.model the settings and added tokens beside it were ignored; with a tokenizer.json the tokens
+    that only other files name, and what the class of the tokenizer says.
+    """
+    published.write(tmp_path)
+    reference, tokenizer = reference_of(tmp_path, monkeypatch), build(tmp_path)
+    assert tokenizer.tokenize_batch(ASKED) == [reference(text).input_ids for text in ASKED]
+    plain = [reference(text, add_special_tokens=False).input_ids for text in ASKED]
+    assert tokenizer.tokenize_parts(ASKED) == plain
+    for text in ASKED:
+        ids = reference(text).input_ids
+        assert tokenizer.detokenize(ids) == reference.decode(ids), text
+    assert tokenizer.vocab_size == max(reference.get_vocab().values()) + 1
+    for role in ("bos", "eos", "pad"):
+        expected = getattr(reference, f"{role}_token_id")
+        assert expected is None or getattr(tokenizer, role) == expected, role
+
+
+SP = {"tokenizer.model": b""}
+REFUSED = [
+    (form("class", {"tokenizer.json": published_folders.byte_level("<|endoftext|>")}, {"tokenizer_class": "XLNetTokenizer"}),
+     "is of XLNetTokenizer, which cuts text by rules of its own"),
+    (form("program", {"tokenizer.model": llama_model()},
+          {"tokenizer_class": "BaichuanTokenizer", "auto_map": {"AutoTokenizer": ["tokenization_baichuan.X", None]}}),
+     r"has its tokenizer as a program \(auto_map\), which is never run"),
+    (form("other model", {"tokenizer.json": published_folders.json_of_words("WordPiece")}, {"tokenizer_class": "GPT2Tokenizer"}),
+     'holds a tokenizer.json of WordPiece, but its files name GPT2Tokenizer, which is a BPE: .*"TokenizersBackend"'),
+    (form("no vocabulary", {}, {"tokenizer_class": "T5Tokenizer"}), "no tokenizer.model or tiktoken.model or spiece.model"),
+    (form("empty", {"tokenizer.model": b""}), r"tokenizer\.model is empty"),
+    (form("noise", {"tokenizer.model": b"\xff" * 99}), "neither a SentencePiece model nor a tiktoken file"),
+    (form("words", {"tokenizer.model": published_folders.sentencepiece_model("word", vocab_size=60)}),
+     "is a SentencePiece model of words or characters"),
+    (form("no mark", {"vocab.txt": "a\nb\n[UNK]\n"}, {"tokenizer_class": "BertTokenizer"}),
+     "is of BertTokenizer, which needs a cls_token in its vocabulary"),
+    (form("no end", {"tokenizer.model": ranks} if (ranks := published_folders.ranks()) else {}), "none is named"),
+    (form("no merges", {"vocab.json": {"a": 0}}, {"tokenizer_class": "GPT2Tokenizer"}), "vocab.json and merges.txt"),
+    (form("list", {"tokenizer.model": llama_model()}, {"added_tokens_decoder": []}), "added_tokens_decoder is"),
+    (form("token", {"tokenizer.model": llama_model()}, {"added_tokens_decoder": {"900": {"content": 3}}}), "describes a token as"),
+    (form("far id", {"tokenizer.model": llama_model()}, {"added_tokens_decoder": decoder(token("x"), first=1 << 40)}), "has the id"),
+    (form("switch", {"tokenizer.model": llama_model()}, {"add_bos_token": "yes"}), "expected true or false"),
+    (form("role", {"tokenizer.model": llama_model()}, {"eos_token": 3}), "eos_token is 3"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("published", "message"), REFUSED, ids=lambda each: getattr(each, "name", ""))
+def test_other_folders_are_refused_by_name(published: Form, message: str, tmp_path: Path) -> None:
+    """Never some other tokenizer than the folder's, and never a traceback."""
+    published.write(tmp_path)
+    with pytest.raises(DataError, match=message):
+        build(tmp_path)
