@@ -67,7 +67,7 @@ setup(
     # as megatron-core's, in site-packages.
     package_dir={"": "."},
     packages=find_packages(include=["megatron", "megatron.*"]),
-    package_data={"megatron": ["py.typed", "serving/page/*.html"]},
+    package_data={"megatron": ["py.typed", "serving/page/*.html", "core/tokenizers/published/*.json"]},
     cmdclass={"build_py": BuildWithPrograms},
     entry_points={"console_scripts": ["megatron = megatron.__main__:main"]},
     install_requires=[

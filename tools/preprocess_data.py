@@ -186,6 +186,8 @@ def preprocess(config: PreprocessConfig, tokenizer_config: TokenizerConfig) -> T
         probe = list(itertools.islice(_texts(head, config.json_keys), 1000))
         choosing = pool.submit(_engine, config, tokenizer, probe, dtype.name)
         stamp, engine = TokenizerStamp.of(tokenizer), choosing.result()
+    for remark in _remarks(config, tokenizer, probe):
+        print(f"note: {remark}", file=sys.stderr)
     encoding = Encoding(tokenizer_config, config.json_keys, config.append_eod, dtype.name, rules, engine.name)
     journal = Journal(
         Path(f"{config.output_prefix}_unfinished.json"), settings=_settings(config, stamp, rules), inputs=paths
@@ -209,6 +211,20 @@ def preprocess(config: PreprocessConfig, tokenizer_config: TokenizerConfig) -> T
     journal.remove()
     _summarize(run, stamp, dtype=dtype.name, engine=engine, rules=rules)
     return run.tally
+
+
+def _remarks(config: PreprocessConfig, tokenizer: Tokenizer, probe: Sequence[str]) -> Iterator[str]:
+    """What a user should know about the documents: a tokenizer that other files describe, and ends that come twice."""
+    yield from getattr(tokenizer, "remarks", ())
+    if config.split_sentences or tokenizer.name == "NullTokenizer":
+        return
+    around = tokenizer.tokenize_batch([""])[0]
+    is_twice = config.append_eod and around[-1:] == [tokenizer.eod]
+    if is_twice or (around and "" in probe):
+        end = tokenizer.detokenize([tokenizer.eod])
+        empty = tokenizer.detokenize([*around, *([tokenizer.eod] if config.append_eod else [])])
+        twice = f"documents end with {end} twice, the tokenizer's own and that of --append-eod (leave it out for one); "
+        yield f"{twice if is_twice else ''}an empty text becomes a document of {empty} alone"
 
 
 def _engine(config: PreprocessConfig, tokenizer: Tokenizer, probe: Sequence[str], dtype: str) -> EngineChoice:

@@ -91,6 +91,8 @@ def main(argv: Sequence[str]) -> int:
     if tokenizer_config.tokenizer_type is None:
         tokenizer_config = dataclasses.replace(tokenizer_config, tokenizer_type="GPT2BPETokenizer")
     tokenizer = build_tokenizer(tokenizer_config)
+    for remark in getattr(tokenizer, "remarks", ()):
+        print(f"note: {remark}", file=sys.stderr)
     encoder = SampleEncoder(tokenizer, _writer(config, tokenizer, tokenizer_config.tokenizer_model))
     counts = convert(config, tokenizer, encoder)
     print("\n".join(report(config, counts, encoder, tokenizer)))

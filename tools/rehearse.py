@@ -51,6 +51,7 @@ def main(argv: Sequence[str]) -> int:
 
     from megatron.config.vocabulary import vocabulary_size
     from megatron.core.parallel.launch import mesh_of
+    from megatron.core.tokenizers.build import built_size
     from megatron.rehearsal.accelerator import unavailable
     from megatron.rehearsal.ranks import rehearse_ranks
     from megatron.rehearsal.report import problems, report
@@ -60,7 +61,11 @@ def main(argv: Sequence[str]) -> int:
         raise ConfigError(f"{reason}")
     train_spec, remarks = family_of(config.extra).train_spec, left_out(config)
     config = rehearsed(
-        config, train_spec, vocab_size=vocabulary_size(config), steps=wanted.steps, full=wanted.every_microbatch
+        config,
+        train_spec,
+        vocab_size=vocabulary_size(config, built_size),
+        steps=wanted.steps,
+        full=wanted.every_microbatch,
     )
     pipeline = mesh_of(config.parallel, world_size=config.world_size, rank=wanted.rank).members("pp")
     ranks = {"one": [wanted.rank], "pipeline": pipeline, "all": range(config.world_size)}[wanted.ranks]

@@ -54,6 +54,11 @@ class TokenizerConfig(Settings):
         default=None,
         from_checkpoint=True,
     )
+    tokenizer_hf_no_include_special_tokens: bool = flag(
+        "HuggingFaceTokenizer: leave out the tokens that it puts around each text, such as BOS.",
+        default=False,
+        from_checkpoint=True,
+    )
     vocab_size: int | None = flag(
         "Size of the vocabulary before padding, if larger than the tokenizer's. NullTokenizer: number of ids, to "
         "which it adds one for the end of document. BertWordPiece: the number of entries of the file leaves out "

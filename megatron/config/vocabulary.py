@@ -1,26 +1,36 @@
-"""Vocabulary size of a tokenizer's files, counted without the tokenizer's library."""
+"""Vocabulary size of a tokenizer, counted in its files or by building it."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from megatron.config.run import RunConfig
-from megatron.errors import ConfigError
+from megatron.config.tokenizer import TokenizerConfig
+from megatron.errors import ConfigError, MegatronError
 from megatron.small_files import VOCABULARY_BYTES, check_kinds, parse_json, read_bytes
 
 _TIKTOKEN_DEFAULT_SIZE = 2**17
+# Kinds whose size several files decide, or files that only their library reads.
+_BUILT = ("HuggingFaceTokenizer", "SentencePieceTokenizer", "GPTSentencePieceTokenizer", "Llama2Tokenizer")
 _OR_SAY_SO = "; it is not needed with --vocab-size"
 
 
-def vocabulary_size(run: RunConfig) -> int:
-    """Size of the vocabulary before padding: as given, or counted in the tokenizer's files.
+def vocabulary_size(run: RunConfig, built: Callable[[TokenizerConfig], int] | None = None) -> int:
+    """Size of the vocabulary before padding: as given, or of the tokenizer in its files.
 
-    Raises ConfigError when a file is missing or this kind cannot be counted without its library.
+    ``built``: counts by building a tokenizer whose files together decide. Without it the
+    vocabulary's own file is counted. Raises ConfigError when one is missing or can only be counted by building.
     """
     if run.model.vocab_size is not None:
         return run.model.vocab_size
     tokenizer = run.tokenizer
+    if built is not None and tokenizer.tokenizer_type in _BUILT:
+        try:
+            return built(tokenizer)
+        except MegatronError as error:
+            raise ConfigError(f"{str(error).rstrip('.')}{_OR_SAY_SO}") from None
     match tokenizer.tokenizer_type:
         case "GPT2BPETokenizer":
             words = _read_json("--vocab-file", tokenizer.vocab_file)

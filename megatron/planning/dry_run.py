@@ -10,6 +10,7 @@ from megatron.config.report import count, gigabytes, layout_report, settings_rep
 from megatron.config.run import RunConfig
 from megatron.config.vocabulary import vocabulary_size
 from megatron.core.models.train_spec import TrainSpec
+from megatron.core.tokenizers.build import built_size
 from megatron.planning.estimate import (
     MemoryEstimate,
     active_parameters,
@@ -34,7 +35,7 @@ def dry_run_report(run: RunConfig, train_spec: TrainSpec, *, files: Sequence[str
     Raises ConfigError when neither the settings nor the tokenizer's files give the size of the vocabulary, and for
     patterns of parameters that match nothing, or freeze everything.
     """
-    run = with_stages(run.with_vocab_size(vocabulary_size(run)), train_spec)
+    run = with_stages(run.with_vocab_size(vocabulary_size(run, built_size)), train_spec)
     check_patterns(run, train_spec)
     memory = memory_estimate(run, train_spec)
     title = f"memory of {'one' if run.parallel.pipeline_model_parallel_size == 1 else 'the fullest'} rank, estimated"

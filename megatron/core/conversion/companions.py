@@ -12,6 +12,9 @@ from megatron.config.tokenizer import TokenizerConfig
 from megatron.core.files.remote_path import AnyPath, RemotePath
 from megatron.core.tokenizers.base import Tokenizer
 from megatron.core.tokenizers.build import build_tokenizer
+from megatron.core.tokenizers.published.classes import is_plain
+from megatron.core.tokenizers.published.folder import folder_class
+from megatron.core.tokenizers.published.vocabularies import has_vocabulary
 from megatron.errors import CheckpointError, MegatronError
 from megatron.small_files import VOCABULARY_BYTES, check_kinds, read_json
 
@@ -25,17 +28,16 @@ TOKENIZER_FILES = (
     "added_tokens.json",
     "tokenizer.model",
     "spiece.model",
+    "sentencepiece.bpe.model",
+    "spm.model",
+    "tiktoken.model",
     "vocab.json",
     "merges.txt",
     "vocab.txt",
     "chat_template.jinja",
 )
-# Kinds of tokenizers with one file, the first that is there.
-_MODELS = {
-    "tokenizer.json": "HuggingFaceTokenizer",
-    "tokenizer.model": "Llama2Tokenizer",
-    "spiece.model": "GPTSentencePieceTokenizer",
-}
+# What makes more of a vocabulary than its pieces.
+_SAYS_MORE = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
 SETTINGS = ("config.json", "generation_config.json")
 
 
@@ -50,13 +52,15 @@ def tokenizer_in(folder: Path, *, rows: int) -> TokenizerConfig:
     ``rows``: of the model's embedding, which is often larger than the tokenizer's vocabulary.
     """
     settings: dict[str, Any]
-    model = next((name for name in _MODELS if (folder / name).is_file()), None)
     if (pieces := _wordpiece_file(folder)) is not None:
         kind = "BertWordPieceLowerCase" if _is_lower_case(folder) else "BertWordPieceCase"
         settings = {"tokenizer_type": kind, "vocab_file": str(pieces)}
-    elif model is not None:
-        place = folder if model == "tokenizer.json" else folder / model
-        settings = {"tokenizer_type": _MODELS[model], "tokenizer_model": str(place)}
+    elif _is_published(folder):
+        settings = {"tokenizer_type": "HuggingFaceTokenizer", "tokenizer_model": str(folder)}
+    elif (folder / "tokenizer.model").is_file():
+        settings = {"tokenizer_type": "Llama2Tokenizer", "tokenizer_model": str(folder / "tokenizer.model")}
+    elif (folder / "spiece.model").is_file():
+        settings = {"tokenizer_type": "GPTSentencePieceTokenizer", "tokenizer_model": str(folder / "spiece.model")}
     elif (folder / "vocab.json").is_file() and (folder / "merges.txt").is_file():
         files = {"vocab_file": str(folder / "vocab.json"), "merge_file": str(folder / "merges.txt")}
         settings = {"tokenizer_type": "GPT2BPETokenizer", **files}
@@ -70,6 +74,19 @@ def tokenizer_in(folder: Path, *, rows: int) -> TokenizerConfig:
             "tokens out of the tokenizer's files, or the files out of the folder to convert the weights alone"
         )
     return config
+
+
+def _is_published(folder: Path) -> bool:
+    """Whether the folder says how its vocabulary is used: by a tokenizer.json, settings, or the type of its model.
+
+    Llama's tokenizer.model and GPT-2's vocab.json alone are those of Llama2Tokenizer and GPT2BPETokenizer.
+    """
+    if (folder / "tokenizer.json").is_file():
+        return True
+    tokenizer_class = folder_class(folder)
+    if not has_vocabulary(folder, tokenizer_class):
+        return False
+    return any((folder / name).is_file() for name in _SAYS_MORE) or not is_plain(tokenizer_class)
 
 
 def _wordpiece_file(folder: Path) -> Path | None:

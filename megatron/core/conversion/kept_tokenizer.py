@@ -37,12 +37,24 @@ _NAMES: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     "TikTokenizer": {"tokenizer_model": ("tokenizer.tiktoken",)},
 }
 _HUGGING_FACE = "HuggingFaceTokenizer"
-_OF_A_FOLDER = (
-    "tokenizer.json",
+# Of a folder: what says how its vocabulary is used, config.json by the model's type, and what holds the vocabulary.
+_SETTINGS = (
     "tokenizer_config.json",
     "special_tokens_map.json",
     "added_tokens.json",
     "chat_template.jinja",
+    "config.json",
+)
+_WHOLE = "tokenizer.json"
+_VOCABULARIES = (
+    "tokenizer.model",
+    "spiece.model",
+    "sentencepiece.bpe.model",
+    "spm.model",
+    "tiktoken.model",
+    "vocab.json",
+    "merges.txt",
+    "vocab.txt",
 )
 
 
@@ -53,10 +65,7 @@ def files_to_keep(config: TokenizerConfig) -> dict[str, bytes]:
         path = Path(getattr(config, field))
         sources[next((name for name in names if Path(name).suffix == path.suffix), names[0])] = path
     if config.tokenizer_type == _HUGGING_FACE:
-        given = Path(config.tokenizer_model or "")
-        folder = given if given.is_dir() else given.parent
-        sources = {name: folder / name for name in _OF_A_FOLDER if (folder / name).is_file()}
-        sources |= {} if given.is_dir() else {"tokenizer.json": given}
+        sources = _of_a_folder(Path(config.tokenizer_model or ""))
     try:
         return {
             f"{FOLDER}/{name}": read_bytes(path, where=str(path), error=CheckpointError, most_bytes=LARGEST_KEPT)
@@ -67,13 +76,22 @@ def files_to_keep(config: TokenizerConfig) -> dict[str, bytes]:
         return {}
 
 
+def _of_a_folder(given: Path) -> dict[str, Path]:
+    """The files that determine a Hugging Face tokenizer, by name; ``given``: its folder, or a file in it."""
+    folder = given if given.is_dir() else given.parent
+    whole = folder / _WHOLE if given.is_dir() or given.name in _VOCABULARIES else given
+    names = _SETTINGS if whole.is_file() else (*_SETTINGS, *_VOCABULARIES)
+    found = {name: folder / name for name in names if (folder / name).is_file()}
+    return {**found, _WHOLE: whole} if whole.is_file() else found
+
+
 def kept_files(tokenizer: Mapping[str, Any], folder: AnyPath) -> dict[str, str]:
     """The settings of a saved ``tokenizer`` that name files, as those that the checkpoint ``folder`` keeps; empty where
     it keeps none. From object storage they are copied to the user's cache first.
     """
     kind, own = tokenizer.get("tokenizer_type"), folder / FOLDER
     is_folder = kind == _HUGGING_FACE
-    wanted = {"tokenizer_model": ("tokenizer.json",)} if is_folder else _NAMES.get(str(kind), {})
+    wanted = {"tokenizer_model": (_WHOLE, *_VOCABULARIES)} if is_folder else _NAMES.get(str(kind), {})
     found = {field: [own / name for name in names if (own / name).is_file()] for field, names in wanted.items()}
     if not wanted or not all(found.values()):
         return {}

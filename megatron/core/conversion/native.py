@@ -20,6 +20,7 @@ from megatron.core.checkpointing.streamed import StreamedBox
 from megatron.core.conversion.chat_files import chat_entry, chat_of_checkpoint
 from megatron.core.conversion.companions import (
     FOLDER,
+    SETTINGS,
     companions_in,
     copied_tokenizer,
     copy_files,
@@ -56,6 +57,7 @@ def read_native(root: AnyPath, *, step: int | None = None) -> PortableModel:
     check_shapes({name: entry.shape for name, entry in stored.model.items()}, expected, where=where)
     tokenizer = with_kept_files(run.tokenizer, folder.path)
     progress = state.get("progress") or {}
+    own = {name: path for name, path in tokenizer_files(tokenizer).items() if name not in SETTINGS}
     return PortableModel(
         model=model,
         groups=run.extra,
@@ -65,7 +67,7 @@ def read_native(root: AnyPath, *, step: int | None = None) -> PortableModel:
         },
         tokenizer=tokenizer,
         seq_length=run.data.seq_length,
-        companions={**companions_in(folder.path.parent / FOLDER), **tokenizer_files(tokenizer)},
+        companions={**companions_in(folder.path.parent / FOLDER), **own},
         iteration=folder.iteration,
         consumed_samples=int(progress.get("consumed_samples", 0)),
         chat=chat_of_checkpoint(folder, state, tokenizer),

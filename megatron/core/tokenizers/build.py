@@ -25,6 +25,11 @@ def build_tokenizer(config: TokenizerConfig) -> Tokenizer:
             f"--vocab-extra-ids {extra_ids} has no effect with {kind}; leave it out, or use GPT2BPETokenizer, "
             "HuggingFaceTokenizer or SentencePieceTokenizer."
         )
+    if config.tokenizer_hf_no_include_special_tokens and kind != "HuggingFaceTokenizer":
+        raise ConfigError(
+            f"--tokenizer-hf-no-include-special-tokens has no effect with {kind}; leave it out, or use "
+            "HuggingFaceTokenizer."
+        )
     with read_errors(model or config.vocab_file):
         match kind:
             case "GPT2BPETokenizer":
@@ -34,7 +39,8 @@ def build_tokenizer(config: TokenizerConfig) -> Tokenizer:
                     config.vocab_file, name=kind, extra_ids=extra_ids, vocab_size=config.vocab_size
                 )
             case "HuggingFaceTokenizer":
-                return huggingface.load(model, extra_ids=extra_ids)
+                adds_tokens = not config.tokenizer_hf_no_include_special_tokens
+                return huggingface.load(model, extra_ids=extra_ids, adds_tokens=adds_tokens)
             case "SentencePieceTokenizer":
                 return SentencePieceTokenizer(model, extra_ids=extra_ids)
             case "GPTSentencePieceTokenizer" | "Llama2Tokenizer":
@@ -50,3 +56,8 @@ def build_tokenizer(config: TokenizerConfig) -> Tokenizer:
             case "NullTokenizer":
                 return NullTokenizer(config.vocab_size)
     raise ConfigError(f"--tokenizer-type {kind} is not a tokenizer of this project; --help lists them.")
+
+
+def built_size(config: TokenizerConfig) -> int:
+    """Number of ids of the tokenizer before padding; raises as ``build_tokenizer``."""
+    return build_tokenizer(config).vocab_size

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import json
-import logging
 from collections.abc import Mapping, Sequence
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
+import tokenizers
+from tokenizers import processors
+
 from megatron.core.tokenizers.base import extra_id_tokens, refuse_url
-from megatron.core.tokenizers.published.building import Published, build_published
+from megatron.core.tokenizers.published.building import build_published
 from megatron.core.tokenizers.rust import RustTokenizer
 from megatron.errors import ConfigError, DataError
 from megatron.small_files import read_json
-
-logger = logging.getLogger(__name__)
 
 KIND = "HuggingFaceTokenizer"
 _SPACES = ("\u2581", "\u0120")  # the space before a word, in SentencePiece's models and in byte-level BPE
@@ -34,7 +34,8 @@ class HuggingFaceTokenizer(RustTokenizer):
 
     ``cls``, ``sep`` and ``mask`` exist where all three are named. Its own ``<extra_id_N>`` are sentinels as well as
     those of ``--vocab-extra-ids``. A decoder begins as config.json says, else with ``bos``, or with padding
-    where there is none.
+    where there is none. ``cleans_spaces``: texts lose spaces before signs. ``remarks``: what a user should know about
+    the folder.
     """
 
     cls: int
@@ -43,14 +44,23 @@ class HuggingFaceTokenizer(RustTokenizer):
     separators: int
 
     def __init__(
-        self, found: Published, *, roles: Mapping[str, int], eod: int, bos: int | None, extra_ids: int
+        self,
+        pipeline: tokenizers.Tokenizer,
+        *,
+        roles: Mapping[str, int],
+        eod: int,
+        bos: int | None,
+        extra_ids: int,
+        written: tokenizers.Tokenizer | None = None,
+        cleans_spaces: bool = False,
+        decoder_start: int | None = None,
+        remarks: Sequence[str] = (),
     ) -> None:
-        pad, pipeline, written = roles.get("pad_token"), found.pipeline, found.written
+        pad = roles.get("pad_token")
         super().__init__(pipeline, name=KIND, eod=eod, pad=pad, bos=bos, eos=eod, extra_ids=extra_ids, written=written)
-        start = found.decoder_start_id
         usual = pad if bos is None else bos
-        self.decoder_start = start if start is not None and start < self.vocab_size else usual
-        self._cleans_spaces = found.cleans_spaces
+        self.decoder_start = decoder_start if decoder_start in range(self.vocab_size) else usual
+        self._cleans_spaces, self.remarks = cleans_spaces, tuple(remarks)
         if roles.keys() >= {"cls_token", "sep_token", "mask_token"}:
             self.cls, self.sep, self.mask = (roles[f"{name}_token"] for name in ("cls", "sep", "mask"))
             self.separators = max(pipeline.num_special_tokens_to_add(is_pair=True) - 2, 1)  # RoBERTa has two
@@ -80,16 +90,15 @@ class HuggingFaceTokenizer(RustTokenizer):
         return found
 
 
-def load(tokenizer_model: str | None, *, extra_ids: int) -> HuggingFaceTokenizer:
+def load(tokenizer_model: str | None, *, extra_ids: int, adds_tokens: bool = True) -> HuggingFaceTokenizer:
     """Ids as transformers 5 computes them from the same folder, with the tokens that belong around a text.
 
-    The roles of special tokens come from the tokenizer_config.json or special_tokens_map.json in it.
+    ``adds_tokens``: False leaves those out. Roles of special tokens come from tokenizer_config.json and
+    special_tokens_map.json.
     Raises ConfigError when the flag is missing, DataError when the files are missing or are something else.
     """
     folder, file = _find(tokenizer_model)
     found = build_published(folder, file)
-    for remark in found.remarks:
-        logger.warning("%s", remark)
     named, pipeline = {**found.roles, **special_tokens(folder)}, found.pipeline
 
     def token_id(role: str, fallbacks: Sequence[str] = ()) -> int | None:
@@ -108,7 +117,19 @@ def load(tokenizer_model: str | None, *, extra_ids: int) -> HuggingFaceTokenizer
             f'tokens as "eos_token" in {folder / "tokenizer_config.json"}.'
         )
     known = {role: number for role in named if (number := token_id(role)) is not None}
-    return HuggingFaceTokenizer(found, roles=known, eod=eos, bos=known.get("bos_token"), extra_ids=extra_ids)
+    if not adds_tokens:
+        pipeline.post_processor = processors.TemplateProcessing(single="$A", pair="$A $B", special_tokens=[])
+    return HuggingFaceTokenizer(
+        pipeline,
+        roles=known,
+        eod=eos,
+        bos=known.get("bos_token"),
+        extra_ids=extra_ids,
+        written=found.written if adds_tokens else None,
+        cleans_spaces=found.cleans_spaces,
+        decoder_start=found.decoder_start_id,
+        remarks=found.remarks,
+    )
 
 
 def _find(tokenizer_model: str | None) -> tuple[Path, Path | None]:

@@ -65,6 +65,7 @@ class TrainingData:
         self._ring = PinnedRing(context.device)
         self._fields = train_spec.fields(config, stages_here(config, context))
         self._splits = build_splits(config, train_spec, context, tokenizer)
+        self._remarks = [f"tokenizer: {remark}" for remark in getattr(tokenizer, "remarks", ())]
         self._loaders: dict[tuple[SplitName, str], Iterable[Batch]] = {}
         self._streams: dict[tuple[SplitName, str], _Stream] = {}
         self._phases = [Phase(0, tuple(mix_of(self._splits.train)))] if self._splits.train is not None else []
@@ -109,7 +110,7 @@ class TrainingData:
         for split in SPLITS:
             for name, data in self._splits.named(split).items():
                 lines += [f"{split}{f' ({name})' if name else ''}: {line.strip()}" for line in data.describe()]
-        return [*lines, *self._splits.remarks]
+        return [*lines, *self._splits.remarks, *self._remarks]
 
     def training_batches(self, consumed_samples: int) -> Iterator[list[Microbatch]]:
         """This rank's microbatches of each global batch after ``consumed_samples`` samples; DataError when data end."""

@@ -258,8 +258,8 @@ def test_what_a_t5_cannot_become(model_folder: Folder, tmp_path: Path) -> None:
 
 
 def test_the_vocabulary_travels(tmp_path: Path) -> None:
-    """As tokenizer.json, with sentinels, and as spiece.model; back again transformers reads the one, and both are
-    there.
+    """As spiece.model alone, where the model has no rows for the 100 usual sentinels, and as tokenizer.json; back again
+    transformers reads the one, and both are there.
     """
     import sentencepiece
 
@@ -275,9 +275,11 @@ def test_the_vocabulary_travels(tmp_path: Path) -> None:
     (source / "spiece.model").write_bytes(written.getvalue())
     do("hf", source, "megatron", tmp_path / "plain", skip_proof=True)
     config = read_native(tmp_path / "plain").tokenizer
-    assert config.tokenizer_model == str(tmp_path / "plain/iter_0000000/tokenizer/tokenizer.model")
+    assert config.tokenizer_model == str(tmp_path / "plain/iter_0000000/tokenizer")
     tokenizer = build_tokenizer(config)
-    assert tokenizer.tokenize("the cat sat") == model.encode("the cat sat")
+    alone: Any = transformers.AutoTokenizer.from_pretrained(source)
+    assert tokenizer.tokenize("the cat sat") == alone("the cat sat")["input_ids"]
+    assert tokenizer.tokenize_parts(["the cat sat"]) == [model.encode("the cat sat")]
     assert (tokenizer.vocab_size, tokenizer.eod) == (model.get_piece_size(), 1)
 
     pieces = [(model.id_to_piece(number), model.get_score(number)) for number in range(model.get_piece_size())]
@@ -294,3 +296,28 @@ def test_the_vocabulary_travels(tmp_path: Path) -> None:
     again: Any = transformers.AutoTokenizer.from_pretrained(tmp_path / "back")
     assert again(asked)["input_ids"] == reference(asked)["input_ids"]
     assert (tmp_path / "back/spiece.model").read_bytes() == written.getvalue()
+
+
+def test_an_mt5_with_its_pieces_alone(tmp_path: Path) -> None:
+    """Its decoder begins as config.json says; the server knew no token for that, and texts lacked their end."""
+    import sentencepiece
+
+    written = io.BytesIO()
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(["the cat sat on a mat and the dog ran to see it"] * 5), model_writer=written,
+        vocab_size=60, hard_vocab_limit=False, pad_id=0, eos_id=1, unk_id=2, bos_id=-1, minloglevel=2,
+        user_defined_symbols=["▁<extra_id_1>", "▁<extra_id_0>"],
+    )  # fmt: skip
+    model = sentencepiece.SentencePieceProcessor(model_proto=written.getvalue())
+    source = tmp_path / "source"
+    random_model("t5", {**T5, "vocab_size": model.get_piece_size() + 12}).save_pretrained(source)
+    config = json.loads((source / "config.json").read_text())
+    names = {"model_type": "mt5", "architectures": ["MT5ForConditionalGeneration"], "decoder_start_token_id": 0}
+    (source / "config.json").write_text(json.dumps(config | names))
+    (source / "spiece.model").write_bytes(written.getvalue())
+    do("hf", source, "megatron", tmp_path / "ours", skip_proof=True)
+    shutil.rmtree(source)
+    tokenizer: Any = build_tokenizer(read_native(tmp_path / "ours").tokenizer)
+    assert tokenizer.tokenize("the cat") == [*model.encode("the cat"), 1]
+    assert (tokenizer.decoder_start, tokenizer.eod, tokenizer.vocab_size) == (0, 1, model.get_piece_size())
+    assert [model.id_to_piece(token) for token in tokenizer.sentinels] == ["▁<extra_id_0>", "▁<extra_id_1>"]

@@ -143,7 +143,8 @@ def json_of_llama(*, legacy: bool, begins: bool = True, more: tuple[str, ...] = 
 
 WORDS = [
     "[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "the", "The", "quick", "fox", "##es", "dog", "##s", "hello", "Hello",
-    "world", ",", ".", "'", "s", "cafe", "café", "12", "##3", "漢", "字", "a", "b", "c", "x", "y", "##b", "n", "##t", "!",
+    "world", ",", ".", "'", "s", "cafe", "café", "12", "##3", "漢", "字", "a", "b", "c", "x", "y",
+    "##b", "n", "##t", "!",
 ]  # fmt: skip
 
 
@@ -207,19 +208,25 @@ def decoder(*tokens: dict[str, Any], first: int) -> dict[str, Any]:
 
 def forms() -> list[Form]:
     """The matrix."""
-    return [*byte_level_forms(), *llama_forms(), *other_sentencepiece_forms(), *word_forms(), *tiktoken_forms()]
+    return [
+        *byte_level_forms(),
+        *merges_forms(),
+        *llama_forms(),
+        *other_sentencepiece_forms(),
+        *word_forms(),
+        *tiktoken_forms(),
+    ]
 
 
 def byte_level_forms() -> list[Form]:
     gpt2 = byte_level("<|endoftext|>")
     size = len(json.loads(gpt2)["model"]["vocab"])
-    plain, files = {"tokenizer.json": gpt2}, merged_files(gpt2)
+    plain = {"tokenizer.json": gpt2}
     end = "<|endoftext|>"
     chat = [token("<|im_start|>"), token("<|im_end|>")]
     late = byte_level("<|endoftext|>", "<|im_start|>", "<|im_end|>", first=False)
     late_size = len(json.loads(late)["model"]["vocab"])
     neox = byte_level("<|endoftext|>", "<|padding|>")
-    opt = byte_level("<s>", "<pad>", "</s>", "<unk>", "<mask>")
     fast = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": end}
     gpt2_class = {"tokenizer_class": "GPT2Tokenizer", "eos_token": end, "bos_token": end, "unk_token": end}
     begun = json.loads(gpt2)
@@ -230,7 +237,6 @@ def byte_level_forms() -> list[Form]:
     ignoring["model"]["ignore_merges"] = True
     qwen = {"tokenizer_class": "Qwen2Tokenizer", "eos_token": "<|im_end|>", "pad_token": end, "bos_token": None}
     qwen_tokens = decoder(token(end), *chat, first=late_size)
-    no_end = merged_files(late)
     return [
         form("bpe/bare", plain),
         form("bpe/fast", plain, fast),
@@ -245,17 +251,20 @@ def byte_level_forms() -> list[Form]:
         form("bpe/fast, extra tokens", plain, {**fast, "extra_special_tokens": ["<|im_start|>"]}),
         form("bpe/fast, extra by name", plain, {**fast, "extra_special_tokens": {"image_token": "<image>"}}),
         form("bpe/fast, model's token", plain, {**fast, "image_token": "<image>"}),
-        form("bpe/fast, typed tokens", plain, {**fast, "eos_token": typed(end, lstrip=True), "pad_token": typed("<p>")}),
+        form("bpe/fast, typed tokens", plain, {**fast, "eos_token": typed(end, lstrip=True),
+             "pad_token": typed("<p>")}),
         form("bpe/map strings", plain, {"tokenizer_class": "PreTrainedTokenizerFast"},
              map={"eos_token": end, "pad_token": "<pad>"}),
         form("bpe/map objects", plain, None, map={"eos_token": token(end, rstrip=True), "mask_token": token("<m>")}),
         form("bpe/map further", plain, fast, map={"additional_special_tokens": ["<a>", "<b>"]}),
         form("bpe/added_tokens.json", plain, fast, added={"<|im_start|>": size, "<|im_end|>": size + 1}),
-        form("bpe/added_tokens.json, role", plain, {**fast, "pad_token": "<pad>"}, added={"<pad>": size, "<n>": size + 1}),
+        form("bpe/added_tokens.json, role", plain, {**fast, "pad_token": "<pad>"}, added={"<pad>": size,
+             "<n>": size + 1}),
         form("bpe/split special", plain, {**fast, "split_special_tokens": True}),
         form("bpe/no end", plain, {**fast, "eos_token": None}),
         form("bpe/cleanup is ignored", plain, {**fast, "clean_up_tokenization_spaces": True}),
-        form("bpe/flags beside a file", plain, {**fast, "add_bos_token": True, "add_eos_token": True, "bos_token": end}),
+        form("bpe/flags beside a file", plain, {**fast, "add_bos_token": True, "add_eos_token": True,
+             "bos_token": end}),
         form("bpe/prefix space, fast", plain, {**fast, "add_prefix_space": True}),
         form("bpe/prefix space, GPT-2", plain, {**gpt2_class, "add_prefix_space": True}),
         form("bpe/GPT-2", plain, gpt2_class, model={"model_type": "gpt2"}),
@@ -263,8 +272,10 @@ def byte_level_forms() -> list[Form]:
         form("bpe/GPT-2 ignores merges", {"tokenizer.json": ignoring}, gpt2_class),
         form("bpe/begins", {"tokenizer.json": begun}, fast),
         form("bpe/begins, GPT-2", {"tokenizer.json": begun}, gpt2_class),
-        form("bpe/begins, NeoX", {"tokenizer.json": begun}, {**gpt2_class, "tokenizer_class": "GPTNeoXTokenizerFast", "pad_token": end}),
-        form("bpe/NeoX", {"tokenizer.json": neox}, {"tokenizer_class": "GPTNeoXTokenizer"}, model={"model_type": "gpt_neox"}),
+        form("bpe/begins, NeoX", {"tokenizer.json": begun}, {**gpt2_class, "tokenizer_class": "GPTNeoXTokenizerFast",
+             "pad_token": end}),
+        form("bpe/NeoX", {"tokenizer.json": neox}, {"tokenizer_class": "GPTNeoXTokenizer"},
+             model={"model_type": "gpt_neox"}),
         form("bpe/Llama 3", {"tokenizer.json": begun}, {**fast, "bos_token": end}, model={"model_type": "llama"}),
         form("bpe/Llama class over bytes", {"tokenizer.json": begun}, {"tokenizer_class": "LlamaTokenizer"},
              model={"model_type": "llama"}),
@@ -277,13 +288,30 @@ def byte_level_forms() -> list[Form]:
         form("bpe/Qwen 2", {"tokenizer.json": late}, {**qwen, "added_tokens_decoder": qwen_tokens},
              model={"model_type": "qwen2"}),
         form("bpe/Qwen 3.5", {"tokenizer.json": late}, {**qwen, "tokenizer_class": "Qwen3_5Tokenizer"}),
+    ]  # fmt: skip
+
+
+def merges_forms() -> list[Form]:
+    """vocab.json with merges.txt."""
+    end = "<|endoftext|>"
+    files = merged_files(byte_level(end))
+    size = len(files["vocab.json"])
+    no_end = merged_files(byte_level(end, "<|im_start|>", "<|im_end|>", first=False))
+    late_size = len(no_end["vocab.json"])
+    opt = byte_level("<s>", "<pad>", "</s>", "<unk>", "<mask>")
+    gpt2_class = {"tokenizer_class": "GPT2Tokenizer", "eos_token": end, "bos_token": end, "unk_token": end}
+    qwen = {"tokenizer_class": "Qwen2Tokenizer", "eos_token": "<|im_end|>", "pad_token": end, "bos_token": None}
+    qwen_tokens = decoder(token(end), token("<|im_start|>"), token("<|im_end|>"), first=late_size)
+    return [
         form("merges/GPT-2", files, gpt2_class),
         form("merges/GPT-2 by model", files, None, model={"model_type": "gpt2"}),
         form("merges/begins and ends", files, {**gpt2_class, "add_bos_token": True, "add_eos_token": True}),
         form("merges/OPT", merged_files(opt), {
-            "errors": "replace", "unk_token": typed("</s>", normalized=True), "bos_token": typed("</s>", normalized=True),
+            "errors": "replace", "unk_token": typed("</s>", normalized=True), "bos_token": typed("</s>",
+                 normalized=True),
             "eos_token": typed("</s>", normalized=True), "pad_token": typed("<pad>", normalized=True),
-            "add_prefix_space": False, "add_bos_token": True, "special_tokens_map_file": None, "name_or_path": "patrickvonplaten/opt-30b",
+            "add_prefix_space": False, "add_bos_token": True, "special_tokens_map_file": None,
+                 "name_or_path": "patrickvonplaten/opt-30b",
             "tokenizer_class": "GPT2Tokenizer"}, model={"model_type": "opt"},
              map={"bos_token": token("</s>", normalized=True), "eos_token": token("</s>", normalized=True),
                   "unk_token": token("</s>", normalized=True), "pad_token": token("<pad>", normalized=True)}),
@@ -292,9 +320,11 @@ def byte_level_forms() -> list[Form]:
             "additional_special_tokens": ["<|im_start|>", "<|im_end|>"], "errors": "replace"},
              model={"model_type": "qwen2"}),
         form("merges/added_tokens.json", no_end, {**gpt2_class}, added={end: late_size, "<|im_end|>": late_size + 1}),
-        form("merges/RoBERTa", merged_files(opt), {"tokenizer_class": "RobertaTokenizer"}, model={"model_type": "roberta"}),
+        form("merges/RoBERTa", merged_files(opt), {"tokenizer_class": "RobertaTokenizer"},
+             model={"model_type": "roberta"}),
         form("merges/RoBERTa, mask", merged_files(opt), {
-            "tokenizer_class": "RobertaTokenizer", "add_prefix_space": True, "mask_token": typed("<mask>", lstrip=True)}),
+            "tokenizer_class": "RobertaTokenizer", "add_prefix_space": True, "mask_token": typed("<mask>",
+                 lstrip=True)}),
         form("merges/BART", merged_files(opt), {"tokenizer_class": "BartTokenizer"}, model={"model_type": "bart"}),
         form("merges/CodeGen", files, {"tokenizer_class": "CodeGenTokenizer"}, added={"<|pad|>": size}),
     ]  # fmt: skip
@@ -353,7 +383,8 @@ def llama_forms() -> list[Form]:
              {**llama, "tokenizer_class": "PreTrainedTokenizerFast", **chat}),
         form("json/Llama, no prefix space", {"tokenizer.json": json_of_llama(legacy=True)},
              {**llama, "add_prefix_space": False}),
-        form("json/Mistral", {"tokenizer.json": json_of_llama(legacy=True)}, {**llama, **both}, model={"model_type": "mistral"}),
+        form("json/Mistral", {"tokenizer.json": json_of_llama(legacy=True)}, {**llama, **both},
+             model={"model_type": "mistral"}),
         form("json/Llama, not begun", {"tokenizer.json": json_of_llama(legacy=True, begins=False)}, {**llama, **both}),
     ]  # fmt: skip
 
@@ -374,10 +405,12 @@ def other_sentencepiece_forms() -> list[Form]:
         form("t5/mT5, map", t5, {"tokenizer_class": "T5Tokenizer", "extra_ids": 0},
              map={"eos_token": "</s>", "unk_token": "<unk>", "pad_token": "<pad>"}, model={"model_type": "mt5"}),
         form("t5/few sentinels", t5, {"tokenizer_class": "T5Tokenizer", "extra_ids": 5}),
-        form("t5/symbols", {"spiece.model": t5_model("<a>", "<b>")}, {"tokenizer_class": "T5Tokenizer", "legacy": False}),
+        form("t5/symbols", {"spiece.model": t5_model("<a>", "<b>")}, {"tokenizer_class": "T5Tokenizer",
+             "legacy": False}),
         form("t5/json", {"tokenizer.json": json_t5}, t5_settings, model={"model_type": "t5"}),
         form("t5/json and model", {"tokenizer.json": json_t5, **t5}, {**t5_settings, "legacy": True}),
-        form("t5/json, as written", {"tokenizer.json": json_t5}, {**t5_settings, "tokenizer_class": "PreTrainedTokenizerFast"}),
+        form("t5/json, as written", {"tokenizer.json": json_t5}, {**t5_settings,
+             "tokenizer_class": "PreTrainedTokenizerFast"}),
         form("t5/cleanup", {"tokenizer.json": json_t5}, {**t5_settings, "clean_up_tokenization_spaces": True}),
         form("xlmr/published", xlmr, {"tokenizer_class": "XLMRobertaTokenizer"}, model={"model_type": "xlm-roberta"}),
         form("xlmr/by model", xlmr, None, model={"model_type": "xlm-roberta"}),
@@ -393,7 +426,8 @@ def other_sentencepiece_forms() -> list[Form]:
               "added_tokens_decoder": decoder(token("[MASK]", lstrip=True), first=89)}),
         form("unigram/bare model", {"tokenizer.model": unigram_model()}),
         form("unigram/identity", {"tokenizer.model": unigram_model(normalization_rule_name="identity")}),
-        form("unigram/json", {"tokenizer.json": json_of_unigrams(unigram_model(), collapse=False)}, {"eos_token": "</s>"}),
+        form("unigram/json", {"tokenizer.json": json_of_unigrams(unigram_model(), collapse=False)},
+             {"eos_token": "</s>"}),
     ]  # fmt: skip
 
 
@@ -410,9 +444,11 @@ def word_forms() -> list[Form]:
         form("bert/json", piece, bert),
         form("bert/json, cased", piece, {**bert, "do_lower_case": False, "clean_up_tokenization_spaces": True}),
         form("bert/json, as written", piece, {"tokenizer_class": "PreTrainedTokenizerFast", "sep_token": "[SEP]"}),
-        form("bert/DistilBERT", vocabulary, {"tokenizer_class": "DistilBertTokenizerFast"}, model={"model_type": "distilbert"}),
+        form("bert/DistilBERT", vocabulary, {"tokenizer_class": "DistilBertTokenizerFast"},
+             model={"model_type": "distilbert"}),
         form("bert/ELECTRA", vocabulary, {"tokenizer_class": "ElectraTokenizer"}, model={"model_type": "electra"}),
-        form("bert/added", vocabulary, {**bert, "additional_special_tokens": ["[E1]"], "mask_token": typed("[MASK]", lstrip=True)}),
+        form("bert/added", vocabulary, {**bert, "additional_special_tokens": ["[E1]"], "mask_token": typed("[MASK]",
+             lstrip=True)}),
         form("words/as written", level, {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "[SEP]"}),
         form("words/token in words", level, {"eos_token": "dog"}),
     ]  # fmt: skip
@@ -427,5 +463,6 @@ def tiktoken_forms() -> list[Form]:
             "added_tokens_decoder": listed}),
         form("tiktoken/named so", {"tiktoken.model": ranks()}, {
             "eos_token": end, "added_tokens_decoder": {"266": {"special": True, **token(end)}}}),
-        form("tiktoken/further", {"tiktoken.model": ranks()}, {"eos_token": end, "additional_special_tokens": [end, "<x>"]}),
+        form("tiktoken/further", {"tiktoken.model": ranks()}, {"eos_token": end, "additional_special_tokens": [end,
+             "<x>"]}),
     ]  # fmt: skip

@@ -23,10 +23,9 @@ def every_kind(
     (folder / "vocab.txt").write_text("\n".join(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "the", "dog", "##s"]))
     holed = train_bpe(330).to_str().replace('"<|endoftext|>":0', '"<|endoftext|>":900')
     (folder / "tokenizer.json").write_text(holed.replace('"id":0', '"id":900'))
-    files = {"vocab_file": str(bpe_folder / "vocab.json"), "merge_file": str(bpe_folder / "merges.txt")}
-    model = str(sentencepiece_model)
+    vocab, merges, model = str(bpe_folder / "vocab.json"), str(bpe_folder / "merges.txt"), str(sentencepiece_model)
     configs = [
-        TokenizerConfig(tokenizer_type="GPT2BPETokenizer", **files),
+        TokenizerConfig(tokenizer_type="GPT2BPETokenizer", vocab_file=vocab, merge_file=merges),
         TokenizerConfig(tokenizer_type="BertWordPieceLowerCase", vocab_file=str(folder / "vocab.txt")),
         TokenizerConfig(tokenizer_type="BertWordPieceCase", vocab_file=str(folder / "vocab.txt")),
         TokenizerConfig(tokenizer_type="HuggingFaceTokenizer", tokenizer_model=str(bpe_folder)),

@@ -17,7 +17,8 @@ from megatron.core.conversion.kept_tokenizer import files_to_keep, kept_files, w
 from megatron.core.files.remote_path import AnyPath, RemotePath
 from megatron.core.parallel.mesh import Mesh
 from megatron.core.tokenizers.build import build_tokenizer
-from megatron.errors import CheckpointError
+from megatron.errors import CheckpointError, DataError
+from tests.unit.tokenizers.published_folders import forms
 
 
 @pytest.fixture
@@ -113,3 +114,23 @@ def test_checkpoints_without_it_name_the_old_paths(
     for name in ("large.model", "missing.model"):  # the first ended a conversion, where training only warned
         assert files_to_keep(dataclasses.replace(kinds["llama"], tokenizer_model=str(tmp_path / name))) == {}
     assert re.findall(r"(larger than 64 MiB|No such file)", caplog.text) == ["larger than 64 MiB", "No such file"]
+
+
+def test_every_file_that_determines_a_folder_s_tokenizer_is_kept(tmp_path: Path) -> None:
+    """Without tokenizer.json the vocabulary stayed behind, and without config.json the class of the tokenizer."""
+    for number, published in enumerate(forms()):
+        if not published.name.startswith(("model/", "merges/", "t5/", "xlmr/", "bert/vocab", "tiktoken/", "deberta/")):
+            continue
+        folder = tmp_path / f"folder{number}"
+        published.write(folder)
+        config = TokenizerConfig(tokenizer_type="HuggingFaceTokenizer", tokenizer_model=str(folder))
+        try:
+            before = build_tokenizer(config)
+        except DataError:  # no token ends documents
+            continue
+        saved = save(tmp_path / "runs", number, config)
+        shutil.rmtree(folder)
+        after = build_tokenizer(with_kept_files(config, saved))
+        asked = ["the dog</s> a<|im_end|> x  y", "<extra_id_0> [MASK]"]
+        assert after.fingerprint == before.fingerprint, published.name
+        assert after.tokenize_batch(asked) == before.tokenize_batch(asked), published.name

@@ -1,19 +1,28 @@
-"""A tokenizer is what its folder says: ids and texts of transformers' AutoTokenizer, over the forms of published models.
+"""A tokenizer is what its folder says: ids and texts of transformers' AutoTokenizer, over forms of published models.
 
 The reference is an extra, and only tests import it.
 """
 
 from __future__ import annotations
 
+import base64
+import json
+from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
+import tokenizers
 
 from megatron.config.tokenizer import TokenizerConfig
-from megatron.core.tokenizers.build import build_tokenizer
+from megatron.config.vocabulary import vocabulary_size
+from megatron.core.conversion.companions import tokenizer_files, tokenizer_in
+from megatron.core.tokenizers.build import build_tokenizer, built_size
 from megatron.core.tokenizers.huggingface import HuggingFaceTokenizer
-from megatron.errors import DataError
+from megatron.core.tokenizers.rust import RustTokenizer
+from megatron.errors import ConfigError, DataError
+from tests.unit.config.command_lines import parse
 from tests.unit.tokenizers import published_folders
 from tests.unit.tokenizers.published_folders import Form, decoder, form, forms, llama_model, token
 
@@ -81,27 +90,31 @@ def test_ids_and_texts_are_those_of_transformers(
         assert expected is None or getattr(tokenizer, role) == expected, role
 
 
-SP = {"tokenizer.model": b""}
 REFUSED = [
-    (form("class", {"tokenizer.json": published_folders.byte_level("<|endoftext|>")}, {"tokenizer_class": "XLNetTokenizer"}),
+    (form("class", {"tokenizer.json": published_folders.byte_level("<|endoftext|>")},
+         {"tokenizer_class": "XLNetTokenizer"}),
      "is of XLNetTokenizer, which cuts text by rules of its own"),
     (form("program", {"tokenizer.model": llama_model()},
           {"tokenizer_class": "BaichuanTokenizer", "auto_map": {"AutoTokenizer": ["tokenization_baichuan.X", None]}}),
      r"has its tokenizer as a program \(auto_map\), which is never run"),
-    (form("other model", {"tokenizer.json": published_folders.json_of_words("WordPiece")}, {"tokenizer_class": "GPT2Tokenizer"}),
+    (form("other model", {"tokenizer.json": published_folders.json_of_words("WordPiece")},
+         {"tokenizer_class": "GPT2Tokenizer"}),
      'holds a tokenizer.json of WordPiece, but its files name GPT2Tokenizer, which is a BPE: .*"TokenizersBackend"'),
-    (form("no vocabulary", {}, {"tokenizer_class": "T5Tokenizer"}), "no tokenizer.model or tiktoken.model or spiece.model"),
+    (form("no vocabulary", {}, {"tokenizer_class": "T5Tokenizer"}),
+         "no tokenizer.model or tiktoken.model or spiece.model"),
     (form("empty", {"tokenizer.model": b""}), r"tokenizer\.model is empty"),
     (form("noise", {"tokenizer.model": b"\xff" * 99}), "neither a SentencePiece model nor a tiktoken file"),
     (form("words", {"tokenizer.model": published_folders.sentencepiece_model("word", vocab_size=60)}),
      "is a SentencePiece model of words or characters"),
     (form("no mark", {"vocab.txt": "a\nb\n[UNK]\n"}, {"tokenizer_class": "BertTokenizer"}),
      "is of BertTokenizer, which needs a cls_token in its vocabulary"),
-    (form("no end", {"tokenizer.model": ranks} if (ranks := published_folders.ranks()) else {}), "none is named"),
+    (form("no end", {"tokenizer.model": published_folders.ranks()}), "none is named"),
     (form("no merges", {"vocab.json": {"a": 0}}, {"tokenizer_class": "GPT2Tokenizer"}), "vocab.json and merges.txt"),
     (form("list", {"tokenizer.model": llama_model()}, {"added_tokens_decoder": []}), "added_tokens_decoder is"),
-    (form("token", {"tokenizer.model": llama_model()}, {"added_tokens_decoder": {"900": {"content": 3}}}), "describes a token as"),
-    (form("far id", {"tokenizer.model": llama_model()}, {"added_tokens_decoder": decoder(token("x"), first=1 << 40)}), "has the id"),
+    (form("token", {"tokenizer.model": llama_model()}, {"added_tokens_decoder": {"900": {"content": 3}}}),
+         "describes a token as"),
+    (form("far id", {"tokenizer.model": llama_model()}, {"added_tokens_decoder": decoder(token("x"),
+         first=1 << 40)}), "has the id"),
     (form("switch", {"tokenizer.model": llama_model()}, {"add_bos_token": "yes"}), "expected true or false"),
     (form("role", {"tokenizer.model": llama_model()}, {"eos_token": 3}), "eos_token is 3"),
 ]  # fmt: skip
@@ -113,3 +126,104 @@ def test_other_folders_are_refused_by_name(published: Form, message: str, tmp_pa
     published.write(tmp_path)
     with pytest.raises(DataError, match=message):
         build(tmp_path)
+
+
+def described(**parts: Any) -> Form:
+    """A tokenizer.json of words with other parts."""
+    pipeline = json.loads(published_folders.json_of_words("WordLevel"))
+    return form("", {"tokenizer.json": {**pipeline, **parts}}, {"eos_token": "[SEP]"})
+
+
+def charsmap(content: bytes) -> dict[str, Any]:
+    return {"normalizer": {"type": "Precompiled", "precompiled_charsmap": base64.b64encode(content).decode()}}
+
+
+@pytest.mark.parametrize(
+    ("parts", "message"),
+    [
+        (charsmap(b""), "has a Precompiled normalizer whose precompiled_charsmap is damaged"),
+        (charsmap(b"abc"), "precompiled_charsmap is damaged"),
+        (charsmap(b"\xff" * 40), "precompiled_charsmap is damaged"),
+        ({"normalizer": {"type": "Precompiled", "precompiled_charsmap": "%"}}, "precompiled_charsmap is not base64"),
+        (charsmap(b"\0\4\0\0" + b"\xff" * 1024), "cannot encode text: the library fails on it"),
+        ({"pre_tokenizer": {"type": "FixedLength", "length": 0}}, "cannot encode text: the library fails on it"),
+        (
+            {
+                "post_processor": {
+                    "type": "TemplateProcessing",
+                    "single": [{"SpecialToken": {"id": "<s>", "type_id": 0}}],
+                    "pair": [],
+                    "special_tokens": {},
+                }
+            },
+            "cannot encode text: the library fails on it",
+        ),
+        ({"model": {"type": "Unigram", "vocab": [], "unk_id": 0}}, "is not a tokenizer.json: "),
+        ({"model": 3}, "is not a tokenizer.json: "),
+    ],
+)
+def test_descriptions_that_the_library_panics_on(parts: Mapping[str, Any], message: str, tmp_path: Path) -> None:
+    """A panic is no Exception: it ended every command in a traceback, whatever it caught."""
+    described(**parts).write(tmp_path)
+    with pytest.raises(DataError, match=message):
+        build(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["bpe/fast", "bpe/GPT-2", "bpe/begins", "json/Llama new", "json/Llama legacy", "words/as written", "bpe/Bloom"],
+)
+def test_data_made_before_can_be_used(name: str, tmp_path: Path) -> None:
+    """A tokenizer whose class cuts text as its tokenizer.json does keeps the fingerprint of the file."""
+    published = next(each for each in FORMS if each.name == name)
+    published.write(tmp_path)
+    file = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    before = RustTokenizer(file, name="", eod=0, pad=None, bos=None, eos=None)
+    assert build(tmp_path).fingerprint == before.fingerprint
+    assert build(tmp_path).remarks == ()
+
+
+@pytest.mark.parametrize("name", ["bpe/fast, decoder tokens", "t5/json", "bpe/prefix space, GPT-2", "bert/json"])
+def test_other_ids_are_another_tokenizer(name: str, tmp_path: Path) -> None:
+    """Where the folder means something else than its tokenizer.json alone, data made with that is refused."""
+    next(each for each in FORMS if each.name == name).write(tmp_path)
+    file = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    before = RustTokenizer(file, name="", eod=0, pad=None, bos=None, eos=None)
+    tokenizer = build(tmp_path)
+    assert tokenizer.fingerprint != before.fingerprint
+    if name != "bpe/fast, decoder tokens":
+        assert '"tokenizer_class": "TokenizersBackend"' in tokenizer.remarks[0]
+
+
+def test_the_dry_run_counts_what_is_built(tmp_path: Path) -> None:
+    """It counted tokenizer.json alone, without the tokens that other files add, and no SentencePiece model at all."""
+    for number, published in enumerate(FORMS):
+        folder = tmp_path / str(number)
+        published.write(folder)
+        run = parse(f"--tokenizer-type HuggingFaceTokenizer --tokenizer-model {folder}", without="--vocab-size")
+        with suppress(ConfigError):  # no token ends documents
+            assert vocabulary_size(run, built_size) == build(folder).vocab_size, published.name
+    run = parse("--tokenizer-type Llama2Tokenizer --tokenizer-model nowhere", without="--vocab-size")
+    with pytest.raises(ConfigError, match=r"nowhere does not exist.*; it is not needed with --vocab-size"):
+        vocabulary_size(run, built_size)
+
+
+def test_a_converted_model_takes_the_tokenizer_of_its_folder(tmp_path: Path) -> None:
+    """With a tokenizer.model it was Llama2Tokenizer, whatever settings and chat template lay beside it."""
+    kinds = {
+        "model/bare": "Llama2Tokenizer",
+        "model/Llama, chat": "HuggingFaceTokenizer",
+        "model/Gemma by model": "HuggingFaceTokenizer",
+        "merges/OPT": "HuggingFaceTokenizer",
+        "merges/Qwen 1.5": "HuggingFaceTokenizer",
+        "t5/mT5": "HuggingFaceTokenizer",
+        "merges/GPT-2 by model": "GPT2BPETokenizer",
+        "bert/vocab.txt": "BertWordPieceLowerCase",
+    }
+    for number, (name, kind) in enumerate(kinds.items()):
+        folder = tmp_path / str(number)
+        next(each for each in FORMS if each.name == name).write(folder)
+        config = tokenizer_in(folder, rows=1000)
+        assert config.tokenizer_type == kind, name
+        if kind == "HuggingFaceTokenizer":
+            assert set(tokenizer_files(config)) >= {path.name for path in folder.iterdir()} - {"config.json"}, name

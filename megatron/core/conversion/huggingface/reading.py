@@ -18,7 +18,7 @@ from megatron.config.tokenizer import TokenizerConfig
 from megatron.core.checkpointing.manifest import listed
 from megatron.core.checkpointing.torch_files import load_torch_file
 from megatron.core.conversion.chat_files import ids_of, read_chat
-from megatron.core.conversion.companions import companions_in, tokenizer_in
+from megatron.core.conversion.companions import companions_in, tokenizer_in, tokenizer_of
 from megatron.core.conversion.huggingface.format import format_of, model_from_config
 from megatron.core.conversion.huggingface.nearest import unread
 from megatron.core.conversion.huggingface.quantized import QUANTIZED, widened
@@ -58,6 +58,7 @@ def read_huggingface(folder: Path) -> PortableModel:
         )
     if tokenizer.tokenizer_type == "NullTokenizer" and (folder / "tokenizer_config.json").is_file():
         notes.append(f"note: {folder} has no tokenizer file that is read here: token ids are used as numbers")
+    notes += [f"note: {remark}" for remark in getattr(tokenizer_of(tokenizer), "remarks", ())]
     files = companions_in(folder)
     chat, more = read_chat(files, tokenizer, rows=portable.model.vocab_size or 0)
     return replace(portable, tokenizer=tokenizer, companions=files, chat=chat, notes=(*notes, *more))

@@ -12,18 +12,15 @@ from typing import Any
 import tokenizers
 from tokenizers import AddedToken, processors
 
-from megatron.core.tokenizers.published.classes import AS_WRITTEN
+from megatron.core.tokenizers.published.classes import AS_WRITTEN, CLASSES, Surrounds, TokenizerClass
 from megatron.core.tokenizers.published.folder import STANDARD_ROLES, TokenizerFolder, read_folder
-from megatron.core.tokenizers.published.library import check_charsmap, check_encoding, panics_as_errors, parsed_pipeline
-from megatron.core.tokenizers.published.pipelines import (
-    CLASSES,
-    Parts,
-    Surrounds,
-    TokenizerClass,
-    parts_of_ranks,
-    parts_of_sentencepiece,
-    role_of,
+from megatron.core.tokenizers.published.library import (
+    check_charsmap,
+    check_encoding,
+    panics_as_errors,
+    parsed_pipeline,
 )
+from megatron.core.tokenizers.published.pipelines import PARTS, parts_of_ranks, parts_of_sentencepiece, role_of
 from megatron.core.tokenizers.published.vocabularies import Vocabulary, read_vocabulary
 from megatron.errors import DataError
 
@@ -32,7 +29,7 @@ _PROBES = (
     "x\n",
     "",
 )
-_UNK_BY_NAME = {"CamembertTokenizer": 0, "DebertaV2Tokenizer": 1}
+_PLAIN = TokenizerClass(parts="", model="BPE", vocabulary=(), model_types=())  # adds nothing to what files say
 
 
 @dataclass(frozen=True)
@@ -59,7 +56,7 @@ def build_published(path: Path, pipeline_file: Path | None) -> Published:
     Raises DataError for files that are damaged, missing or of a class that isn't supported.
     """
     folder, where = read_folder(path, pipeline_file), f"--tokenizer-model {pipeline_file or path}"
-    described = CLASSES.get(folder.tokenizer_class, TokenizerClass(_as_written))
+    described = CLASSES.get(folder.tokenizer_class, _PLAIN)
     vocabulary = None if pipeline_file is not None else read_vocabulary(path, folder.tokenizer_class)
     folder = _with_model_roles(folder, vocabulary)
     if folder.written is not None and folder.tokenizer_class == AS_WRITTEN:
@@ -69,7 +66,7 @@ def build_published(path: Path, pipeline_file: Path | None) -> Published:
     named = _named(folder, described, pipeline)
     listed = {*pipeline.get_vocab(with_added_tokens=True), *map(str, folder.added), *map(str, folder.further or ())}
     with panics_as_errors(f"{where} has tokens that cannot be added"):
-        _add_tokens(pipeline, folder, named, vocabulary)
+        _add_tokens(pipeline, folder, described, named, vocabulary)
         _surround(pipeline, folder, described, named, where)
         pipeline.encode_special_tokens = folder.switch("split_special_tokens", default=False)
     check_encoding(pipeline, where=where)
@@ -84,10 +81,6 @@ def build_published(path: Path, pipeline_file: Path | None) -> Published:
         decoder_start_id=folder.decoder_start_id,
         remarks=(_other_cut(folder, where),) if is_rebuilt and not is_same else (),
     )
-
-
-def _as_written(folder: TokenizerFolder, charsmap: str | None) -> Parts:
-    raise AssertionError(f"{folder.path} has a tokenizer.json, or a vocabulary whose parts are read from it")
 
 
 def _with_model_roles(folder: TokenizerFolder, vocabulary: Vocabulary | None) -> TokenizerFolder:
@@ -121,14 +114,14 @@ def _description(
     elif folder.tokenizer_class == AS_WRITTEN:
         parts = parts_of_sentencepiece(vocabulary, charsmap)
     else:
-        parts = described.parts(folder, charsmap)
+        parts = PARTS[described.parts](folder, charsmap)
     model = {**vocabulary.model, **parts.model}
     if vocabulary.sentencepiece is not None:
-        model["vocab"] = _arranged(model["vocab"], folder)
-    if folder.tokenizer_class in _UNK_BY_NAME:
-        names = [piece for piece, _ in model["vocab"]]
+        model["vocab"] = _arranged(model["vocab"], folder, described)
+    if described.unk_id is not None:
+        names = [piece for piece, _ in model["vocab"]] if described.is_unk_by_name else []
         unk = role_of(folder, "unk_token", described.roles["unk_token"])
-        model["unk_id"] = names.index(unk) if unk in names else _UNK_BY_NAME[folder.tokenizer_class]
+        model["unk_id"] = names.index(unk) if unk in names else described.unk_id
     return {
         "version": "1.0",
         "added_tokens": [],
@@ -159,19 +152,18 @@ def _charsmap_of(normalizer: Any) -> str | None:
     return next(maps, None)
 
 
-def _arranged(vocab: Any, folder: TokenizerFolder) -> Any:
+def _arranged(vocab: Any, folder: TokenizerFolder, described: TokenizerClass) -> Any:
     """The vocabulary of a SentencePiece model with the pieces that its class puts in other places or adds."""
-    name = folder.tokenizer_class
-    if name == "T5Tokenizer":
-        return [*vocab, *([f"<extra_id_{number}>", 0.0] for number in reversed(range(folder.extra_ids)))]
-    if name in ("XLMRobertaTokenizer", "CamembertTokenizer"):
-        word = {role: role_of(folder, f"{role}_token", f"<{role}>") for role in ("pad", "unk", "mask")}
-        if name == "CamembertTokenizer":
-            first = [["<s>NOTUSED", 0.0], [word["pad"], 0.0], ["</s>NOTUSED", 0.0], [word["unk"], 0.0]]
-            return [*first, ["<unk>NOTUSED", -100.0], *vocab[1:], [word["mask"], 0.0]]
-        ends = [role_of(folder, "bos_token", "<s>"), word["pad"], role_of(folder, "eos_token", "</s>"), word["unk"]]
-        return [*([each, 0.0] for each in ends), *vocab[3:], [word["mask"], 0.0]]
-    if name == AS_WRITTEN and "added_tokens_decoder" in folder.settings:
+    if described.has_sentinels:
+        numbers = reversed(range(folder.num_extra_ids(len(vocab))))
+        return [*vocab, *([f"<extra_id_{number}>", 0.0] for number in numbers)]
+    if described.arrangement is not None:
+        first, last = (
+            [[role_of(folder, each, described.roles.get(each, each)), 0.0] for each in pieces]
+            for pieces in (described.arrangement.first, described.arrangement.last)
+        )
+        return [*first, *vocab[described.arrangement.replaced :], *last]
+    if folder.tokenizer_class == AS_WRITTEN and "added_tokens_decoder" in folder.settings:
         return _renamed(vocab, folder)
     return vocab
 
@@ -203,6 +195,7 @@ def _named(
 def _add_tokens(
     pipeline: tokenizers.Tokenizer,
     folder: TokenizerFolder,
+    described: TokenizerClass,
     named: Mapping[str, str | AddedToken],
     vocabulary: Vocabulary | None,
 ) -> None:
@@ -215,14 +208,14 @@ def _add_tokens(
     for token in folder.added:
         tokens.append(_special(token) if not token.special and str(token) in words else token)
         known.add(str(token))
-    for each in (*named.values(), *_further(folder, pipeline)):
+    for each in (*named.values(), *_further(folder, described, pipeline)):
         if str(each) not in known:
             known.add(str(each))
             tokens.append(_special(each) if isinstance(each, str) or str(each) in words else each)
     pipeline.add_tokens(tokens)
-    if folder.tokenizer_class == "Qwen2Tokenizer":
+    if described.repeats_roles == "plain":
         pipeline.add_tokens([AddedToken(str(each), special=True) for each in named.values()])
-    if folder.tokenizer_class == "CohereTokenizer":
+    if described.repeats_roles == "special":
         pipeline.add_special_tokens([_special(each) if isinstance(each, str) else each for each in named.values()])
 
 
@@ -234,19 +227,16 @@ def _special(token: str | AddedToken) -> AddedToken:
     return AddedToken(token.content, special=True, **flags)
 
 
-def _further(folder: TokenizerFolder, pipeline: tokenizers.Tokenizer) -> Iterator[str | AddedToken]:
+def _further(
+    folder: TokenizerFolder, described: TokenizerClass, pipeline: tokenizers.Tokenizer
+) -> Iterator[str | AddedToken]:
     """Special tokens without a role: those of the files, or those of the class that the vocabulary has."""
-    yield from folder.further or ()
-    usual = CLASSES[folder.tokenizer_class].further if folder.tokenizer_class in CLASSES else ()
-    is_older = folder.is_older_list
-    if (
-        folder.tokenizer_class == "T5Tokenizer"
-        and is_older
-        and not any("<extra_id_" in str(each) for each in folder.further or ())
-    ):
-        usual = tuple(f"<extra_id_{number}>" for number in range(folder.extra_ids))
-    if folder.further is None or folder.tokenizer_class == "T5Tokenizer":
-        yield from (each for each in usual if pipeline.token_to_id(each) is not None)
+    listed = folder.further or ()
+    yield from listed
+    usual = described.further if folder.further is None else ()
+    if described.has_sentinels and folder.is_older_list and not any("<extra_id_" in str(each) for each in listed):
+        usual = tuple(f"<extra_id_{number}>" for number in range(folder.num_extra_ids(0)))
+    yield from (each for each in usual if pipeline.token_to_id(each) is not None)
 
 
 def _fill_ranks(pipeline: tokenizers.Tokenizer, folder: TokenizerFolder) -> None:
@@ -275,8 +265,9 @@ def _surround(
         begins = folder.switch("add_bos_token", default=described.begins) and "bos_token" in named
         ends = folder.switch("add_eos_token", default=False) and "eos_token" in named
         surrounds = Surrounds("bos_token" if begins else None, "eos_token" if ends else None)
-    words = {role: str(named[role]) for role in (surrounds.before, surrounds.behind) if role in named}
-    for role in filter(None, (surrounds.before, surrounds.behind)):
+    needed = [role for role in (surrounds.before, surrounds.behind) if role is not None]
+    words = {role: str(named[role]) for role in needed if role in named}
+    for role in needed:
         if role not in words or pipeline.token_to_id(words[role]) is None:
             raise DataError(f"{where} is of {folder.tokenizer_class}, which needs a {role} in its vocabulary.")
     single, pair = surrounds.template(words)

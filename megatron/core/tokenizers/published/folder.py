@@ -31,7 +31,7 @@ _SWITCHES = (
     "strip_accents",
     "tokenize_chinese_chars",
 )
-_MOST_EXTRA_IDS = 100_000
+_EXTRA_IDS, _MOST_EXTRA_IDS = 100, 100_000
 _FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
 
 
@@ -44,8 +44,7 @@ class TokenizerFolder:
     ``settings``: those that are neither roles nor tokens. ``roles``: tokens by role as the files name them, None for
     roles that they switch off. ``added_by_id``: tokens that they list. ``further``: special tokens
     without a role, None where no file has such a list; ``is_older_list``: it is special_tokens_map.json's alone.
-    ``decoder_start_id``: of config.json. ``extra_ids``: sentinels that T5's class adds to a SentencePiece
-    model.
+    ``extra_ids``: number of sentinels. ``decoder_start_id`` and ``rows``, the size of the embedding: of config.json.
     """
 
     path: Path
@@ -58,12 +57,19 @@ class TokenizerFolder:
     is_older_list: bool
     decoder_start_id: int | None
     added_by_id: Mapping[int, AddedToken]
-    extra_ids: int
+    extra_ids: int | None
+    rows: int | None
 
     @property
     def added(self) -> tuple[AddedToken, ...]:
         """Tokens that the files list, in the order of their ids."""
         return tuple(token for _, token in sorted(self.added_by_id.items(), key=lambda pair: pair[0]))
+
+    def num_extra_ids(self, num_pieces: int) -> int:
+        """Sentinels that T5's class adds to a model of ``num_pieces``: 100 where no file has a number, if they fit."""
+        if self.extra_ids is not None:
+            return self.extra_ids
+        return 0 if self.rows is not None and num_pieces + _EXTRA_IDS > self.rows else _EXTRA_IDS
 
     def switch(self, name: str, *, default: bool) -> bool:
         """A setting that is on or off; ``default`` where no file has it."""
@@ -97,7 +103,7 @@ def read_folder(path: Path, pipeline_file: Path | None) -> TokenizerFolder:
     merged.rename_further()
     listed = merged.tokens(pipeline)
     roles = {role: listed.get(str(token), token) for role, token in merged.roles.items() if token is not None}
-    start = model.get("decoder_start_token_id")
+    start, rows = model.get("decoder_start_token_id"), model.get("vocab_size")
     return TokenizerFolder(
         path=path,
         written=written,
@@ -109,8 +115,15 @@ def read_folder(path: Path, pipeline_file: Path | None) -> TokenizerFolder:
         is_older_list="extra_special_tokens" not in merged.settings,
         decoder_start_id=start if type(start) is int and start >= 0 else None,
         added_by_id=merged.by_id,
-        extra_ids=merged.settings.get("extra_ids", 100),
+        extra_ids=merged.settings.get("extra_ids"),
+        rows=rows if type(rows) is int else None,
     )
+
+
+def folder_class(path: Path) -> str:
+    """The class that a folder without tokenizer.json names; DataError for one that isn't supported."""
+    settings, model = _read(path / "tokenizer_config.json"), _read(path / "config.json")
+    return class_of(settings, model, is_byte_level=False, where=str(path))
 
 
 class _Merged:
@@ -140,12 +153,11 @@ class _Merged:
         self._take_map()
         special = {str(token) for token in self.roles.values() if token is not None}
         special |= {str(token) for token in self._tokens_of("extra_special_tokens")}
-        for word, number in _read(self.path / "added_tokens.json").items():
+        for word, where in _read(self.path / "added_tokens.json").items():
             is_special = word in special
-            token = AddedToken(word, normalized=not is_special, special=is_special)
-            self._list(number, token, found)
-        for number, token in (pipeline.get_added_tokens_decoder() if pipeline else {}).items():
-            self._list(number, token, found)
+            self._list(where, AddedToken(word, normalized=not is_special, special=is_special), found)
+        for place, token in (pipeline.get_added_tokens_decoder() if pipeline else {}).items():
+            self._list(place, token, found)
         return found
 
     def further(self) -> tuple[str | AddedToken, ...] | None:

@@ -10,7 +10,7 @@ from typing import Any
 
 from tokenizers import models
 
-from megatron.core.tokenizers.published.classes import AS_WRITTEN
+from megatron.core.tokenizers.published.classes import AS_WRITTEN, CLASSES, GENERAL_FILES
 from megatron.core.tokenizers.published.library import panics_as_errors
 from megatron.core.tokenizers.published.sentencepiece_file import BPE, SentencePieceFile, read_sentencepiece
 from megatron.core.tokenizers.rust import BYTE_CHARACTERS
@@ -21,18 +21,7 @@ TIKTOKEN_PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)"
     r"|\s+"
 )
-# Files that may hold the pieces, by the class that reads them; others read the general ones alone.
-_PIECES_FILE = {
-    "AlbertTokenizer": "spiece.model",
-    "CamembertTokenizer": "sentencepiece.bpe.model",
-    "DebertaV2Tokenizer": "spm.model",
-    "T5Tokenizer": "spiece.model",
-    "XLMRobertaTokenizer": "sentencepiece.bpe.model",
-}
-_GENERAL = ("tokenizer.model", "tiktoken.model")
-_MERGED = frozenset(
-    ("CodeGenTokenizer", "CohereTokenizer", "GPT2Tokenizer", "GPTNeoXTokenizer", "Qwen2Tokenizer", "Qwen3_5Tokenizer")
-) | {"RobertaTokenizer"}
+_WORD_PIECES, _MERGES = "vocab.txt", "merges.txt"
 
 
 @dataclass(frozen=True)
@@ -44,29 +33,28 @@ class Vocabulary:
     is_ranks: bool = False
 
 
-def vocabulary_files(tokenizer_class: str) -> tuple[str, ...]:
-    """Names of the files of a class, each of which, or all of which for merges, hold its vocabulary."""
-    if tokenizer_class in _MERGED:
-        return ("vocab.json", "merges.txt")
-    if tokenizer_class == "BertTokenizer":
-        return ("vocab.txt",)
-    own = _PIECES_FILE.get(tokenizer_class)
-    return (*_GENERAL, own) if own else _GENERAL
+def has_vocabulary(folder: Path, tokenizer_class: str) -> bool:
+    """Whether a folder without tokenizer.json has the files of a class: all of them with merges, else any."""
+    names = _files(tokenizer_class)
+    found = [(folder / name).is_file() for name in names]
+    return all(found) if _MERGES in names else any(found)
 
 
 def read_vocabulary(folder: Path, tokenizer_class: str) -> Vocabulary:
     """The vocabulary that a class reads from a folder; raises DataError where its files are missing or damaged."""
-    names = vocabulary_files(tokenizer_class)
+    names = _files(tokenizer_class)
     found = [folder / name for name in names if (folder / name).is_file()]
-    if tokenizer_class in _MERGED:
-        if len(found) < len(names):
-            raise _missing(folder, tokenizer_class, " and ".join(names))
+    if not has_vocabulary(folder, tokenizer_class):
+        raise _missing(folder, tokenizer_class, (" and " if _MERGES in names else " or ").join(names))
+    if _MERGES in names:
         return Vocabulary(_merged(*found))
-    if not found:
-        raise _missing(folder, tokenizer_class, " or ".join(names))
-    if tokenizer_class == "BertTokenizer":
+    if names == (_WORD_PIECES,):
         return Vocabulary({"type": "WordPiece", "vocab": _lines(found[0])})
     return _of_pieces(found[0], tokenizer_class)
+
+
+def _files(tokenizer_class: str) -> tuple[str, ...]:
+    return CLASSES[tokenizer_class].vocabulary if tokenizer_class in CLASSES else GENERAL_FILES
 
 
 def _missing(folder: Path, tokenizer_class: str, names: str) -> DataError:
@@ -75,8 +63,8 @@ def _missing(folder: Path, tokenizer_class: str, names: str) -> DataError:
         return DataError(f"{where} and no {names}, the vocabulary of its {tokenizer_class}: copy them there.")
     if has >= {"vocab.json", "merges.txt"}:
         advice = f"GPT2BPETokenizer --vocab-file {folder / 'vocab.json'} --merge-file {folder / 'merges.txt'}"
-    elif "vocab.txt" in has:
-        advice = f"BertWordPieceCase --vocab-file {folder / 'vocab.txt'}"
+    elif _WORD_PIECES in has:
+        advice = f"BertWordPieceCase --vocab-file {folder / _WORD_PIECES}"
     elif models := sorted(name for name in has if name.endswith(".model")):
         advice = f"GPTSentencePieceTokenizer --tokenizer-model {folder / models[0]}"
     else:
@@ -112,13 +100,11 @@ def _of_pieces(path: Path, tokenizer_class: str) -> Vocabulary:
     found = None if path.name == "tiktoken.model" else read_sentencepiece(content, where=where)
     if found is None:
         return Vocabulary(_of_ranks(content, where), is_ranks=True)
-    is_bpe = found.kind == BPE
-    if tokenizer_class not in ("TokenizersBackend", "CamembertTokenizer"):
-        is_bpe = tokenizer_class not in _PIECES_FILE
-    pieces = [[piece.text, piece.score] for piece in found.pieces]
+    is_bpe = CLASSES[tokenizer_class].model == "BPE" if tokenizer_class in CLASSES else found.kind == BPE
     if not is_bpe:
+        pieces = [[piece.text, piece.score] for piece in found.pieces]
         return Vocabulary({"type": "Unigram", "vocab": pieces, "unk_id": found.unk_id}, found)
-    ids = {text: number for number, (text, _) in enumerate(pieces)}
+    ids = {piece.text: number for number, piece in enumerate(found.pieces)}
     return Vocabulary({"type": "BPE", "vocab": ids, "merges": _merges_of(ids)}, found)
 
 
