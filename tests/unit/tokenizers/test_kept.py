@@ -9,6 +9,7 @@ from pathlib import Path
 
 import fsspec
 import pytest
+import torch
 
 from megatron.config.tokenizer import TokenizerConfig
 from megatron.core.checkpointing.find import find_checkpoint
@@ -16,6 +17,7 @@ from megatron.core.checkpointing.save import begin_save
 from megatron.core.conversion.kept_tokenizer import files_to_keep, kept_files, with_kept_files
 from megatron.core.files.remote_path import AnyPath, RemotePath
 from megatron.core.parallel.mesh import Mesh
+from megatron.core.parallel.sharding import ShardedState, Sharding
 from megatron.core.tokenizers.build import build_tokenizer
 from megatron.errors import CheckpointError, DataError
 from tests.unit.tokenizers.published_folders import forms
@@ -58,7 +60,8 @@ def kinds(
 
 
 def save(root: AnyPath, iteration: int, config: TokenizerConfig) -> AnyPath:
-    return begin_save(root, iteration, [], {}, Mesh.single(), files=files_to_keep(config)).finish()
+    states = [ShardedState("model.w", torch.zeros(8), Sharding((8,)))]
+    return begin_save(root, iteration, states, {}, Mesh.single(), files=files_to_keep(config)).finish()
 
 
 def test_a_checkpoint_copied_alone_has_its_tokenizer(kinds: dict[str, TokenizerConfig], tmp_path: Path) -> None:
