@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from megatron.core.checkpointing.find import find_checkpoint
-from megatron.core.checkpointing.load import load_checkpoint, read_run_state
+from megatron.core.checkpointing.load import load_checkpoint, read_run_document
 from megatron.core.checkpointing.save import PendingSave, begin_save, save_checkpoint
 from megatron.core.checkpointing.sharded_view import Staging
 from megatron.core.files.remote_path import AnyPath
@@ -51,7 +51,7 @@ def load(context: ParallelContext, root: Path, layout: Layout) -> tuple[int, tup
     folder = find_checkpoint(root, mesh=context.mesh)
     states = state_of(layout, context.mesh, None)
     load_checkpoint(folder, states, context.mesh)
-    assert_holds(states, context.mesh, logical_values(read_run_state(folder)["seed"]))
+    assert_holds(states, context.mesh, logical_values(read_run_document(folder)["state"]["seed"]))
     return folder.iteration, folder.passed_over
 
 

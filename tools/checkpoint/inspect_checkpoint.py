@@ -38,13 +38,16 @@ def main(argv: Sequence[str]) -> int:
     _check_together(options, can_load=flags is not None)
     if flags is not None:
         return can_load(options.path, flags, step=options.ckpt_step)
+    from megatron.core.checkpointing.load import read_run_state
     from megatron.core.checkpointing.summary import compare, summarize
 
     if options.diff:
         return print_comparison(compare(*(_find(path, None) for path in options.diff)), options.diff)
     if options.verify:
         return verify(_required(options.path), step=options.ckpt_step)
-    summary = summarize(_find(_required(options.path), options.ckpt_step))
+    found = _find(_required(options.path), options.ckpt_step)
+    read_run_state(found)  # names what a damaged one lacks
+    summary = summarize(found)
     print(json.dumps(summary.to_json(), indent=1) if options.json else describe(summary))
     return 0
 

@@ -17,6 +17,7 @@ from megatron.core.checkpointing.storage import CheckpointReader
 from megatron.core.files.remote_path import AnyPath, path_of
 from megatron.core.parallel.mesh import Mesh
 from megatron.errors import CheckpointError
+from megatron.small_files import read_text
 
 logger = logging.getLogger(__name__)
 
@@ -185,14 +186,14 @@ def _follow_tracker(root: AnyPath, survey: _Survey) -> None:
     """Put the iteration that the tracker names first; where it is missing, that is the first reason."""
     named = ""
     try:
-        named = (root / TRACKER).read_text(encoding="utf-8").strip()
+        named = read_text(root / TRACKER, where=TRACKER, error=CheckpointError, most_bytes=1 << 16).strip()
         problem = f"{TRACKER} says {named[:20]!r}, but there is no complete checkpoint of that iteration"
     except FileNotFoundError:
         problem = f"{TRACKER} is missing"
     except OSError as error:
         problem = f"{TRACKER} {unreadable(root, error)}"
-    except UnicodeDecodeError as error:
-        problem = f"{TRACKER} cannot be read ({error})"
+    except CheckpointError as error:
+        problem = str(error)
     survey.whole.sort(key=lambda found: str(found.iteration) != named)
     survey.has_favourite = any(str(found.iteration) == named for found in survey.whole)
     if not survey.has_favourite and (survey.whole or survey.rejected or named):

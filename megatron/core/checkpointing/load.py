@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
@@ -23,7 +23,7 @@ from megatron.core.files.remote_path import AnyPath, path_of
 from megatron.core.parallel.mesh import Mesh
 from megatron.core.parallel.sharding import ShardedState
 from megatron.errors import CheckpointError
-from megatron.small_files import check_kinds, read_json
+from megatron.small_files import Between, check_kinds, read_json
 
 MODEL_NAME = "recipe"
 """Key of the run's state under which it names its family, or what its model was fine-tuned for."""
@@ -31,6 +31,7 @@ MODEL_NAME = "recipe"
 CHAT = "chat"
 """Key of the run's state for the chat template and the end tokens that its model has learned."""
 
+_Count = Annotated[int, Between(0, 2**63 - 1)]
 # What run.json holds, and what runs keep in its state.
 _OF_THE_FILE = {
     "format": int,
@@ -42,7 +43,7 @@ _OF_THE_FILE = {
 _OF_THE_STATE = {
     MODEL_NAME: str,
     "config": dict[str, Any],
-    "progress": dict[str, int],
+    "progress": dict[str, _Count],
     "schedule": dict[str, Any],
     "optimizer": dict[str, Any],
     "random_seed": int,
@@ -50,11 +51,42 @@ _OF_THE_STATE = {
     "data_phases": list[dict[str, Any]],
     CHAT: dict[str, Any],
 }
+_OF_THE_OPTIMIZER = {"step": _Count, "trained_since": dict[str, _Count], "loss_scaler": dict[str, float]}
+_OF_A_DYNAMIC_SCALE = {"scale", "growth_tracker", "hysteresis_tracker"}
+# Names that must be there; of the state's, some may be null: a conversion has no schedule, for example.
+_NEEDED = ("format", "iteration", "layout", "versions", "state")
+_NEEDED_OF_STATE = (MODEL_NAME, "config", "progress", "schedule", "optimizer", "random_seed", "tokenizer")
+_MAY_BE_NULL = ("schedule", "optimizer", "random_seed")
+_NEEDED_INSIDE = {
+    "progress": ("iteration", "consumed_samples", "scheduled_samples"),
+    "tokenizer": ("name", "fingerprint"),
+    "optimizer": ("step", "loss_scaler"),
+    "schedule": ("max_lr", "lr_decay_style"),
+}
 
 
 def read_run_state(folder: CheckpointFolder | AnyPath) -> dict[str, Any]:
-    """The ``run_state`` that was given to ``save_checkpoint``; raises CheckpointError when ``run.json`` is unusable."""
-    return dict(read_run_document(folder)["state"])
+    """The state of the training run that saved a checkpoint, complete; raises CheckpointError when ``run.json`` is
+    unusable, or lacks something that every run writes.
+    """
+    state, where = dict(read_run_document(folder)["state"]), f"{_path(folder) / RUN_FILE}: state"
+    for name in _NEEDED_OF_STATE:
+        if name not in state or (state[name] is None and name not in _MAY_BE_NULL):
+            raise _lacking(where, name)
+    for name, needed in _NEEDED_INSIDE.items():
+        for each in needed if state[name] is not None else ():
+            if each not in state[name] or (state[name][each] is None and name != "tokenizer"):
+                raise _lacking(f"{where}: {name}", each)
+    if state["optimizer"] is not None:
+        check_kinds(state["optimizer"], _OF_THE_OPTIMIZER, where=f"{where}: optimizer", error=CheckpointError)
+        scale = state["optimizer"]["loss_scaler"]
+        if scale and (missing := sorted(_OF_A_DYNAMIC_SCALE - scale.keys())):
+            raise _lacking(f"{where}: optimizer: loss_scaler", missing[0])
+    return state
+
+
+def _lacking(where: str, name: str) -> CheckpointError:
+    return CheckpointError(f"{where} lacks {name}, so it is damaged: give another checkpoint with --ckpt-step")
 
 
 def read_run_document(folder: CheckpointFolder | AnyPath) -> dict[str, Any]:
@@ -64,9 +96,9 @@ def read_run_document(folder: CheckpointFolder | AnyPath) -> dict[str, Any]:
         document: dict[str, Any] = read_json(path, dict[str, Any], error=CheckpointError)
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read ({error.strerror})") from error
-    for name in ("format", "state"):
+    for name in _NEEDED:
         if document.get(name) is None:
-            raise CheckpointError(f"{path} lacks {name}, so it is damaged: give another checkpoint with --ckpt-step")
+            raise _lacking(str(path), name)
     check_kinds(document, _OF_THE_FILE, where=str(path), error=CheckpointError)
     check_kinds(document["state"], _OF_THE_STATE, where=f"{path}: state", error=CheckpointError)
     if config := document["state"].get("config"):

@@ -302,5 +302,5 @@ class Optimizer:
         without bias correction Adam's first steps would be several times too large.
         """
         self._step = int(state["step"])
-        self._trained_since = state.get("trained_since", {}) | dict.fromkeys(sorted(fresh), self._step)
+        self._trained_since = (state.get("trained_since") or {}) | dict.fromkeys(sorted(fresh), self._step)
         self._scaler.load_state_dict(state["loss_scaler"])

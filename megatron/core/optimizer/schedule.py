@@ -9,10 +9,11 @@ import dataclasses
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_type_hints
 
 from megatron.config.optimizer import OptimizerConfig
-from megatron.errors import ConfigError
+from megatron.errors import CheckpointError, ConfigError
+from megatron.small_files import check_kinds
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -173,6 +174,13 @@ _FLAGS = {
 }
 
 
+def _kinds() -> dict[str, Any]:
+    """The types of a schedule's fields, with the styles that flags offer."""
+    flags, kinds = get_type_hints(OptimizerConfig), get_type_hints(Schedule)
+    styles = ("lr_decay_style", "lr_wsd_decay_style")
+    return kinds | {name: flags[name] for name in styles} | {"wd_incr_style": flags["weight_decay_incr_style"]}
+
+
 def resumed_schedule(
     schedule: Schedule, saved: Mapping[str, Any], *, override: bool = False, use_checkpoint: bool = False
 ) -> Schedule:
@@ -185,6 +193,9 @@ def resumed_schedule(
     if override:
         return schedule
     stored = {"decoupled_lr": None} | {name: value for name, value in saved.items() if name in _FLAGS}
+    check_kinds(stored, _kinds(), where="the checkpoint's schedule", error=CheckpointError)
+    if missing := [name for name, value in stored.items() if value is None and name != "decoupled_lr"]:
+        raise CheckpointError(f"the checkpoint's schedule has no {missing[0]}, so it is damaged: choose another one")
     if use_checkpoint:
         return dataclasses.replace(schedule, **stored)
     unread = schedule.unread_fields()

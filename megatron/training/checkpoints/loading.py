@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import shlex
+import sys
 from collections.abc import Iterable, Mapping
 from itertools import chain
 from typing import Any
@@ -21,7 +23,7 @@ from megatron.core.parallel.collectives import gather_objects
 from megatron.core.parallel.mesh import Mesh
 from megatron.core.parallel.sharding import ShardedState
 from megatron.core.tokenizers.base import Tokenizer
-from megatron.errors import CheckpointError
+from megatron.errors import CheckpointError, ConfigError
 from megatron.planning.parameter_patterns import FreezingChange
 from megatron.training.checkpoints.published import load_published
 from megatron.training.run.run import Progress, Run
@@ -166,13 +168,22 @@ def loads_optimizer(config: RunConfig, *, weights_only: bool) -> bool:
 
 
 def schedule_to_follow(config: RunConfig, schedule: Schedule, saved: Mapping[str, Any]) -> Schedule:
-    """The flags' ``schedule`` or the ``saved`` one; ConfigError where they differ and no flag chooses one."""
-    return resumed_schedule(
-        schedule,
-        saved,
-        override=config.optimizer.override_opt_param_scheduler,
-        use_checkpoint=config.optimizer.use_checkpoint_opt_param_scheduler,
-    )
+    """The flags' ``schedule`` or the ``saved`` one; ConfigError where they differ and no flag chooses one, with the
+    command that trains on.
+    """
+    optimizer = config.optimizer
+    try:
+        return resumed_schedule(
+            schedule,
+            saved,
+            override=optimizer.override_opt_param_scheduler,
+            use_checkpoint=optimizer.use_checkpoint_opt_param_scheduler,
+        )
+    except ConfigError as error:
+        again = shlex.join([*sys.argv, "--override-opt_param-scheduler"])
+        raise ConfigError(
+            f"{error}\nto train on with these flags, as for a longer run, give the command:\n  {again}"
+        ) from None
 
 
 def check_has_optimizer(state: Mapping[str, Any], folder: CheckpointFolder) -> None:

@@ -94,6 +94,8 @@ class TrainingData:
             return
         data = self._config.data
         before = as_kind(phases, list[Phase], where="the checkpoint's data_phases", error=CheckpointError)
+        if not all(phase.sources for phase in before):
+            raise CheckpointError("the checkpoint's data_phases have one without sources, so it is damaged")
         self._phases = next_phases(before, mix_of(train), consumed=consumed_samples)
         if len(self._phases) > 1 and (data.data_order == "megatron" or data.dataloader_type == "cyclic"):
             flag = "--data-order megatron" if data.data_order == "megatron" else "--dataloader-type cyclic"

@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from megatron.core.checkpointing.find import find_checkpoint
-from megatron.core.checkpointing.load import load_checkpoint, read_run_state
+from megatron.core.checkpointing.load import load_checkpoint, read_run_document
 from megatron.core.checkpointing.save import save_checkpoint
 from megatron.core.checkpointing.sharded_view import sharded_views
 from megatron.core.checkpointing.storage import CheckpointReader, tensors_in
@@ -54,7 +54,7 @@ def test_random_pairs(saved: Layout, loaded: Layout, tmp_path: Path) -> None:
         folder = find_checkpoint(tmp_path, mesh=mesh)
         load_checkpoint(folder, states, mesh)
         assert_holds(states, mesh, values)
-        assert read_run_state(folder) == {"iteration": 10}
+        assert read_run_document(folder)["state"] == {"iteration": 10}
 
     on_ranks(loaded.meshes(), load)
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from megatron.core.checkpointing.find import find_checkpoint, is_unused
-from megatron.core.checkpointing.load import load_checkpoint, read_run_state
+from megatron.core.checkpointing.load import load_checkpoint, read_run_document
 from megatron.core.checkpointing.save import begin_save, save_checkpoint
 from megatron.core.checkpointing.sharded_view import Staging
 from megatron.core.parallel.mesh import Mesh
@@ -76,7 +76,7 @@ def test_killed_saves_lose_nothing(background: bool, tmp_path: Path) -> None:
         states = state(0.0)
         load_checkpoint(found, states, Mesh.single())
         assert all((part.tensor == found.iteration).all() for part in states)
-        assert read_run_state(found) == {"iteration": found.iteration}
+        assert read_run_document(found)["state"] == {"iteration": found.iteration}
 
 
 def save_with_small_disk(root: Path, report: Connection) -> None:

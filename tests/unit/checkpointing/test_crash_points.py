@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from megatron.core.checkpointing.find import find_checkpoint
-from megatron.core.checkpointing.load import load_checkpoint, read_run_state
+from megatron.core.checkpointing.load import load_checkpoint, read_run_document
 from megatron.core.checkpointing.retention import Retention, prune
 from megatron.core.checkpointing.save import save_checkpoint
 from megatron.core.parallel.mesh import Mesh
@@ -73,7 +73,7 @@ def loaded(root: Path) -> tuple[int, float]:
     load_checkpoint(found, states, SINGLE)
     value = states[0].tensor[0].item()
     assert (states[0].tensor == value).all()
-    assert read_run_state(found) == {"value": value}
+    assert read_run_document(found)["state"] == {"value": value}
     return found.iteration, value
 
 

@@ -15,7 +15,7 @@ import torch
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex
 
 from megatron.core.checkpointing.find import find_checkpoint
-from megatron.core.checkpointing.load import load_checkpoint, read_run_state
+from megatron.core.checkpointing.load import load_checkpoint, read_run_document
 from megatron.core.checkpointing.save import save_checkpoint
 from megatron.core.parallel.mesh import Mesh
 from megatron.core.parallel.sharding import ShardedState, Sharding
@@ -144,19 +144,19 @@ def test_a_damaged_run_file_is_a_sentence(folder: Path) -> None:
         '"format": null': r"run\.json lacks format",
         '"layout": {"tp": 1.5}': r"run\.json: layout\.tp is 1\.5; expected a whole number",
     }.items():
-        whole = {"format": 1, "iteration": 10, "state": {}} | json.loads(f"{{{change}}}")
+        whole = {"format": 1, "iteration": 10, "layout": {}, "versions": {}, "state": {}} | json.loads(f"{{{change}}}")
         (folder / "run.json").write_text(json.dumps(whole))
         with pytest.raises(CheckpointError, match=message):
-            read_run_state(folder)
+            read_run_document(folder)
     (folder / "run.json").write_text("{")
     with pytest.raises(CheckpointError, match=r"run.json:1 is not JSON"):
-        read_run_state(folder)
-    (folder / "run.json").write_text('{"format": 99, "state": {}}')
+        read_run_document(folder)
+    (folder / "run.json").write_text('{"format": 99, "iteration": 1, "layout": {}, "versions": {}, "state": {}}')
     with pytest.raises(CheckpointError, match="format 99; this version reads up to 1"):
-        read_run_state(folder)
+        read_run_document(folder)
     (folder / "run.json").unlink()
     with pytest.raises(CheckpointError, match="cannot be read"):
-        read_run_state(folder)
+        read_run_document(folder)
 
 
 class Attack:

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from megatron.core.checkpointing.find import find_checkpoint, is_unused, whole_checkpoints
-from megatron.core.checkpointing.load import load_checkpoint, read_run_state
+from megatron.core.checkpointing.load import load_checkpoint, read_run_document
 from megatron.core.checkpointing.manifest import Manifest
 from megatron.core.checkpointing.retention import Retention, prune
 from megatron.core.checkpointing.save import begin_save, save_checkpoint, save_streamed
@@ -42,7 +42,7 @@ def loaded(root: AnyPath) -> tuple[int, float]:
     load_checkpoint(found, states, SINGLE)
     value = states[0].tensor[0].item()
     assert (states[0].tensor == value).all()
-    assert read_run_state(found) == {"value": value}
+    assert read_run_document(found)["state"] == {"value": value}
     return found.iteration, value
 
 
@@ -214,7 +214,7 @@ def test_a_failure_after_publishing_keeps_the_checkpoint(tmp_path: Path, caplog:
     assert " ".join(objects(tmp_path)).count("iter_0000010-") == 8
     save(root, 30, 4.0)
     assert " ".join(objects(tmp_path)).count("iter_0000010-") == 4, "each later save tries again, as the warning says"
-    assert read_run_state(find_checkpoint(root, step=10)) == {"value": 2.0}
+    assert read_run_document(find_checkpoint(root, step=10))["state"] == {"value": 2.0}
 
 
 @pytest.mark.parametrize("damage", ["flip", "cut", "delete"])

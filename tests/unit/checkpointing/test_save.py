@@ -18,7 +18,7 @@ from typing_extensions import Buffer
 
 from megatron.core.checkpointing import storage
 from megatron.core.checkpointing.find import find_checkpoint, is_unused
-from megatron.core.checkpointing.load import load_checkpoint, read_run_state
+from megatron.core.checkpointing.load import load_checkpoint, read_run_document
 from megatron.core.checkpointing.save import begin_save, save_checkpoint
 from megatron.core.checkpointing.sharded_view import Staging
 from megatron.core.parallel.mesh import Mesh
@@ -73,7 +73,7 @@ def test_folder_and_tracker_look_as_documented(tmp_path: Path) -> None:
     assert run["iteration"] == 1000
     assert run["layout"] == {"world_size": 1} | dict.fromkeys(["pp", "dp", "cp", "tp", "edp", "ep", "etp"], 1)
     assert run["versions"]["torch"] == torch.__version__
-    assert read_run_state(folder) == {"consumed_samples": 5}
+    assert read_run_document(folder)["state"] == {"consumed_samples": 5}
     assert tmp_path.name.encode() not in (folder / ".metadata").read_bytes(), (
         "paths of this machine are nobody's business"
     )
@@ -83,7 +83,7 @@ def test_run_state_comes_back_exactly(tmp_path: Path) -> None:
     """Floats (a loss scale, a learning rate) and nested settings survive the JSON bit by bit."""
     run_state = {"lr": 0.1 + 0.2, "scale": 2.0**16, "big": 2**62, "config": {"a": [1, None, True, "ü"]}}
     save_checkpoint(tmp_path, 1, state(1.0), run_state, SINGLE)
-    assert read_run_state(find_checkpoint(tmp_path)) == run_state
+    assert read_run_document(find_checkpoint(tmp_path))["state"] == run_state
 
 
 @pytest.mark.parametrize("room", [0, 2000], ids=["no room", "room for a part"])

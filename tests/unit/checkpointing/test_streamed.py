@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata
 
 from megatron.core.checkpointing.find import find_checkpoint
-from megatron.core.checkpointing.load import load_checkpoint, read_run_state
+from megatron.core.checkpointing.load import load_checkpoint, read_run_document
 from megatron.core.checkpointing.save import save_checkpoint, save_streamed
 from megatron.core.checkpointing.storage import CheckpointWriter
 from megatron.core.checkpointing.stored_tensors import StoredTensors
@@ -36,7 +36,7 @@ def test_streamed_checkpoints_are_checkpoints(tmp_path: Path) -> None:
     """Checked, named by the tracker, and loaded by training like any other."""
     save_streamed(tmp_path, 3, [whole(*item) for item in VALUES.items()], {"from": "elsewhere"})
     folder = find_checkpoint(tmp_path)
-    assert (folder.iteration, read_run_state(folder)) == (3, {"from": "elsewhere"})
+    assert (folder.iteration, read_run_document(folder)["state"]) == (3, {"from": "elsewhere"})
     state = [
         ShardedState(name, torch.full_like(value, -1), Sharding(tuple(value.shape))) for name, value in VALUES.items()
     ]

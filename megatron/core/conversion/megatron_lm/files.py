@@ -16,6 +16,7 @@ from megatron.core.checkpointing.torch_files import load_torch_file
 from megatron.core.conversion.megatron_lm.arguments import Arguments
 from megatron.core.files.remote_path import RemotePath
 from megatron.errors import CheckpointError
+from megatron.small_files import read_text
 
 RELEASE = "release"
 COMMON = "common.pt"
@@ -91,8 +92,8 @@ def find_folder(root: Folder, *, step: int | None = None) -> Folder:
     if step is not None:
         folder = root / f"iter_{step:07d}"
     elif (root / TRACKER).is_file():
-        named = (root / TRACKER).read_text(encoding="utf-8").strip()
-        if named != RELEASE and not named.isdecimal():
+        named = read_text(root / TRACKER, where=f"{root}: {TRACKER}", error=CheckpointError, most_bytes=1 << 16).strip()
+        if named != RELEASE and not re.fullmatch(r"[0-9]{1,18}", named):
             raise CheckpointError(
                 f"{root}: {TRACKER} says {named[:20]!r}, which is not an iteration: give --ckpt-step N"
             )
