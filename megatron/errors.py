@@ -7,11 +7,13 @@ The exit code tells a scheduler whether to start the same command again.
 from __future__ import annotations
 
 import errno
+import json
 import os
 import re
 import sys
+import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 RESTART_MAY_HELP = 1
 """Exit code when the machine failed: a disk, a network, a process, a lost rank, a stall, a loss that is not finite."""
@@ -99,6 +101,15 @@ def read_errors(path: object) -> Iterator[None]:
         ) from error
 
 
+def _tell_torchrun(sentence: str) -> None:
+    """Leave ``sentence`` for torchrun, whose report of a failed rank then ends with it, below its own traceback."""
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if path:
+        message = {"message": sentence.rstrip(), "extraInfo": {"timestamp": str(int(time.time()))}}
+        with suppress(OSError), open(path, "w", encoding="utf-8") as file:
+            json.dump({"message": message}, file)
+
+
 def run_command(main: Callable[[], int | None]) -> None:
     """Run a command's ``main`` and leave the process: a user's mistake is one sentence on stderr, never a traceback."""
     said = ""
@@ -106,6 +117,7 @@ def run_command(main: Callable[[], int | None]) -> None:
         code = main() or 0
     except MegatronError as error:
         code, said = error.exit_code, f"error: {error}\n"
+        _tell_torchrun(said)
     except PermissionError as error:
         reason = f"{error.filename}: {error.strerror}; allow this user to read and write it, or name another one"
         code, said = RESTART_CANNOT_HELP, f"error: {reason if error.filename else error}\n"

@@ -78,7 +78,8 @@ def main(argv: Sequence[str]) -> int:
     ):
         if engine is None:  # another rank, whose work is done
             return 0
-        print(exactness(trained, inference), file=sys.stderr, flush=True)
+        together = len(prompts_of(config)) > 1 or local.input_jsonl is not None
+        print(exactness(trained, inference, together=together), file=sys.stderr, flush=True)
         generator = Generator(trained, engine, config, local)
         if local.input_jsonl is not None and local.output_jsonl is not None:
             answer_file(generator, Path(local.input_jsonl), Path(local.output_jsonl))

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from megatron.core.checkpointing.agreement import run_on_all
 from megatron.core.files.durable import write_errors
@@ -132,3 +133,17 @@ def test_a_forbidden_file_is_one_sentence_in_any_command(capsys: pytest.CaptureF
         run_command(forbidden)
     assert ended.value.code == 2
     assert capsys.readouterr().err.startswith("error: runs/mine/manifest.json: Permission denied; ")
+
+
+def test_torchruns_report_ends_with_the_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A refused run ended in some fifteen lines of torchrun, below the one sentence that mattered."""
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
+
+    def refuse() -> None:
+        raise ConfigError("there is no flag --wrong")
+
+    with pytest.raises(SystemExit):
+        run_command(refuse)
+    failure = ProcessFailure(local_rank=0, pid=1, exitcode=2, error_file=str(tmp_path / "error.json"))
+    report = str(ChildFailedError("pretrain_gpt.py", {0: failure}))
+    assert report.rstrip("= \n").endswith("traceback : error: there is no flag --wrong")

@@ -104,9 +104,9 @@ def engine_of_every_rank(
     return Engine(runner, tokenizer=placed.tokenizer, options=options)
 
 
-def exactness(trained: TrainedModel, config: InferenceConfig) -> str:
-    """A line that says how exact generation is: the type of numbers, where, and whether texts depend on the batch. And
-    what is faster, where the type is slow.
+def exactness(trained: TrainedModel, config: InferenceConfig, *, together: bool = True) -> str:
+    """A line that says how exact generation is: the type of numbers, where, and, for texts that are written together,
+    whether they depend on each other. And what is faster, where the type is slow.
     """
     context = trained.context
     mesh = context.mesh
@@ -125,6 +125,8 @@ def exactness(trained: TrainedModel, config: InferenceConfig) -> str:
                 "than half the time for a single text, four times the memory of weights, and is not batch-invariant"
             )
         return line
+    if not together:
+        return f"generation in {where}"
     return (
         f"generation in {where}, not batch-invariant: what else is in the batch can change the last bits of a text's "
         "logits, and with them a near tie between two tokens; --batch-invariant prevents that"

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from megatron.core.ops.matmul import times_transposed
+from megatron.training.reporting.metrics import readable
 
 
 @dataclass(frozen=True)
@@ -110,4 +111,4 @@ def throughput_line(speed: Throughput, scale: SpeedScale) -> str:
     line += f" model TFLOP/s per device: {speed.tflops_per_device:.4g} |"
     if speed.utilization is None or scale.peak is None:
         return f"{line} MFU: unknown, no peak on file for this device |"
-    return f"{line} MFU: {speed.utilization:.1%} of {scale.peak} |"
+    return f"{line} MFU: {readable(100 * speed.utilization)}% of {scale.peak} |"

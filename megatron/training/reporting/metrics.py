@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from datetime import datetime
+from datetime import datetime, timedelta
 
 from megatron.core.inference.scoring import perplexity
 
@@ -81,7 +81,8 @@ def training_line(
     seconds_per_iteration: float,
     tflops_per_device: float | None = None,
 ) -> str:
-    """The log line of Megatron-LM 0.12: the same fields, order, widths and precisions.
+    """The log line of Megatron-LM 0.12: the same fields, order, widths and precisions. Two things are ours: more digits
+    of a throughput below 1, and the time left at the speed of this interval, last.
 
     ``step``: the last of the interval of ``totals``. A loss whose mean is not above zero is left out, as there.
     """
@@ -89,7 +90,7 @@ def training_line(
     parts.append(f"consumed samples: {step.consumed_samples:12d}")
     parts.append(f"elapsed time per iteration (ms): {seconds_per_iteration * 1000:.1f}")
     if tflops_per_device is not None:
-        parts.append(f"throughput per GPU (TFLOP/s/GPU): {tflops_per_device:.1f}")
+        parts.append(f"throughput per GPU (TFLOP/s/GPU): {readable(tflops_per_device)}")
     parts.append(f"learning rate: {step.learning_rate:.6E}")
     if step.decoupled_learning_rate is not None:
         parts.append(f"decoupled learning rate: {step.decoupled_learning_rate:.6E}")
@@ -104,7 +105,17 @@ def training_line(
         parts.append(f"params norm: {step.params_norm:.3f}")
     parts.append(f"number of skipped iterations: {totals.skipped_iterations:3d}")
     parts.append(f"number of nan iterations: {totals.nan_iterations:3d}")
+    if step.iteration < train_iters:
+        left = timedelta(seconds=round((train_iters - step.iteration) * seconds_per_iteration))
+        parts.append(f"time left: {left}")
     return " | ".join(parts) + " |"
+
+
+def readable(value: float) -> str:
+    """A number with one digit after the point, or, below 1, as many as show three of its own."""
+    if not 0.0 < value < 1.0:
+        return f"{value:.1f}"
+    return f"{value:.{min(2 - math.floor(math.log10(value)), 12)}f}"
 
 
 def has_perplexity(name: str) -> bool:
@@ -112,15 +123,17 @@ def has_perplexity(name: str) -> bool:
     return name.endswith(" loss")
 
 
-def validation_block(where: str, losses: Mapping[str, float]) -> str:
+def validation_block(where: str, losses: Mapping[str, float], *, batches: str = "") -> str:
     """Validation losses between two rules.
 
     ``where`` is ``iteration N``, or at the end of a run ``iteration N on validation set`` or ``… on test set``.
+    ``batches``: which ones of the set, in words.
     """
     line = f" validation loss at {where} | "
     for name, loss in losses.items():
         line += f"{name} value: {loss:.6E} | "
         if has_perplexity(name):
             line += f"{name} PPL: {perplexity(loss):.6E} | "
+    line += f"{batches} | " if batches else ""
     rule = "-" * (len(line) + 1)
     return f"{rule}\n{line}\n{rule}"

@@ -202,13 +202,21 @@ class Reporter:
         bar.clear()
 
     def validation(
-        self, where: str, losses: Mapping[str, float], *, iteration: int, consumed_samples: int, data_set: str = ""
+        self,
+        where: str,
+        losses: Mapping[str, float],
+        *,
+        iteration: int,
+        consumed_samples: int,
+        data_set: str = "",
+        batches: str = "",
     ) -> None:
         """Print validation losses and add them to the curves; a test set's losses are only printed.
 
-        ``where``: see :func:`metrics.validation_block`. ``data_set``: the name of one of several validation sets.
+        ``where``, ``batches``: see :func:`metrics.validation_block`. ``data_set``: the name of one of several
+        validation sets.
         """
-        self.say(validation_block(f"{where} ({data_set})" if data_set else where, losses))
+        self.say(validation_block(f"{where} ({data_set})" if data_set else where, losses, batches=batches))
         if not where.endswith("on test set"):
             self._curves.validation(losses, iteration=iteration, consumed_samples=consumed_samples, data_set=data_set)
 

@@ -143,3 +143,12 @@ def test_flags_that_say_two_things(flags: str, words: str, tmp_path: Path) -> No
     """A restarted job with both flags would delete what it had saved, or not: nobody could know."""
     with pytest.raises(ConfigError, match=words):
         tiny_config(f"--mock-data {flags.format(tmp_path)}")
+
+
+def test_a_longer_run_is_told_its_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """To go on with more --train-iters one needed a flag of Megatron-LM's whose name says nothing of that."""
+    train(f"--save {tmp_path} --load {tmp_path} --train-iters 2")
+    monkeypatch.setattr("sys.argv", ["pretrain_gpt.py", "--load", "my runs", "--train-iters", "4"])
+    command = "pretrain_gpt.py --load 'my runs' --train-iters 4 --override-opt_param-scheduler"
+    with pytest.raises(ConfigError, match=f"give the command:\n  {command}$"):
+        train(f"--save {tmp_path} --load {tmp_path} --train-iters 4")

@@ -149,6 +149,7 @@ def test_layers_must_divide_over_ranks(flags: str, parts: int, widths: str, star
 def test_says_how_exact_generation_is(trained: TrainedModel) -> None:
     """A user who compares two runs, or reproduces one, must know whether neighbours may have changed a text."""
     assert "generation in float32 on cpu, not batch-invariant" in exactness(trained, InferenceConfig())
+    assert exactness(trained, InferenceConfig(), together=False) == "generation in float32 on cpu"  # one text at a time
     assert "float32 on cpu, batch-invariant" in exactness(trained, InferenceConfig(batch_invariant=True))
     half = replace(trained, context=replace(trained.context, dtype=torch.bfloat16))
     assert "bfloat16 on cpu, batch-invariant" in exactness(half, InferenceConfig())

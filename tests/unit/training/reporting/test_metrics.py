@@ -41,8 +41,21 @@ def test_shortest_line_to_the_letter() -> None:
         " [2026-08-01 09:05:03] iteration      100/    5000 | consumed samples:         1600 | "
         "elapsed time per iteration (ms): 123.5 | learning rate: 1.500000E-04 | global batch size:    16 | "
         "lm loss: 5.432100E+00 | loss scale: 65536.0 | number of skipped iterations:   0 | "
-        "number of nan iterations:   0 |"
+        "number of nan iterations:   0 | time left: 0:10:05 |"
     )
+
+
+def test_the_time_left_ends_with_the_run() -> None:
+    """A newcomer worked it out from the time per iteration; the fields of Megatron-LM's line stand before it."""
+    assert line(dataclasses.replace(STEP, iteration=5000)).endswith("number of nan iterations:   0 |")
+
+
+@pytest.mark.parametrize(
+    ("tflops", "words"), [(0.00013264, "0.000133"), (0.0, "0.0"), (0.9994, "0.999"), (1.0, "1.0"), (412.345, "412.3")]
+)
+def test_no_throughput_is_rounded_to_zero(tflops: float, words: str) -> None:
+    """Every line of a run on a CPU said ``throughput per GPU (TFLOP/s/GPU): 0.0``."""
+    assert f"throughput per GPU (TFLOP/s/GPU): {words} |" in line(STEP, tflops=tflops)
 
 
 def test_longest_line_to_the_letter() -> None:
@@ -60,7 +73,7 @@ def test_longest_line_to_the_letter() -> None:
         "throughput per GPU (TFLOP/s/GPU): 123.5 | learning rate: 1.500000E-04 | "
         "decoupled learning rate: 5.000000E-04 | global batch size:    16 | lm loss: 5.432100E+00 | "
         "sop loss: 7.000000E-01 | loss scale: 65536.0 | grad norm: 1.234 | num zeros: 42 | params norm: 170.555 | "
-        "number of skipped iterations:   0 | number of nan iterations:   0 |"
+        "number of skipped iterations:   0 | number of nan iterations:   0 | time left: 0:10:05 |"
     )
 
 
@@ -71,13 +84,13 @@ def test_loss_is_the_mean_over_iterations_that_were_not_skipped() -> None:
         dataclasses.replace(STEP, losses={"lm loss": 4.0}), dataclasses.replace(STEP, losses={"lm loss": 6.0}), skipped
     )
     assert "| lm loss: 5.000000E+00 |" in text
-    assert text.endswith("number of skipped iterations:   1 | number of nan iterations:   1 |")
+    assert "number of skipped iterations:   1 | number of nan iterations:   1 |" in text
 
 
 def test_skipped_but_finite_loss_is_no_nan_iteration() -> None:
     text = line(STEP, dataclasses.replace(STEP, skipped=True, losses={"lm loss": 9.0}))
     assert "lm loss: 5.432100E+00" in text
-    assert text.endswith("number of skipped iterations:   1 | number of nan iterations:   0 |")
+    assert "number of skipped iterations:   1 | number of nan iterations:   0 |" in text
 
 
 @pytest.mark.parametrize("loss", [0.0, -1.0, math.nan])
@@ -88,7 +101,7 @@ def test_loss_that_is_not_above_zero_is_left_out(loss: float) -> None:
 def test_nan_with_the_check_off_is_counted_though_not_skipped() -> None:
     """The run goes on with ruined weights: the line must say so."""
     text = line(dataclasses.replace(STEP, losses={"lm loss": math.nan}))
-    assert text.endswith("number of skipped iterations:   0 | number of nan iterations:   1 |")
+    assert "number of skipped iterations:   0 | number of nan iterations:   1 |" in text
 
 
 def test_only_skipped_iterations_leave_no_loss() -> None:
@@ -102,6 +115,13 @@ def test_validation_block_to_the_letter() -> None:
         "sop loss value: 5.000000E-01 | sop loss PPL: 1.648721E+00 | "
     )
     assert rule == again == "-" * (len(text) + 1)
+
+
+def test_the_batches_of_an_evaluation_come_last() -> None:
+    """Two losses of one iteration differed, and nothing said that they are of different batches."""
+    assert validation_block("iteration 5", {"accuracy": 0.5}, batches="batches: 9 to 16").split("\n")[1] == (
+        " validation loss at iteration 5 | accuracy value: 5.000000E-01 | batches: 9 to 16 | "
+    )
 
 
 def test_an_accuracy_has_no_perplexity() -> None:
