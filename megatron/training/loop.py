@@ -139,10 +139,10 @@ def validate(run: Run, split: SplitName, where: str, *, evaluation: int) -> None
     """Evaluate on each data set of a split for the ``evaluation``-th time, and report its losses."""
     progress, found, per_time = run.progress, dict[str, Evaluation](), run.config.training.eval_iters
     total = None if split == "valid" and run.config.data.full_validation else per_time
-    batches = "all batches"
+    read = "all batches"
     if total is not None:  # at the end other ones than in training, as in Megatron-LM: two losses of one iteration
         later = ", after those in training" if where.endswith("on validation set") and evaluation else ""
-        batches = f"batches: {evaluation * per_time + 1} to {(evaluation + 1) * per_time}{later}"
+        read = f"batches: {evaluation * per_time + 1} to {(evaluation + 1) * per_time}{later}"
     for name in run.data.evaluated(split):
         collect_garbage_around_evaluation(run.config.training)
         start = time.perf_counter()
@@ -158,7 +158,7 @@ def validate(run: Run, split: SplitName, where: str, *, evaluation: int) -> None
                 iteration=progress.iteration,
                 consumed_samples=progress.consumed_samples,
                 data_set=name,
-                batches=batches,
+                batches=read,
             )
         else:
             run.reporter.say(f"the {split} set{f' {name}' if name else ''} has no labels: loss skipped")

@@ -58,6 +58,7 @@ _NEEDED = ("format", "iteration", "layout", "versions", "state")
 _NEEDED_OF_STATE = (MODEL_NAME, "config", "progress", "schedule", "optimizer", "random_seed", "tokenizer")
 _MAY_BE_NULL = ("schedule", "optimizer", "random_seed")
 _NEEDED_INSIDE = {
+    "config": ("model", "tokenizer", "precision"),
     "progress": ("iteration", "consumed_samples", "scheduled_samples"),
     "tokenizer": ("name", "fingerprint"),
     "optimizer": ("step", "loss_scaler"),

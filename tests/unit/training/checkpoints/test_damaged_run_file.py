@@ -12,6 +12,7 @@ from unittest import mock
 import pytest
 
 from megatron.core.checkpointing.find import CheckpointFolder
+from megatron.core.checkpointing.load import read_run_state
 from megatron.core.parallel.context import ParallelContext
 from megatron.errors import CheckpointError, MegatronError
 from megatron.training.checkpoints import compatibility, loading
@@ -105,7 +106,7 @@ def test_an_empty_object(path: tuple[str, ...], words: str | None, saved: tuple[
     file = tmp_path / "iter_0000001" / "run.json"
     file.write_text(json.dumps(replaced(json.loads(file.read_text()), path, {})))
     if words is None:
-        loading.read_run_state(file.parent)
+        read_run_state(file.parent)
         return
     with pytest.raises(CheckpointError, match=f"{file}: {words}"):
-        loading.read_run_state(file.parent)
+        read_run_state(file.parent)
