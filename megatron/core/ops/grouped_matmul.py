@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from megatron.core.device import capability, is_gpu
+from megatron.core.device import capability
 from megatron.core.ops.matmul import add_transposed_times, is_faster_in_fp32, product, transposed_times
 from megatron.errors import ConfigError
 
@@ -119,7 +119,8 @@ class GroupedMM:
         """16-bit types on GPUs from Ampere on, fp32 on CPUs, too, from torch 2.10 on."""
         if _grouped_mm is None:
             return "torch has it from version 2.10 on"
-        allowed = (torch.bfloat16,) if is_gpu(device) else (torch.bfloat16, torch.float16, torch.float32)
+        on_cpus = (torch.bfloat16, torch.float16, torch.float32)
+        allowed = on_cpus if device.type == "cpu" else (torch.bfloat16,)
         if dtype not in allowed:
             return f"it doesn't compute in {str(dtype).removeprefix('torch.')} on a {device.type.upper()}"
         if (capability(device) or (8, 0)) < (8, 0):

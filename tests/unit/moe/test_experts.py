@@ -255,6 +255,7 @@ def test_products_in_fp32_of_bf16_experts(monkeypatch: pytest.MonkeyPatch) -> No
     choice = choose(torch.bfloat16, device, (HIDDEN, HIDDEN))
     assert choice.name == "loop" and choice.backend.for_generation() is BACKENDS["grouped_mm"]
     assert choose(torch.float32, device, (HIDDEN, HIDDEN)).name == "grouped_mm"
+    assert choose(torch.float32, torch.device("meta"), (HIDDEN, HIDDEN)).name == "loop", "rehearsals take a GPU's"
     assert choose(torch.bfloat16, device, (HIDDEN, HIDDEN), "grouped_mm").name == "grouped_mm"
     rows, weight = (torch.randn(*shape, generator=generator).bfloat16() for shape in ((160, 512), (2, 96, 512)))
     groups, context = Groups(torch.tensor([80, 80])), ParallelContext.single(dtype=torch.bfloat16)
