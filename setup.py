@@ -71,11 +71,11 @@ setup(
     cmdclass={"build_py": BuildWithPrograms},
     entry_points={"console_scripts": ["megatron = megatron.__main__:main"]},
     install_requires=[
-        "torch>=2.6,<3",
+        "torch>=2.9,<3",
         "numpy",
         "tokenizers>=0.20",
         "sentencepiece",
-        "nltk",
+        "nltk>=3.9",  # PunktTokenizer
         "tensorboard",
         "pyyaml",
         "tqdm",

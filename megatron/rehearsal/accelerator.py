@@ -38,7 +38,7 @@ def unavailable() -> str | None:
     from torch.utils import backend_registration
 
     if not hasattr(backend_registration, _SETUP):
-        return f"torch {torch.__version__} has no devices in Python: use torch 2.13"
+        return f"torch {torch.__version__} has no devices in Python: a rehearsal needs torch 2.11 or newer"
     return None
 
 

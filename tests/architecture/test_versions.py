@@ -1,14 +1,25 @@
-"""The oldest versions that the README promises, as far as they can be checked without running them: by names."""
+"""The oldest versions that the README promises: said alike everywhere, and as far as names tell, kept.
+
+``python -m tests.releases.try_versions`` runs them.
+"""
 
 from __future__ import annotations
 
 import ast
+import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.architecture.source_tree import Source, is_library, sources
+from megatron.core.torch_release import OLDEST_TORCH, require_torch
+from megatron.errors import ConfigError
+from tests.architecture.source_tree import ROOT, Source, is_library, sources
+from tests.end_to_end.commands import TINY
+from tests.releases.flow import StepError, agree
+from tests.releases.try_versions import PROMISED
 
 OLDEST_PYTHON = (3, 10)
 TORCH_NAMES = Path(__file__).parents[1] / "golden" / "torch_names.txt"
@@ -112,11 +123,10 @@ def test_newer_syntax_is_seen() -> None:
 
 
 def test_every_name_of_torch_is_known_to_be_in_the_oldest() -> None:
-    """Everything runs with torch 2.13 here; a name that came after 2.6 would fail where nobody looks.
+    """Everything runs with torch 2.13 here; a name that came after 2.9 would fail where nobody looks.
 
-    Every name in the file was looked up in the wheel of torch 2.6.0: its Python sources, its stubs of compiled modules
-    and its list of operators. Methods of tensors and keyword arguments are not checked.
-    Look a new name up there before it goes into the file.
+    Every name in the file was looked up in torch 2.9.1, on Python 3.10. Methods of tensors and keyword arguments are
+    not checked. Look a new name up there before it goes into the file.
     """
     known = set(TORCH_NAMES.read_text(encoding="utf-8").split())
     used = {
@@ -127,4 +137,61 @@ def test_every_name_of_torch_is_known_to_be_in_the_oldest() -> None:
         if name.startswith("torch.") and not name.startswith("torch._C")
     }
     assert sorted(known) == TORCH_NAMES.read_text(encoding="utf-8").split(), f"sort {TORCH_NAMES.name}"
-    assert sorted(used - known) == [], f"is it in torch 2.6? then add it to {TORCH_NAMES.name}"
+    assert sorted(used - known) == [], f"is it in torch 2.9? then add it to {TORCH_NAMES.name}"
+
+
+def test_the_promised_versions_are_those_that_a_release_tries() -> None:
+    """README promised torch 2.6, on which two ranks never started and attention read beyond its tensors."""
+    setup, readme = ((ROOT / name).read_text(encoding="utf-8") for name in ("setup.py", "README.md"))
+    oldest, tested, newest = PROMISED
+    assert oldest.python == ".".join(map(str, OLDEST_PYTHON))
+    assert oldest.torch.rpartition(".")[0] == ".".join(map(str, OLDEST_TORCH))
+    assert f'"torch>={oldest.torch.rpartition(".")[0]},<3"' in setup and f'python_requires=">={oldest.python}"' in setup
+    others = (each.rpartition(".")[0].replace("==", ">=") for each in oldest.others)
+    assert all(f'"{each}"' in setup for each in others)
+    assert f"torch=={tested.torch}\n" in (ROOT / "constraints.txt").read_text(encoding="utf-8")
+    for promise in (
+        f"Python {oldest.python} or newer on torch {oldest.torch.rpartition('.')[0]} or newer",
+        f"Python {oldest.python} and torch {oldest.torch}, and with Python {newest.python} and torch {newest.torch}",
+        f"tested with Python {tested.python} and torch {tested.torch.rpartition('.')[0]}",
+        f"pip install torch=={tested.torch} ",
+    ):
+        assert promise in " ".join(readme.split()), promise
+
+
+@pytest.mark.parametrize("found", ["2.6.0+cu124", "2.8.0", "1.13.1"])
+def test_older_releases_of_torch_are_refused(found: str) -> None:
+    """By number: as text, 2.10 comes before 2.9."""
+    with pytest.raises(ConfigError, match=re.escape(f"torch {found} is installed, and torch 2.9 or newer is needed")):
+        require_torch(found)
+
+
+def test_an_older_torch_ends_a_command_with_one_sentence() -> None:
+    """Two ranks ended in a traceback about PrefixStore; grouped queries gave wrong numbers or a crash."""
+    started = "import runpy, sys, torch; torch.__version__ = '2.8.0'; del sys.argv[0]; "
+    started += "runpy.run_path(sys.argv[0], run_name='__main__')"
+    done = subprocess.run(
+        [sys.executable, "-c", started, "pretrain_gpt.py", *TINY.split(), "--train-iters", "1"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: torch 2.8.0 is installed, and torch 2.9 or newer is needed: ")
+    assert done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("found", ["2.9.0", "2.10.0a0+gitb31f58d", "2.13.0+cpu", "3.0.0", "custom"])
+def test_newer_releases_of_torch_are_taken(found: str) -> None:
+    """2.10 is newer than 2.9, and what builds call themselves is not ours to judge."""
+    require_torch(found)
+
+
+def test_losses_of_a_layout_that_differ_fail_a_release() -> None:
+    """A kernel that reads beyond its tensors ends no command: it trains another model."""
+    agree("context", [6.9, 5.0001], [6.9, 5.0], 1e-4)
+    with pytest.raises(StepError, match="context: losses"):
+        agree("context", [6.9, 5.01], [6.9, 5.0], 1e-4)
+    with pytest.raises(StepError, match="context: losses"):
+        agree("context", [6.9], [6.9, 5.0], 1e-4)

@@ -28,8 +28,7 @@ _BELOW: dict[str, tuple[int, int]] = {"blockwise": (10, 0), "mxfp8": (12, 0)}  #
 _CUDA_OF_BLOCKS = (12, 9)  # from which cuBLAS has scales for blocks of 128
 
 _ALIGNMENT = 16  # elements to which kernels want the inner and the output dimension aligned
-# Names that torch has since 2.7 and 2.10.
-_E8M0: Any = getattr(torch, "float8_e8m0fnu", None)
+# Names that torch has since 2.10.
 _scaled_mm: Any = getattr(F, "scaled_mm", None)
 _Scaling: Any = getattr(F, "ScalingType", None)
 _Swizzle: Any = getattr(F, "SwizzleType", None)
@@ -122,7 +121,7 @@ def swizzled(exponents: Tensor) -> Tensor:
     high, wide = (-(-size // tile) * tile for size, tile in zip(exponents.shape, (128, 4)))
     padded = F.pad(exponents, (0, wide - exponents.shape[1], 0, high - exponents.shape[0]))
     tiles = padded.view(high // 128, 4, 32, wide // 4, 4).permute(0, 3, 2, 1, 4)
-    return tiles.reshape(-1).view(_E8M0)
+    return tiles.reshape(-1).view(torch.float8_e8m0fnu)
 
 
 def _padded(data: Tensor, *, rows: int, columns: int) -> Tensor:

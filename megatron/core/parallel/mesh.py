@@ -12,9 +12,12 @@ import torch.distributed as dist
 from megatron.config.parallel import GroupName
 from megatron.core.parallel.activity import Activity
 from megatron.core.parallel.grid import Axis, RankGrid
+from megatron.core.torch_release import require_torch
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
+
+require_torch()
 
 # Unions of axes by Megatron-LM's names of process groups.
 GROUPS: dict[GroupName, tuple[Axis, ...]] = {

@@ -10,6 +10,7 @@ import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from importlib import import_module
 from itertools import pairwise
 from typing import Any
 
@@ -56,12 +57,27 @@ def needs_leading_space(tokenizer: Tokenizer) -> bool:
     return whole == first + spaced and whole != first + bare
 
 
+def _punkt() -> Any:
+    """NLTK's module of punkt. Raises ConfigError without NLTK, and with a release that unpickles its data."""
+    try:
+        punkt = import_module("nltk.tokenize.punkt")
+    except ModuleNotFoundError:
+        found = "which is not installed"
+    else:
+        if hasattr(punkt, "PunktTokenizer"):
+            return punkt
+        found = f"and release {import_module('nltk').__version__} is installed"
+    raise ConfigError(
+        f"sentences are split with the nltk library, release 3.9 or newer, {found}: pip install 'nltk>=3.9', or leave "
+        "--split-sentences out"
+    )
+
+
 def installed_rules(language: str, *, keep_whitespace: bool = False) -> SentenceRules | None:
     """NLTK's own rules of a language, or None when NLTK_DATA holds none; ConfigError for an invalid name."""
-    from nltk.tokenize.punkt import PunktTokenizer
-
+    punkt = _punkt()
     try:
-        parameters = PunktTokenizer(language)._params
+        parameters = punkt.PunktTokenizer(language)._params
     except LookupError:
         return None
     except ValueError as error:
@@ -71,9 +87,7 @@ def installed_rules(language: str, *, keep_whitespace: bool = False) -> Sentence
 
 def learned_rules(texts: Iterable[str], *, language: str, keep_whitespace: bool = False) -> SentenceRules:
     """Rules that punkt learns from ``texts``, where those of ``language`` are missing; deterministic."""
-    from nltk.tokenize.punkt import PunktTrainer
-
-    trainer, size = PunktTrainer(), 0
+    trainer, size = _punkt().PunktTrainer(), 0
     for text in texts:
         trainer.train(text, finalize=False)
         size += len(text)
@@ -97,15 +111,14 @@ def _to_json(parameters: Any) -> str:
 @lru_cache(maxsize=1)
 def _splitter(parameters: str) -> Any:
     """A punkt splitter of this process."""
-    from nltk.tokenize.punkt import PunktParameters, PunktSentenceTokenizer
-
+    punkt = _punkt()
     abbreviations, collocations, starters, orthography = json.loads(parameters)
-    restored = PunktParameters()
+    restored = punkt.PunktParameters()
     restored.abbrev_types = set(abbreviations)
     restored.collocations = set(map(tuple, collocations))
     restored.sent_starters = set(starters)
     restored.ortho_context.update(orthography)
-    splitter = PunktSentenceTokenizer()
+    splitter = punkt.PunktSentenceTokenizer()
     splitter._params = restored
     return splitter
 

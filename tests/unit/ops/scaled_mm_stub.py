@@ -9,12 +9,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from typing import Any
+from unittest.mock import MagicMock
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-Scaling, Swizzle = F.ScalingType, F.SwizzleType
+HAS_SCALED_MM = hasattr(F, "scaled_mm")  # from torch 2.10 on
+Scaling, Swizzle = (F.ScalingType, F.SwizzleType) if HAS_SCALED_MM else (MagicMock(), MagicMock())
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import sys
 from itertools import pairwise
 from pathlib import Path
+from types import ModuleType
 
 import numpy as np
 import pytest
@@ -15,6 +17,7 @@ from megatron.core.datasets.splits import SplitSizes
 from megatron.core.models.bert.data import build_bert_splits
 from megatron.core.tokenizers.sentences import installed_rules, learned_rules
 from megatron.core.tokenizers.wordpiece import WordPieceTokenizer
+from megatron.errors import ConfigError
 from tests.unit.tools.conftest import write_lines
 from tools import preprocess_data
 
@@ -112,6 +115,20 @@ def test_installed_rules_are_preferred(tmp_path: Path, monkeypatch: pytest.Monke
     assert rules is not None
     assert rules.origin == "NLTK's punkt_tab, english"
     assert rules.split("I saw Dr. Smith. He slept.") == ["I saw Dr. Smith.", "He slept."]
+
+
+@pytest.mark.parametrize(
+    ("module", "found"),
+    [(None, "which is not installed"), (ModuleType("nltk.tokenize.punkt"), "and release 3.8.1 is installed")],
+)
+def test_a_missing_or_an_old_nltk_is_one_sentence(
+    module: ModuleType | None, found: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both were tracebacks: ModuleNotFoundError, and ImportError of PunktTokenizer, which came with 3.9."""
+    monkeypatch.setitem(sys.modules, "nltk.tokenize.punkt", module)
+    monkeypatch.setattr("nltk.__version__", "3.8.1")
+    with pytest.raises(ConfigError, match=rf"nltk library, release 3\.9 or newer, {found}: pip install 'nltk>=3\.9'"):
+        installed_rules("english")
 
 
 def test_bert_reads_them(tmp_path: Path, vocabulary: Path) -> None:

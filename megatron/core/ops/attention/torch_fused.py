@@ -13,7 +13,6 @@ from megatron.core.ops.attention.capabilities import HALF, Capabilities
 from megatron.core.ops.attention.request import AttentionOptions, AttentionRequest, Gradients, PartialResult
 
 _CUDNN = SDPBackend.CUDNN_ATTENTION
-_LSE_HAS_FOUR_DIMS = torch.__version__ >= "2.9"  # [b, n, s, 1] of cuDNN; older releases [b, n, s]
 
 CUDNN = Capabilities(
     subject="cuDNN's kernel",
@@ -77,8 +76,7 @@ class FusedBackend:
         if k.shape[0] == 1:
             return sdpa.gradients_of_part(grad, q, k, v, whole, options)
         upstream, query, key, value, out = (_heads_first(x) for x in sdpa.widened(grad, q, k, v, whole.out))
-        lse = whole.lse.permute(1, 2, 0).contiguous()
-        lse = lse.unsqueeze(-1) if _LSE_HAS_FOUR_DIMS else lse
+        lse = whole.lse.permute(1, 2, 0).contiguous().unsqueeze(-1)
         unused = torch.empty(1, dtype=torch.int64, device=q.device)  # the seed of dropout, and its offset
         found = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
             upstream,
