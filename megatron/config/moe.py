@@ -79,9 +79,10 @@ class MoEConfig(FamilyConfig):
         default=None,
         at_least=1,
     )
-    moe_router_group_score: Literal["sum", "max"] = architecture_flag(
+    moe_router_group_score: Literal["sum", "max", "top2"] = architecture_flag(
         "Score of a group. sum: sum of its best scores, --moe-router-topk / --moe-router-group-topk of them "
-        "(DeepSeek-V3, Megatron-LM); max: its best score (DeepSeek-V2).",
+        "(Megatron-LM); top2: sum of its best two (DeepSeek-V3, which chooses two in each group, so that sum does the "
+        "same); max: its best score (DeepSeek-V2).",
         default="sum",
     )
     moe_router_dtype: Literal["fp32", "fp64"] | None = architecture_flag(
@@ -172,6 +173,12 @@ class MoEConfig(FamilyConfig):
         if not self.has_experts:
             return {}
         return {"experts": self.moe_ffn_hidden_size, "shared experts": self.moe_shared_expert_intermediate_size or 0}
+
+    @property
+    def scores_of_group(self) -> int:
+        """How many of a group's best scores add up to that of the group, with groups of experts."""
+        by_name = {"max": 1, "top2": 2, "sum": self.moe_router_topk // (self.moe_router_group_topk or 1)}
+        return by_name[self.moe_router_group_score]
 
     def expert_layers(self, num_layers: int) -> tuple[bool, ...]:
         """For each layer whether it has experts; ConfigError for a pattern that isn't one."""

@@ -49,5 +49,9 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "deepseek_v3",
         {**V3, "n_group": 4, "topk_group": 2, "num_experts_per_tok": 4, "rope_parameters": YARN},
     ),
+    "deepseek_v3 of five choices in three groups": (
+        "deepseek_v3",
+        {**V3, "n_group": 4, "topk_group": 3, "num_experts_per_tok": 5},
+    ),
     "deepseek_v3 without groups and latent queries": ("deepseek_v3", {**V3, "q_lora_rank": None}),
 }

@@ -22,6 +22,10 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "glm4_moe",
         {**GLM, "num_experts_per_tok": 1, "norm_topk_prob": False},
     ),
+    "glm4_moe of one choice in all groups": (
+        "glm4_moe",
+        {**GLM, "n_group": 3, "topk_group": 3, "num_experts_per_tok": 1, "norm_topk_prob": False},
+    ),
     "glm4_moe biased, three heads, tied": (
         "glm4_moe",
         {

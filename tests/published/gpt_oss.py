@@ -26,6 +26,7 @@ YARN = {
 }
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt_oss": ("gpt_oss", {**OSS, "rope_parameters": YARN}),
+    "gpt_oss with full attention alone": ("gpt_oss", {**OSS, "layer_types": ["full_attention"] * 3}),
     "gpt_oss in whole groups": (
         "gpt_oss",
         {**OSS, "hidden_size": 64, "intermediate_size": 64, "num_local_experts": 3, "num_hidden_layers": 1},

@@ -112,11 +112,16 @@ def groups_are_of_experts(run: RunConfig) -> str | None:
             f"--moe-router-topk {chosen} is more than the {kept * experts // groups} experts in the "
             f"--moe-router-group-topk {kept} groups that a token keeps; keep more groups"
         )
+    if moe.moe_router_group_score == "top2" and experts == groups:
+        return (
+            f"--moe-router-group-score top2 adds the best two scores of a group, and each of the {groups} groups of "
+            f"--num-experts {experts} has one; use fewer groups, or --moe-router-group-score max"
+        )
     if moe.moe_router_group_score == "sum" and chosen % kept:
         return (
             f"--moe-router-topk {chosen} is not divisible by --moe-router-group-topk {kept}: a group's score is the "
             f"sum of its best {chosen} / {kept} experts; use --moe-router-group-topk "
-            f"{some(divisors(chosen), near=kept)}, or --moe-router-group-score max"
+            f"{some(divisors(chosen), near=kept)}, or --moe-router-group-score max or top2"
         )
     return None
 
@@ -227,8 +232,8 @@ RULES: tuple[Rule, ...] = (
         lambda moe: moe.moe_shared_expert_gate and moe.moe_shared_expert_intermediate_size is None,
     ),
     _rule(
-        "--moe-router-group-score max has no effect without --moe-router-num-groups; leave it out",
-        lambda moe: moe.moe_router_group_score == "max" and moe.moe_router_num_groups is None,
+        "--moe-router-group-score has no effect without --moe-router-num-groups; leave it out",
+        lambda moe: moe.moe_router_group_score != "sum" and moe.moe_router_num_groups is None,
     ),
     _rule(
         "--moe-token-drop-policy position has no effect without --moe-expert-capacity-factor; give both",

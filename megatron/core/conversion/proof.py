@@ -121,7 +121,11 @@ def _layer_by_layer(
 
 @torch.no_grad()
 def huggingface_answer(folder: Path, question: Question) -> Answer:
-    """Logits of a Hugging Face folder, computed by transformers in fp32, with eager attention unless that is wrong."""
+    """Logits of a Hugging Face folder, computed by transformers in fp32, with eager attention unless that is wrong.
+
+    Experts are eager, too: the kernel that transformers 5 prefers refuses rows that don't begin at multiples of 16
+    bytes.
+    """
     model_type = read_config(folder)["model_type"]
     published = format_of(model_type)
     assert published is not None, "the folder was read or written"
@@ -133,7 +137,7 @@ def huggingface_answer(folder: Path, question: Question) -> Answer:
         with _quiet_transformers():
             model, report = load(
                 folder,
-                **{"torch_dtype" if version.startswith("4.") else "dtype": torch.float32},
+                **_options(version),
                 attn_implementation=published.types[model_type].attention,
                 local_files_only=True,
                 trust_remote_code=False,
@@ -146,6 +150,13 @@ def huggingface_answer(folder: Path, question: Question) -> Answer:
         raise CheckpointError(f"transformers misses tensors in {folder}: {', '.join(missing)}")
     with _InFP32():
         return {kind: logits.float() for kind, logits in question.ask_theirs(model.eval()).items()}
+
+
+def _options(version: str) -> dict[str, Any]:
+    """What a ``version`` of transformers calls the type of weights and the implementation of experts."""
+    if version.startswith("4."):
+        return {"torch_dtype": torch.float32}
+    return {"dtype": torch.float32, "experts_implementation": "eager"}
 
 
 class _InFP32(TorchFunctionMode):

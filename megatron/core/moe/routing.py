@@ -78,8 +78,7 @@ def chosen(scores: Tensor, moe: MoEConfig) -> Tensor:
     """Numbers [t, k] of the best experts, within the best groups where there are groups."""
     if moe.moe_router_num_groups is not None and moe.moe_router_group_topk is not None:
         groups = torch.unflatten(scores, -1, (moe.moe_router_num_groups, -1))
-        best = 1 if moe.moe_router_group_score == "max" else moe.moe_router_topk // moe.moe_router_group_topk
-        of_group = groups.topk(best, dim=-1).values.sum(-1)
+        of_group = groups.topk(moe.scores_of_group, dim=-1).values.sum(-1)
         kept = of_group.topk(moe.moe_router_group_topk, dim=-1).indices
         is_kept = torch.zeros_like(of_group, dtype=torch.bool).scatter_(1, kept, True)
         scores = groups.masked_fill(~is_kept.unsqueeze(-1), float("-inf")).flatten(-2)

@@ -90,7 +90,9 @@ def chosen_by_hand(logits: list[float], moe: MoEConfig) -> dict[int, float]:
     if moe.moe_router_num_groups and moe.moe_router_group_topk:
         size = len(logits) // moe.moe_router_num_groups
         groups = [range(start, start + size) for start in range(0, len(logits), size)]
-        best = 1 if moe.moe_router_group_score == "max" else moe.moe_router_topk // moe.moe_router_group_topk
+        best = {"max": 1, "top2": 2, "sum": moe.moe_router_topk // moe.moe_router_group_topk}[
+            moe.moe_router_group_score
+        ]
         groups.sort(key=lambda group: -sum(sorted((score[e] for e in group), reverse=True)[:best]))
         allowed = {expert for group in groups[: moe.moe_router_group_topk] for expert in group}
     ids = sorted(allowed, key=lambda expert: -score[expert])[: moe.moe_router_topk]
@@ -141,6 +143,12 @@ CHOICES: list[dict[str, Any]] = [
             NOTHING,
             {"moe_router_num_groups": 4, "moe_router_group_topk": 2, "moe_router_topk": 4},
             {"moe_router_num_groups": 4, "moe_router_group_topk": 3, "moe_router_group_score": "max"},
+            {
+                "moe_router_num_groups": 4,
+                "moe_router_group_topk": 3,
+                "moe_router_topk": 5,
+                "moe_router_group_score": "top2",
+            },
         ),
         (NOTHING, {"moe_router_topk_scaling_factor": 2.5}),
     )
@@ -219,6 +227,10 @@ def test_one_expert_is_the_dense_network() -> None:
         assert torch.equal(built(x, inputs()), dense)
 
 
+needs_grouped_mm = pytest.mark.skipif(not hasattr(functional, "grouped_mm"), reason="this torch has no grouped_mm")
+
+
+@needs_grouped_mm
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_backends_agree(dtype: torch.dtype) -> None:
     """The fast kernel and the loop compute the same layer, experts without tokens included."""
@@ -246,6 +258,7 @@ def test_backends_agree(dtype: torch.dtype) -> None:
         assert torch.equal(total[1], torch.ones(8, HIDDEN))
 
 
+@needs_grouped_mm
 def test_products_in_fp32_of_bf16_experts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Expert by expert where processors are slow in bf16; generation multiplies as it came, as a row's bits may not
     depend on how many others there are.

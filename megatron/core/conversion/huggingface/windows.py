@@ -100,7 +100,7 @@ WINDOW = Feature(
 def windows_where(
     usual: Callable[[Known], Sequence[bool]],
     *,
-    write: Callable[[ModelConfig], dict[str, Any]] = written_layer_types,
+    write: Callable[[ModelConfig], dict[str, Any]] = written_beside_full,
     **defaults: int,
 ) -> Feature:
     """Windows in some layers: those of ``layer_types``, else those that are True in ``usual``."""

@@ -102,11 +102,11 @@ class GPTFormat(MegatronLMFormat):
         moe = experts_of(portable.groups)
         if not moe.has_experts:
             return {}
-        several = moe.moe_router_topk != moe.moe_router_group_topk
+        other_score = moe.scores_of_group * (moe.moe_router_group_topk or 1) != moe.moe_router_topk
         shared = moe.moe_shared_expert_intermediate_size is not None
         return {
-            "no groups of experts whose score is that of the best one (--moe-router-group-score max)": (
-                several and moe.moe_router_num_groups is not None and moe.moe_router_group_score == "max"
+            f"no groups of experts with that score (--moe-router-group-score {moe.moe_router_group_score})": (
+                moe.moe_router_num_groups is not None and other_score
             ),
             **{f"another meaning of {what}": asked for what, asked in _differences(moe).items()},
             "no biases in shared experts": shared and portable.model.add_mlp_bias,

@@ -243,17 +243,19 @@ def biased_experts(known: Known) -> dict[str, Any]:
     groups, kept, several = known("n_group"), known("topk_group"), known("num_experts_per_tok") > 1
     if known("norm_topk_prob") != several:
         raise known.refuse("norm_topk_prob", f"with this num_experts_per_tok this project supports only {several}")
-    if groups > 1 and known("num_experts_per_tok") != 2 * kept:
-        advice = (
-            "a group's score is that of its best two experts, so a token must choose twice as many experts as groups"
-        )
-        raise known.refuse("topk_group", advice)
-    return {
+    found = {
         **experts_after_dense(known),
         "moe_router_score_function": "sigmoid",
         "moe_router_enable_expert_bias": True,
-        "moe_router_num_groups": groups if groups > 1 else None,
-        "moe_router_group_topk": kept if groups > 1 else None,
+    }
+    if groups == kept == 1:
+        return found
+    of_two = "sum" if known("num_experts_per_tok") == 2 * kept else "top2"  # of the best scores, whatever is chosen
+    return {
+        **found,
+        "moe_router_num_groups": groups,
+        "moe_router_group_topk": kept,
+        "moe_router_group_score": of_two,
     }
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Annotated, Any
 
 import torch
@@ -69,6 +69,9 @@ class ExpertType(ModelType):
         if count % groups or kept > groups or choices > count // groups * kept or is_uneven:
             advice = f"{count} experts of which a token chooses {choices} have no such groups, of which it keeps {kept}"
             raise known.refuse("n_group", advice)
+        if found.moe_router_num_groups is not None and found.scores_of_group > count // groups:
+            advice = f"a group's score is the sum of its best two experts, and of {count} experts each group has one"
+            raise known.refuse("n_group", advice)
         return found
 
     def expert_differences(self, moe: MoEConfig, model: ModelConfig) -> list[str]:
@@ -86,6 +89,8 @@ class ExpertType(ModelType):
             usual = MoEConfig(**self.read_experts(Known(settings, self.merged("defaults"), "it", kinds=kinds)))
         except CheckpointError as error:  # a combination that this type doesn't have
             return [str(error)]
+        if usual.scores_of_group == moe.scores_of_group:  # whatever they are called
+            usual = replace(usual, moe_router_group_score=moe.moe_router_group_score)
         return [
             f"{flag.positive} is {getattr(moe, flag.field)} and not {getattr(usual, flag.field)}"
             for flag in flags_of(MoEConfig)

@@ -12,7 +12,7 @@ from megatron.core.conversion.huggingface.format import ModelType
 from megatron.core.conversion.huggingface.known import Known
 from megatron.core.conversion.huggingface.rotary import ROTARY
 from megatron.core.conversion.huggingface.two_rotaries import windows_and_rotaries
-from megatron.core.conversion.huggingface.windows import every_second, windows_where, written_beside_full
+from megatron.core.conversion.huggingface.windows import every_second, windows_where
 from megatron.core.conversion.tables import Row
 from megatron.core.models.gpt.huggingface.llama import LLAMA, OURS, THEIRS
 
@@ -76,7 +76,7 @@ def _not_gemma_2(model: ModelConfig) -> list[str]:
     return found if whole else [*found, "the scale of attention scores is not 1 / sqrt(a whole number)"]
 
 
-_WINDOWS = windows_where(every_second, write=written_beside_full, sliding_window=4096)
+_WINDOWS = windows_where(every_second, sliding_window=4096)
 GEMMA2 = replace(
     GEMMA,
     architecture="Gemma2ForCausalLM",
