@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -28,7 +30,39 @@ TOLERANCE = 1e-9
 @pytest.mark.parametrize("name", tiers(MODELS, first=FIRST.values()))
 def test_logits_loss_and_gradients(name: str) -> None:
     """A setting read wrong trains another model than the published one, and a wrong gradient trains it wrongly."""
-    theirs = fp64_model(*MODELS[name])
+    check(*MODELS[name])
+
+
+@pytest.mark.parametrize("name", FIRST.values())
+def test_logits_loss_and_gradients_at_drawn_sizes(name: str) -> None:
+    """Sizes that cases happen to share hide what is mixed up: a width for another, an epsilon for the usual one."""
+    model_type, settings = MODELS[name]
+    drawn = draw_sizes(settings, random.Random(name))
+    assert drawn != settings
+    check(model_type, drawn)
+
+
+WIDTHS = {"intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size", "n_inner", "ffn_dim", "d_ff"}
+EPSILONS = ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_eps", "layernorm_epsilon")
+
+
+def draw_sizes(settings: dict[str, Any], draw: random.Random) -> dict[str, Any]:
+    """The settings with other widths, vocabulary, layers and epsilons, of those that they have."""
+    found = dict(settings)
+    for each in sorted(WIDTHS & settings.keys()):
+        found[each] = draw.randrange(17, 99)
+    if "vocab_size" in settings:
+        found["vocab_size"] = draw.randrange(103, 180)
+    if "layer_types" not in settings and "num_hidden_layers" in settings:
+        found["num_hidden_layers"] = draw.randrange(2, 5)
+    for each in sorted({*EPSILONS} & settings.keys()):
+        found[each] = 10 ** draw.uniform(-6, -3)
+    return found
+
+
+def check(model_type: str, settings: dict[str, Any]) -> None:
+    """Compare a random model of transformers with ours of its weights."""
+    theirs = fp64_model(model_type, settings)
     portable = from_transformers(theirs)
     context = ParallelContext.single(dtype=torch.float64)
     config = without_dropout(portable.model)
