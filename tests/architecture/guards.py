@@ -53,7 +53,7 @@ NAMES = {
     name: re.compile(rf"(?<![A-Za-z]){name}(?![a-z])|{name.capitalize()}{_OTHER_BERTS}|{family.title}")
     for name, family in FAMILIES.items()
 }
-NAMES["gpt"] = re.compile(r"(?<![A-Za-z])gpt(?![a-z0-9])|GPT(?!2|Sentence)")  # tokenizers have that name, too
+NAMES["gpt"] = re.compile(r"(?<![A-Za-z])gpt(?![a-z0-9])|GPT(?!2|Q|Sentence)")  # of tokenizers, and quantized
 SPEAKERS = ("megatron/core/tokenizers/records.py",)
 """Files about data whose conversations call the assistant gpt."""
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 
 from megatron.core.checkpointing.agreement import gather_from_all, run_on_first
 from megatron.core.checkpointing.folders import TRACKER, iteration_of
+from megatron.core.checkpointing.foreign import foreign_format
 from megatron.core.checkpointing.manifest import MANIFEST, METADATA, Manifest, listed, unreadable
 from megatron.core.checkpointing.storage import CheckpointReader
 from megatron.core.files.remote_path import AnyPath, path_of
@@ -104,22 +105,6 @@ def content_problems(path: AnyPath, *, share: int = 0, shares: int = 1) -> list[
         except OSError as error:
             problems.append(f"{METADATA} {unreadable(path, error)}")
     return problems
-
-
-def foreign_format(folder: AnyPath) -> str | None:
-    """A sentence about a checkpoint that another program wrote: its format, and how to convert it; None for others."""
-    root = folder.parent if iteration_of(folder) is not None or folder.name == "release" else folder
-    if any(folder.glob("mp_rank_*/model*rng.pt")):
-        return f"it is in Megatron-LM's torch format: {_convert('megatron-lm', root)}"
-    if (folder / "common.pt").exists() or (folder / "metadata.json").exists():
-        return f"it is in Megatron-LM's torch_dist format; {_convert('megatron-lm', root)}"
-    if (folder / "config.json").exists() and any(itertools.chain(folder.glob("*.safetensors"), folder.glob("*.bin"))):
-        return f"it is a Hugging Face model; {_convert('hf', root)}"
-    return None
-
-
-def _convert(source: str, root: AnyPath) -> str:
-    return f"convert it with tools/checkpoint/convert.py --from {source} --load {root} --to megatron --save NEW_FOLDER"
 
 
 @dataclass

@@ -11,8 +11,9 @@ from collections.abc import Mapping
 from megatron.config.checkpoint import CheckpointConfig
 from megatron.config.run import RunConfig
 from megatron.core.checkpointing.agreement import run_on_first
-from megatron.core.checkpointing.find import foreign_format, is_unused, whole_checkpoints
+from megatron.core.checkpointing.find import is_unused, whole_checkpoints
 from megatron.core.checkpointing.folders import iteration_of, remove
+from megatron.core.checkpointing.foreign import foreign_format
 from megatron.core.checkpointing.manifest import MANIFEST
 from megatron.core.files.remote_path import AnyPath, path_of
 from megatron.core.parallel.mesh import Mesh

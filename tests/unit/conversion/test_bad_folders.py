@@ -15,6 +15,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
+from megatron.core.checkpointing.find import find_checkpoint
 from megatron.core.conversion.convert import Conversion, convert
 from megatron.core.conversion.huggingface.format import model_from_config
 from megatron.core.conversion.huggingface.reading import read_huggingface
@@ -58,10 +59,10 @@ def test_an_unknown_type_is_compared_with_the_known_ones(llama: Path) -> None:
 
     rewrite(llama, other_norms)
     assert refused(llama) == (
-        f"{llama}/config.json describes a model of type 'llama9', which does not convert; the nearest type that does "
-        "is llama, but this model lacks the tensors model.layers.N.input_layernorm.weight, also has the tensors "
-        "model.layers.N.odd_layernorm.weight, also has the settings logit_scale = 0.5 "
-        "(tools/checkpoint/convert.py --list prints the types that convert)"
+        f"{llama}/config.json describes a model of type 'llama9', which does not convert; the nearest type that does, "
+        "by its settings and tensors, is llama, but this model lacks the tensors "
+        "model.layers.N.input_layernorm.weight, also has the tensors model.layers.N.odd_layernorm.weight, also has the "
+        "settings logit_scale = 0.5 (tools/checkpoint/convert.py --list prints the types that convert)"
     )
 
 
@@ -70,14 +71,15 @@ def test_the_nearest_type_of_each_family(model_folder: Folder, tmp_path: Path) -
     for case in ("gpt2", "llama", "qwen2", "qwen3"):
         folder = Path(shutil.copytree(model_folder(case), tmp_path / case))
         change(folder, model_type="unheard-of")
-        assert f"the nearest type that does is {case}, with the same settings and tensors, but" in refused(folder)
+        named = (
+            f"; its settings and tensors have the names of a {case}'s, but its own code may compute something else ("
+        )
+        assert named in refused(folder)
     config = {"d_model": 512, "d_ff": 1024, "num_layers": 6, "num_heads": 8, "d_kv": 64, "vocab_size": 100}
     bert: dict[str, Any] = {"num_hidden_layers": 2, "hidden_size": 8, "num_attention_heads": 2, "intermediate_size": 16}
     bert |= {"vocab_size": 100, "type_vocab_size": 2, "layer_norm_eps": 1e-12}
     for settings, nearest in ((config, "t5"), (bert, "bert")):
-        with pytest.raises(
-            CheckpointError, match=f"the nearest type that does is {nearest}, with the same settings, but"
-        ):
+        with pytest.raises(CheckpointError, match=f"its settings have the names of a {nearest}'s, but its own code"):
             model_from_config({**settings, "model_type": "unheard-of"}, where="x")
 
 
@@ -91,13 +93,97 @@ def test_a_type_that_is_often_asked_for(llama: Path) -> None:
     )
 
 
-def test_a_text_model_beside_another_one(llama: Path) -> None:
+@pytest.mark.parametrize(
+    ("inner", "whether"),
+    [("gemma3_text", "which converts from a folder of its own ("), ("llama4_text", "which doesn't convert, either (")],
+)
+def test_a_text_model_beside_another_one(inner: str, whether: str, llama: Path) -> None:
     """Gemma 3 with images was told that it is nearest to GPT-2, with names of tensors that its files don't have."""
-    change(llama, model_type="gemma3", text_config={"model_type": "gemma3_text"})
+    change(llama, model_type="unheard-of", text_config={"model_type": inner})
     assert refused(llama).startswith(
-        f"{llama}/config.json describes a model of type 'gemma3', which does not convert; its text model is a "
-        "gemma3_text, which converts from a folder of its own ("
+        f"{llama}/config.json describes a model of type 'unheard-of', which does not convert; its text model is a "
+        f"{inner}, {whether}"
     )
+
+
+FALCON_40B = {"hidden_size": 8192, "n_layer": 60, "n_head": 128, "n_head_kv": 8, "parallel_attn": True, "bias": False}
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        (
+            {**FALCON_40B, "model_type": "RefinedWeb"},
+            "which does not convert: it is a Falcon whose files are from before",
+        ),
+        ({"model_type": "RefinedWebModel", "multi_query": True}, "which does not convert: it is a Falcon whose files"),
+        ({"model_type": "exaone4"}, "its norms come after attention and network as in olmo2, but"),
+        ({"model_type": "qwen3_next"}, "some of its layers are of a state-space model or of linear attention"),
+        (
+            {"model_type": "a_dbrx", "d_model": 8, "n_layers": 2, "n_heads": 2},
+            "by its settings no type that does is near",
+        ),
+    ],
+)
+def test_no_type_that_misleads_is_called_near(config: dict[str, Any], words: str) -> None:
+    """Falcon's older config was sent to BLOOM, EXAONE 4 to mistral "with the same settings", a DBRX to Llama."""
+    with pytest.raises(CheckpointError, match=words) as caught:
+        model_from_config(config, where="x")
+    assert not re.search("bloom|mistral|llama", str(caught.value))
+
+
+OTHERS: list[tuple[dict[str, Any], str]] = [
+    (
+        {"adapter_config.json": {"peft_type": "LORA", "base_model_name_or_path": "org/base"}, "adapter_model.bin": 0},
+        " is an adapter (LoRA or the like) for org/base, and no whole model: merge the two with peft's",
+    ),
+    ({"adapter_config.json": 0}, " is an adapter (LoRA or the like) for another model, and no whole model"),
+    ({"adapter_config.json": 0, "config.json": {}}, " is an adapter (LoRA or the like) for another model"),
+    ({"llama.Q4_K.gguf": 0}, " holds a model in llama.cpp's format (GGUF), which isn't read: give the Hugging Face"),
+    ({"params.json": {}, "consolidated.safetensors": 0}, " is a model in the format in which Meta and Mistral publish"),
+    ({"params.json": {}, "consolidated.00.pth": 0}, " is a model in the format in which Meta and Mistral publish"),
+    ({"model_index.json": {}, "unet/config.json": {}}, " is a pipeline of diffusers, which makes images"),
+    ({"config_sentence_transformers.json": {}}, " is a folder of sentence-transformers: give the folder of its"),
+    ({"zero_to_fp32.py": 0, "global_step5/x.pt": 0}, " is a checkpoint of DeepSpeed's: the script zero_to_fp32.py"),
+    (
+        {"iter_0000005/mp_rank_00/model_optim_rng.pt": 0, "latest_checkpointed_iteration.txt": 5},
+        " holds checkpoints of Megatron-LM: convert them with --from megatron-lm",
+    ),
+    ({"iter_0000005/common.pt": 0}, " holds checkpoints of Megatron-LM: convert them with --from megatron-lm"),
+    ({"iter_0000005/manifest.json": {}}, " holds checkpoints of this project: convert them with --from megatron"),
+    ({"snapshots/abc/config.json": {}}, "/snapshots/abc: give that folder"),
+    ({"readme.txt": 0}, " has no config.json, so it is not a Hugging Face model"),
+    ({"config.json": {}, "tf_model.h5": 0}, "or in parts with an index; its weights are for TensorFlow"),
+    ({"config.json": {}, "model.gguf": 0, "model.onnx": 0}, "its weights are for llama.cpp (GGUF) and ONNX"),
+    ({"config.json": {}, "model-00001-of-00002.safetensors": 0}, "and the index that names them is missing"),
+]
+
+
+@pytest.mark.parametrize(("files", "words"), OTHERS)
+def test_folders_of_other_programs_are_told_what_they_are(
+    files: dict[str, Any], words: str, model_folder: Folder, tmp_path: Path
+) -> None:
+    """A LoRA folder was "not a Hugging Face model", as was every other one, with advice to download it again."""
+    for name, content in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(json.dumps(content) if content != 0 else "")
+    if "config.json" in files:
+        shutil.copyfile(model_folder("llama") / "config.json", tmp_path / "config.json")
+    assert words in refused(tmp_path)
+
+
+def test_a_published_model_given_as_a_checkpoint(model_folder: Folder, tmp_path: Path) -> None:
+    """``--load`` of one named the converter alone, and a run needs none; of an adapter it said nothing at all."""
+    folder = model_folder("llama")
+    with pytest.raises(
+        CheckpointError, match=f"training starts from it with --load-hf {folder} in place of --load; for"
+    ):
+        find_checkpoint(folder)
+    (tmp_path / "adapter_config.json").write_text("{}")
+    with pytest.raises(
+        CheckpointError, match="it is an adapter .* and then convert it with tools/checkpoint/convert.py"
+    ):
+        find_checkpoint(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -282,7 +368,9 @@ def test_quantized_weights(llama: Path) -> None:
     words = r"model\.norm\.weight is of type I8; weights are float64, float32, float16, bfloat16"
     assert re.search(words, refused(llama))
     change(llama, quantization_config={"quant_method": "gptq", "bits": 4})
-    assert "has a quantization_config, so the weights are quantized; convert the model in bf16" in refused(llama)
+    assert "has a quantization_config of gptq, so the weights are quantized; convert the model in bf16" in refused(
+        llama
+    )
 
 
 def test_settings_go_before_weights(llama: Path) -> None:

@@ -53,7 +53,7 @@ def change(folder: Path, **settings: Any) -> None:
 
 
 BAD_CONFIGS: list[tuple[dict[str, Any], str]] = [
-    ({"model_type": "absent"}, "describes a model of type None, which does not convert; the nearest type that does is"),
+    ({"model_type": "absent"}, "has no model_type, without which it does not convert; its settings and tensors have"),
     ({"quantization_config": {"bits": 4}}, "has a quantization_config, so the weights are quantized"),
     ({"hidden_size": "absent"}, "lacks hidden_size, which the architecture needs"),
     ({"hidden_act": "gelu"}, "says hidden_act = 'gelu': this project supports only 'silu'"),

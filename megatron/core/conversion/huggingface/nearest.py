@@ -16,10 +16,29 @@ if TYPE_CHECKING:
     from megatron.core.conversion.huggingface.format import HuggingFaceFormat
 
 _TABLE_EACH = "its encoder and its decoder have a table of positions each, and here both read one"
+_NOT_ATTENTION = "some of its layers are of a state-space model or of linear attention, and here all are of attention"
+_NOT_TEXT = "it reads images or sound, and here models read text alone"
+_OLD_FALCON = (
+    "it is a Falcon whose files are from before transformers had that type: download the model anew, whose config.json "
+    "says falcon today, with other names of its settings"
+)
 REASONS = {
     "bart": _TABLE_EACH,
     "mbart": _TABLE_EACH,
     "umt5": "each of its layers has relative positions of its own, and here those of a stack share them",
+    "RefinedWeb": _OLD_FALCON,
+    "RefinedWebModel": _OLD_FALCON,
+    "exaone4": "its norms come after attention and network as in olmo2, but those of queries and keys are of each "
+    "head, and layers with full attention may have no positions",
+    "albert": "all its layers share their weights",
+    "codegen": "its queries, keys and values lie in four slices of one matrix",
+    "llama4": "its layers have chunked attention, and only some have positions",
+    **dict.fromkeys(
+        ("mamba", "mamba2", "falcon_mamba", "falcon_h1", "jamba", "bamba", "zamba", "zamba2", "nemotron_h", "rwkv")
+        + ("recurrent_gemma", "granitemoehybrid", "lfm2", "minimax", "qwen3_next", "kimi_linear", "olmo_hybrid"),
+        _NOT_ATTENTION,
+    ),
+    **dict.fromkeys(("clip", "siglip", "vit", "whisper", "wav2vec2", "mllama", "llava", "qwen2_vl"), _NOT_TEXT),
 }
 """Why models of types that are often asked for don't convert."""
 
@@ -43,6 +62,8 @@ _OF_ANY_MODEL = re.compile(
 class _Differences:
     """What a model lacks of a type's tensors and settings, and what it has beyond them; layers' numbers are N.
 
+    As text, a part of a sentence about the model.
+
     ``shared``: how many tensors have the same names.
     """
 
@@ -54,11 +75,15 @@ class _Differences:
     shared: int
 
     @property
+    def is_another_model(self) -> bool:
+        """Whether most tensors have other names, or without any whether needed settings do: then nothing is near."""
+        return self.shared < len(self.lacks) if self.shared or self.lacks else bool(self.missing_settings)
+
+    @property
     def distance(self) -> tuple[bool, int, int]:
-        """To order types: by tensors, and by settings where most tensors have other names or equally many differ."""
-        has_other_names = self.shared < len(self.lacks)
-        tensors = 0 if has_other_names else len(self.lacks) + len(self.more)
-        return has_other_names, tensors, len(self.missing_settings) + len(self.more_settings)
+        """To order types: by tensors, and by settings where equally many differ or most tensors have other names."""
+        tensors = 0 if self.is_another_model else len(self.lacks) + len(self.more)
+        return self.is_another_model, tensors, len(self.missing_settings) + len(self.more_settings)
 
     def __str__(self) -> str:
         said = {
@@ -68,9 +93,11 @@ class _Differences:
             "also has the settings": self.more_settings,
         }
         parts = [f"{what} {listed(names, most=4)}" for what, names in said.items() if names]
+        judged = "settings and tensors" if self.shared else "settings"
         if parts:
-            return f"but this model {', '.join(parts)}"
-        return f"with the same settings{' and tensors' if self.shared else ''}, but maybe other code"
+            nearest = f"the nearest type that does, by its {judged}, is {self.model_type}"
+            return f"{nearest}, but this model {', '.join(parts)}"
+        return f"its {judged} have the names of a {self.model_type}'s, but its own code may compute something else"
 
 
 def unknown_type(
@@ -81,16 +108,22 @@ def unknown_type(
     ``tensors``: names of those in the model's files, or none where there are no files. ``where``: the config.json.
     """
     formats = tuple(formats)
-    said = f"{where} describes a model of type {config.get('model_type')!r}, which does not convert"
+    named = config.get("model_type")
+    said = f"{where} describes a model of type {named!r}, which does not convert"
+    if named is None:
+        said = f"{where} has no model_type, without which it does not convert"
     inner = config.get("text_config")
-    if reason := REASONS.get(str(config.get("model_type"))):
+    if reason := REASONS.get(str(named)):
         said += f": {reason}"
-    elif isinstance(inner, dict) and any(inner.get("model_type") in known.types for known in formats):
-        said += f"; its text model is a {inner['model_type']}, which converts from a folder of its own"
+    elif isinstance(inner, dict) and inner.get("model_type"):
+        does = any(inner["model_type"] in known.types for known in formats)
+        whether = "which converts from a folder of its own" if does else "which doesn't convert, either"
+        said += f"; its text model is a {inner['model_type']}, {whether}"
     else:
         found = [_differences(config, tensors, known, name) for known in formats for name in known.types]
         nearest = min((each for each in found if each), key=lambda each: each.distance)
-        said += f"; the nearest type that does is {nearest.model_type}, {nearest}"
+        what = "tensors" if tensors else "settings"
+        said += f"; by its {what} no type that does is near it" if nearest.is_another_model else f"; {nearest}"
     if config.get("auto_map"):
         said += "; the code that comes with it (auto_map) is never executed"
     return CheckpointError(f"{said} (tools/checkpoint/convert.py --list prints the types that convert)")

@@ -29,9 +29,10 @@ def check_quantization(config: Mapping[str, Any], *, where: str) -> None:
     is_block = isinstance(block, list) and [type(each) for each in block] == [int, int] and min(block) > 0
     if kind == "mxfp4" or (kind == "fp8" and is_block):
         return
+    named = f" of {kind}" if isinstance(kind, str) and kind else ""
     raise CheckpointError(
-        f"{where} has a quantization_config, so the weights are quantized; convert the model in bf16, fp16 or fp32 "
-        "(fp8 with a weight_block_size and mxfp4 are read)"
+        f"{where} has a quantization_config{named}, so the weights are quantized; convert the model in bf16, fp16 or "
+        "fp32 (fp8 with a weight_block_size and mxfp4 are read)"
     )
 
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from megatron.config.tokenizer import TokenizerConfig
+from megatron.core.checkpointing.foreign import no_huggingface_model, other_weights
 from megatron.core.checkpointing.manifest import listed
 from megatron.core.checkpointing.torch_files import load_torch_file
 from megatron.core.conversion.chat_files import ids_of, read_chat
@@ -184,10 +185,11 @@ def read_config(folder: AnyPath) -> dict[str, Any]:
     try:
         config: dict[str, Any] = read_json(path, dict[str, Any], error=CheckpointError)
     except FileNotFoundError:
-        raise CheckpointError(
-            f"{folder} has no {CONFIG}, so it is not a Hugging Face model: give the folder that "
+        said = no_huggingface_model(folder) or (
+            f"has no {CONFIG}, so it is not a Hugging Face model: give the folder that "
             "`hf download NAME --local-dir FOLDER` made"
-        ) from None
+        )
+        raise CheckpointError(f"{folder} {said}") from None
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read ({error.strerror})") from None
     return config
@@ -200,7 +202,12 @@ def tensors_in(folder: Path) -> dict[str, LazyTensor]:
             return dict(read(folder / single))
         if homes := homes_of_tensors(folder, single):
             return _joined_parts(folder, homes, read)
-    raise CheckpointError(f"{folder} holds no {' or '.join(WEIGHTS)}, whole or in parts with an index")
+    said = other_weights(folder)
+    if said is None and (shards := sorted(folder.glob("*.safetensors"))):
+        said = f"it holds {listed([path.name for path in shards])}, and the index that names them is missing"
+    raise CheckpointError(
+        f"{folder} holds no {' or '.join(WEIGHTS)}, whole or in parts with an index{f'; {said}' if said else ''}"
+    )
 
 
 def homes_of_tensors(folder: Path, single: str) -> dict[str, str]:
@@ -260,7 +267,10 @@ def _safetensors(path: Path) -> Iterator[tuple[str, LazyTensor]]:
                 view = file.get_slice(name)
                 if view.get_dtype() not in _DTYPES | QUANTIZED:
                     kinds = ", ".join(str(dtype).removeprefix("torch.") for dtype in _DTYPES.values())
-                    raise CheckpointError(f"{path}: {name} is of type {view.get_dtype()}; weights are {kinds}")
+                    raise CheckpointError(
+                        f"{path}: {name} is of type {view.get_dtype()}; weights are {kinds} (GPTQ, AWQ and the like "
+                        "quantize them: take the model in bf16)"
+                    )
                 yield (
                     name,
                     LazyTensor(
