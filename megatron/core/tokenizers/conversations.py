@@ -252,28 +252,39 @@ def load_template(choice: str, tokenizer_model: str | None, *, learned: str) -> 
 
     Raises ConfigError when there is none, DataError for an invalid one.
     """
-    folder = _folder(tokenizer_model)
     source = own_template(tokenizer_model) if choice == OWN else _read(Path(choice))
     if source is None:
+        where = _folder(tokenizer_model) or "the tokenizer, which is no folder,"
         raise ConfigError(
-            f"--chat-template {OWN}: {folder} has no chat_template.jinja and no chat_template in "
+            f"--chat-template {OWN}: {where} has no chat_template.jinja and no chat_template in "
             "tokenizer_config.json: name a file, or describe turns with --turn-start and --turn-end"
         )
-    tokens = {role: word for role, word in special_tokens(folder).items() if role.endswith("_token")}
-    template = ChatTemplate(source, tokens=tokens, learned=learned)
+    template = ChatTemplate(source, tokens=template_tokens(tokenizer_model), learned=learned)
     if template.marks_answers and learned != "assistant":
         raise ConfigError(f"--learned-role {learned}: the chat template marks the answers itself; leave it out")
     return template
 
 
-def _folder(tokenizer_model: str | None) -> Path:
-    path = Path(tokenizer_model or ".")
+def template_tokens(tokenizer_model: str | None) -> dict[str, str]:
+    """The special tokens that templates refer to, by role (``bos_token``); none for a tokenizer without a folder."""
+    folder = _folder(tokenizer_model)
+    found = {} if folder is None else special_tokens(folder)
+    return {role: word for role, word in found.items() if role.endswith("_token")}
+
+
+def _folder(tokenizer_model: str | None) -> Path | None:
+    """The tokenizer's folder; None for a kind of tokenizer that is named by other files."""
+    if tokenizer_model is None:
+        return None
+    path = Path(tokenizer_model)
     return path if path.is_dir() else path.parent
 
 
 def own_template(tokenizer_model: str | None) -> str | None:
     """The template in the tokenizer's folder, if there is one."""
     folder = _folder(tokenizer_model)
+    if folder is None:
+        return None
     if (folder / "chat_template.jinja").is_file():
         return _read(folder / "chat_template.jinja")
     path = folder / "tokenizer_config.json"

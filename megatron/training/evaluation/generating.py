@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 import torch
 
@@ -22,8 +21,7 @@ from megatron.core.ops.matmul import lacks_bf16
 from megatron.core.parallel.collectives import gather_objects
 from megatron.core.parallel.messages import Messages
 from megatron.core.pipeline_parallel.settings import PipelineSettings
-from megatron.core.tokenizers.conversations import OWN, ChatTemplate, load_template, own_template
-from megatron.core.tokenizers.huggingface import special_tokens
+from megatron.core.tokenizers.conversations import OWN, ChatTemplate, load_template, own_template, template_tokens
 from megatron.errors import ConfigError
 from megatron.training.checkpoints.trained_model import PlacedModel, TrainedModel, another_trained_model
 
@@ -230,10 +228,7 @@ def template_of(trained: TrainedModel, given: str | None) -> ChatTemplate | None
     """
     files, chat = trained.config.tokenizer.tokenizer_model, trained.chat
     if given is None and chat is not None and chat.template is not None:
-        folder = None if files is None else Path(files)
-        words = {} if folder is None else special_tokens(folder if folder.is_dir() else folder.parent)
-        tokens = {role: word for role, word in words.items() if role.endswith("_token")}
-        return ChatTemplate(chat.template, tokens=tokens, learned="assistant")
-    if given is None and (files is None or own_template(files) is None):
+        return ChatTemplate(chat.template, tokens=template_tokens(files), learned="assistant")
+    if given is None and own_template(files) is None:
         return None
     return load_template(given or OWN, files, learned="assistant")

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import tokenizers
 
-from megatron.core.tokenizers.conversations import ChatTemplate, Written, load_template
+from megatron.core.tokenizers.conversations import ChatTemplate, Written, load_template, own_template
 from megatron.core.tokenizers.huggingface import load
 from megatron.core.tokenizers.records import Conversation, read_sample
 from megatron.core.tokenizers.targets import SampleEncoder
@@ -173,3 +173,17 @@ def test_templates_of_other_types(tmp_path: Path) -> None:
         (tmp_path / "tokenizer_config.json").write_text(text)
         with pytest.raises((ConfigError, DataError), match=r"tokenizer_config\.json"):
             load_template("tokenizer", str(tmp_path), learned="assistant")
+
+
+def test_the_current_folder_is_no_tokenizer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With vocab.json and merges.txt, whatever template and special tokens lay in the current folder were taken."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "chat_template.jinja").write_text("other")
+    (tmp_path / "tokenizer_config.json").write_text('{"bos_token": "<s>"}')
+    assert own_template(None) is None
+    (tmp_path / "mine.jinja").write_text("{{ bos_token }}x")
+    assert not load_template("mine.jinja", None, learned="assistant").tokens
+    with pytest.raises(
+        ConfigError, match="--chat-template tokenizer: the tokenizer, which is no folder, has no chat_te"
+    ):
+        load_template("tokenizer", None, learned="assistant")

@@ -12,6 +12,7 @@ import pytest
 from megatron.config.run import RunConfig
 from megatron.config.trained_model import TrainedModelConfig
 from megatron.core.conversion.convert import Conversion, convert
+from megatron.core.datasets.metadata import DatasetMetadata
 from megatron.core.models.registry import FAMILIES
 from megatron.core.parallel.context import ParallelContext
 from megatron.core.parallel.environment import launch_environment
@@ -26,7 +27,7 @@ from megatron.training.evaluation.samples import Samples
 from megatron.training.run.run import Run, build_run
 from megatron.training.step import train_step
 from tasks.zero_shot.questions import Asked, Questions
-from tests.harness.chat_model import END, LETTER, TEMPLATE, TURN_END, TURN_OVER, change_json, chat_folder
+from tests.harness.chat_model import END, LETTER, TURN_END, TURN_OVER, change_json, chat_folder
 from tools import preprocess_sft, text_generation_cli
 from tools.generation.families import GENERATIVE
 
@@ -37,7 +38,6 @@ TINY = (
     "--micro-batch-size 1 --global-batch-size 2 --lr 0 --train-iters 4 --eval-iters 0 --num-workers 0 --sft "
     "--packing best-fit --seq-length 32 --attention-dropout 0 --hidden-dropout 0 --load-hf-proof off --save-interval 1"
 )
-LEARNED = ChatSettings(template=TEMPLATE, end_tokens=(TURN_END,))
 RECORD = {"messages": [{"role": "user", "content": "the fox"}, {"role": "assistant", "content": "brown"}]}
 
 
@@ -49,16 +49,26 @@ def hf(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def data(hf: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Conversations, prepared."""
-    return prepared(tmp_path_factory.mktemp("data") / "sft", hf, LEARNED)
+    """Conversations, prepared in the usual format of turns."""
+    return prepared(tmp_path_factory.mktemp("data") / "sft", hf)
 
 
-def prepared(prefix: Path, hf: Path, chat: ChatSettings) -> str:
+@pytest.fixture(scope="module")
+def learned(data: str) -> ChatSettings:
+    """What the data say of themselves."""
+    metadata = DatasetMetadata.read(data)
+    assert metadata is not None and metadata.chat is not None and metadata.chat.end_tokens == (TURN_END,)
+    return metadata.chat
+
+
+def prepared(prefix: Path, hf: Path, chat: ChatSettings | None = None) -> str:
+    """Conversations that say they are written as in ``chat``, if it is given."""
     source = prefix.with_suffix(".jsonl")
     source.write_text(f"{json.dumps(RECORD)}\n" * 20)
     tokenizer = ["--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", str(hf)]
     preprocess_sft.main(["--input", str(source), "--output-prefix", str(prefix), *tokenizer])
-    change_json(Path(f"{prefix}.meta.json"), chat={"template": chat.template, "end_tokens": list(chat.end_tokens)})
+    if chat is not None:
+        change_json(Path(f"{prefix}.meta.json"), chat={"template": chat.template, "end_tokens": list(chat.end_tokens)})
     return str(prefix)
 
 
@@ -98,7 +108,12 @@ def said_in_chat(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
 
 
 def test_an_answer_ends_where_fine_tuning_ended_it(
-    hf: Path, data: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    hf: Path,
+    data: str,
+    learned: ChatSettings,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """The end of a turn was written nowhere: --chat wanted a template, and the model talked on for its user.
 
@@ -106,17 +121,17 @@ def test_an_answer_ends_where_fine_tuning_ended_it(
     """
     save = tmp_path / "saved"
     run = trained(f"--load-hf {hf} --train-data-path {data} --save {save} --save-hf {tmp_path}/hf")
-    assert stored(save) == {"template": TEMPLATE, "end_tokens": [TURN_END]}
+    assert stored(save) == {"template": learned.template, "end_tokens": [TURN_END]}
     assert said_in_chat(save, monkeypatch, capsys) == "\n"
     assert said_in_chat(save, monkeypatch, capsys, "--end-tokens", str(TURN_OVER)) == "<|im_end|>" * 3 + "\n"
     with trained_model(TrainedModelConfig(load=str(save)), GENERATIVE, launch_environment({})) as model:
-        assert model.chat == LEARNED
+        assert model.chat == learned
         asked = Asked.of({"max_gen_toks": 3, "until": []})
         assert Questions(model).continuations([[LETTER]], [0], asked) == [""]
     run.progress.iteration = run.config.train_iters
     HuggingFaceFolders(run, Saver(run)).write_if_due()
     assert json.loads((tmp_path / "hf/generation_config.json").read_text())["eos_token_id"] == [END, TURN_END]
-    assert (tmp_path / "hf/chat_template.jinja").read_text() == TEMPLATE
+    assert (tmp_path / "hf/chat_template.jinja").read_text() == learned.template
 
 
 def test_samples_end_there(hf: Path, data: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -129,15 +144,15 @@ def test_samples_end_there(hf: Path, data: str, monkeypatch: pytest.MonkeyPatch)
     assert found == [("the", "")]
 
 
-def test_whoever_goes_on_keeps_it(hf: Path, data: str, tmp_path: Path) -> None:
+def test_whoever_goes_on_keeps_it(hf: Path, data: str, learned: ChatSettings, tmp_path: Path) -> None:
     """A resumed run, one of other data, and one that starts from the weights alone."""
     save, other = tmp_path / "saved", tmp_path / "plain"
     trained(f"--load-hf {hf} --train-data-path {data} --save {save}")
     resumed = f"--load {save} --use-checkpoint-args"
     trained(f"{resumed} --train-data-path {data} --save {save}")
-    assert stored(save) == {"template": TEMPLATE, "end_tokens": [TURN_END]}
+    assert stored(save) == {"template": learned.template, "end_tokens": [TURN_END]}
     plain = f"{resumed} --finetune --train-data-path {data} --no-sft --packing stream --save {other}"
-    assert trained(plain).chat == LEARNED
+    assert trained(plain).chat == learned
     new = prepared(tmp_path / "new", hf, ChatSettings(template="{{ messages }}", end_tokens=(TURN_OVER,)))
     weights = (
         f"--pretrained-checkpoint {save} --use-checkpoint-args --load {tmp_path}/new-run --save {tmp_path}/new-run"
@@ -146,10 +161,10 @@ def test_whoever_goes_on_keeps_it(hf: Path, data: str, tmp_path: Path) -> None:
         template="{{ messages }}", end_tokens=(TURN_END, TURN_OVER)
     )
     convert(Conversion("megatron", save, "hf", tmp_path / "hf", skip_proof=True), say=lambda line: None)
-    assert started(f"--load-hf {tmp_path}/hf --train-data-path {data}").chat == LEARNED
+    assert started(f"--load-hf {tmp_path}/hf --train-data-path {data}").chat == learned
 
 
-def test_a_blend_of_different_formats_is_said(hf: Path, data: str, tmp_path: Path) -> None:
+def test_a_blend_of_different_formats_is_said(hf: Path, data: str, learned: ChatSettings, tmp_path: Path) -> None:
     """One template was kept, and nobody knew of which data."""
     other = prepared(tmp_path / "other", hf, ChatSettings(template="{{ messages }}", end_tokens=(TURN_OVER,)))
     run = started(f"--load-hf {hf} --train-data-path {data} {other} {data}")
@@ -157,7 +172,7 @@ def test_a_blend_of_different_formats_is_said(hf: Path, data: str, tmp_path: Pat
     assert remark.startswith(
         f"conversations are not written alike: {other} has another chat template and other end tok"
     )
-    assert run.chat == ChatSettings(template=TEMPLATE, end_tokens=(TURN_END, TURN_OVER))
+    assert run.chat == ChatSettings(template=learned.template, end_tokens=(TURN_END, TURN_OVER))
 
 
 def test_another_tokenizer_means_other_ids(hf: Path, tmp_path: Path) -> None:
