@@ -189,7 +189,9 @@ SAMPLING = (
         [],
     ),
     Field("include_stop_str_in_output", _SWITCH, "The answer ends after the stop text instead of before it.", False),
-    Field("ignore_eos", _SWITCH, "Generate max_tokens tokens even if the model ends the document before.", False),
+    Field(
+        "ignore_eos", _SWITCH, "Generate max_tokens tokens even if one of the model's end tokens comes before.", False
+    ),
     Field("skip_special_tokens", _SWITCH, "Leave special tokens, such as a document's end, out of the text.", True),
     _refused("spaces_between_special_tokens", "special tokens are written as they are", True),
     Field(
