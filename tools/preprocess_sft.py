@@ -49,7 +49,7 @@ class SftConfig(Settings):
     """Conversations in, tokens and targets out."""
 
     input: tuple[str, ...] = flag(
-        "JSON lines, or JSON lists (.gz, .bz2, .xz, .zst too): files, folders, globs in quotes, or -."
+        "JSON lines, JSON lists (.gz, .bz2, .xz, .zst too) or .parquet: files, folders, globs in quotes, or -."
     )
     output_prefix: str = flag("Prefix of all files written.")
     turn_start: str = flag(
