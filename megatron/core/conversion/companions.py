@@ -12,7 +12,8 @@ from megatron.config.tokenizer import TokenizerConfig
 from megatron.core.files.remote_path import AnyPath, RemotePath
 from megatron.core.tokenizers.base import Tokenizer
 from megatron.core.tokenizers.build import build_tokenizer
-from megatron.core.tokenizers.published.classes import is_plain
+from megatron.core.tokenizers.gpt2_bpe import END_OF_TEXT
+from megatron.core.tokenizers.published.classes import AS_WRITTEN, is_plain
 from megatron.core.tokenizers.published.folder import folder_class
 from megatron.core.tokenizers.published.vocabularies import has_vocabulary
 from megatron.errors import CheckpointError, MegatronError
@@ -83,10 +84,14 @@ def _is_published(folder: Path) -> bool:
     """
     if (folder / "tokenizer.json").is_file():
         return True
+    if not any((folder / name).is_file() for name in TOKENIZER_FILES):
+        return False
     tokenizer_class = folder_class(folder)
     if not has_vocabulary(folder, tokenizer_class):
         return False
-    return any((folder / name).is_file() for name in _SAYS_MORE) or not is_plain(tokenizer_class)
+    if any((folder / name).is_file() for name in _SAYS_MORE) or not is_plain(tokenizer_class):
+        return True
+    return tokenizer_class != AS_WRITTEN and END_OF_TEXT not in _json(folder / "vocab.json", {})
 
 
 def _wordpiece_file(folder: Path) -> Path | None:

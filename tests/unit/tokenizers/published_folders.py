@@ -315,6 +315,8 @@ def merges_forms() -> list[Form]:
             "tokenizer_class": "GPT2Tokenizer"}, model={"model_type": "opt"},
              map={"bos_token": token("</s>", normalized=True), "eos_token": token("</s>", normalized=True),
                   "unk_token": token("</s>", normalized=True), "pad_token": token("<pad>", normalized=True)}),
+        form("merges/OPT, roles off", merged_files(opt), {"unk_token": None, "bos_token": None, "eos_token": None},
+             model={"model_type": "opt"}),
         form("merges/Qwen 1.5", no_end, {
             **qwen, "add_prefix_space": False, "added_tokens_decoder": qwen_tokens,
             "additional_special_tokens": ["<|im_start|>", "<|im_end|>"], "errors": "replace"},

@@ -9,6 +9,7 @@ import base64
 import json
 from collections.abc import Mapping
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -227,3 +228,14 @@ def test_a_converted_model_takes_the_tokenizer_of_its_folder(tmp_path: Path) -> 
         assert config.tokenizer_type == kind, name
         if kind == "HuggingFaceTokenizer":
             assert set(tokenizer_files(config)) >= {path.name for path in folder.iterdir()} - {"config.json"}, name
+
+
+def test_an_opt_without_settings_converts(tmp_path: Path) -> None:
+    """Its vocabulary has no ``<|endoftext|>``, which ended the conversion; its documents end with ``</s>``."""
+    next(each for each in FORMS if each.name == "merges/OPT, roles off").write(tmp_path)
+    (tmp_path / "tokenizer_config.json").unlink()
+    tokenizer = build_tokenizer(tokenizer_in(tmp_path, rows=1000))
+    assert tokenizer.detokenize([tokenizer.eod]) == "</s>"
+    files = {"vocab_file": str(tmp_path / "vocab.json"), "merge_file": str(tmp_path / "merges.txt")}
+    with pytest.raises(DataError, match=rf"use --tokenizer-type HuggingFaceTokenizer --tokenizer-model {tmp_path}"):
+        build_tokenizer(replace(TokenizerConfig(tokenizer_type="GPT2BPETokenizer"), **files))
