@@ -37,8 +37,8 @@ def load(vocab_file: str | None, merge_file: str | None, *, extra_ids: int) -> R
     eod = pipeline.token_to_id(END_OF_TEXT)
     if eod is None:
         raise DataError(
-            f"--vocab-file {vocab} has no {END_OF_TEXT}, which {KIND} needs to end documents: where its folder says what "
-            f"does, use --tokenizer-type HuggingFaceTokenizer --tokenizer-model {vocab.parent}"
+            f"--vocab-file {vocab} has no {END_OF_TEXT}, which {KIND} needs to end documents: where its folder says "
+            f"what does, use --tokenizer-type HuggingFaceTokenizer --tokenizer-model {vocab.parent}"
         )
     return RustTokenizer(pipeline, name=KIND, eod=eod, pad=None, bos=eod, eos=eod, extra_ids=extra_ids)
 
