@@ -26,13 +26,13 @@ class IncrementalDetokenizer:
         self._bytes = codecs.getincrementaldecoder("utf-8")("replace")
         prompt = [*islice((token for token in reversed(prompt) if token not in hidden), _LONGEST_LOOK)][::-1]
         length = min(_FIRST_LOOK, len(prompt))
-        while length < len(prompt) and not _is_clear(tokenizer.detokenize(prompt[-length:])):
+        while length < len(prompt) and not _is_clear(tokenizer.detokenize_part(prompt[-length:])):
             length = min(2 * length, len(prompt))
         self._tokens = prompt[len(prompt) - length :]
         self._num_context = length
         for token in self._tokens:
             self._bytes.decode(tokenizer.token_bytes(token))
-        text = tokenizer.detokenize(self._tokens)
+        text = tokenizer.detokenize_part(self._tokens)
         unfinished = text[len(text) - self._num_unfinished :]
         self._num_shown = len(text) - len(unfinished) + len(unfinished.rstrip(_UNKNOWN))
         self._new = ""  # text of the tokens after the context
@@ -46,18 +46,18 @@ class IncrementalDetokenizer:
         self._bytes.decode(piece)
         if self._num_unfinished:
             return ""
-        text = self._tokenizer.detokenize(self._tokens)
+        text = self._tokenizer.detokenize_part(self._tokens)
         added, self._num_shown = text[self._num_shown :], len(text)
         self._new += added
         if self._new.strip() or len(self._tokens) >= self._num_context + _LONGEST_LOOK:  # enough for what comes
             self._tokens = self._tokens[self._num_context :]
             self._num_context, self._new = len(self._tokens), ""
-            self._num_shown = len(self._tokenizer.detokenize(self._tokens))
+            self._num_shown = len(self._tokenizer.detokenize_part(self._tokens))
         return added
 
     def finish(self) -> str:
         """Returns U+FFFD for an incomplete character at the end of the text, else nothing."""
-        return self._tokenizer.detokenize(self._tokens)[self._num_shown :]
+        return self._tokenizer.detokenize_part(self._tokens)[self._num_shown :]
 
     @property
     def _num_unfinished(self) -> int:

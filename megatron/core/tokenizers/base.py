@@ -51,6 +51,10 @@ class Tokenizer(Protocol):
     def detokenize(self, ids: Sequence[int]) -> str:
         """Text of the ids, special tokens included; ids beyond the vocabulary, which many models embed, have none."""
 
+    def detokenize_part(self, ids: Sequence[int]) -> str:
+        """Text of ids that others may follow: as ``detokenize``, but what follows changes nothing in it."""
+        return self.detokenize(ids)
+
     def token_bytes(self, token: int) -> bytes:
         """What a token adds to a text that has begun, as UTF-8: some are parts of characters, some add nothing."""
         return self.detokenize([token, token])[len(self.detokenize([token])) :].encode()

@@ -77,6 +77,10 @@ class HuggingFaceTokenizer(RustTokenizer):
                 text = text.replace(before, after)
         return text
 
+    def detokenize_part(self, ids: Sequence[int]) -> str:
+        """Text of ids that others may follow, with all its spaces: a sign that follows would take one away."""
+        return super().detokenize(ids) if self._cleans_spaces else self.detokenize(ids)
+
     def continuations(self) -> Sequence[bool]:
         """For each id whether it continues the previous word, judged by its spelling; added tokens never do."""
         own = self.pipeline.get_vocab(with_added_tokens=False)

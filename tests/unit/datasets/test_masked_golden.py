@@ -57,6 +57,9 @@ class RecordedTokenizer:
     def detokenize(self, ids: Any) -> str:
         raise NotImplementedError
 
+    def detokenize_part(self, ids: Any) -> str:
+        raise NotImplementedError
+
     def token_bytes(self, token: int) -> bytes:
         raise NotImplementedError
 

@@ -19,6 +19,7 @@ import tokenizers
 from megatron.config.tokenizer import TokenizerConfig
 from megatron.config.vocabulary import vocabulary_size
 from megatron.core.conversion.companions import tokenizer_files, tokenizer_in
+from megatron.core.inference.detokenizer import token_texts
 from megatron.core.tokenizers.build import build_tokenizer, built_size
 from megatron.core.tokenizers.huggingface import HuggingFaceTokenizer
 from megatron.core.tokenizers.rust import RustTokenizer
@@ -239,3 +240,15 @@ def test_an_opt_without_settings_converts(tmp_path: Path) -> None:
     files = {"vocab_file": str(tmp_path / "vocab.json"), "merge_file": str(tmp_path / "merges.txt")}
     with pytest.raises(DataError, match=rf"use --tokenizer-type HuggingFaceTokenizer --tokenizer-model {tmp_path}"):
         build_tokenizer(replace(TokenizerConfig(tokenizer_type="GPT2BPETokenizer"), **files))
+
+
+@pytest.mark.parametrize("name", ["t5/cleanup", "bert/json, cased", "bpe/cleanup is ignored", "model/Llama, chat"])
+def test_streams_lose_nothing(name: str, tmp_path: Path) -> None:
+    """Where texts lose spaces before signs, the text of a stream became shorter than what was shown, and lost signs."""
+    next(each for each in FORMS if each.name == name).write(tmp_path)
+    tokenizer = build(tmp_path)
+    for text in ASKED:
+        ids = tokenizer.tokenize(text)
+        shown = "".join(token_texts(tokenizer, ids))
+        assert shown == tokenizer.detokenize_part(ids)
+        assert shown.replace(" ", "") == tokenizer.detokenize(ids).replace(" ", "")
