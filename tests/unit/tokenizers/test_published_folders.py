@@ -9,7 +9,6 @@ import base64
 import json
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -237,9 +236,10 @@ def test_an_opt_without_settings_converts(tmp_path: Path) -> None:
     (tmp_path / "tokenizer_config.json").unlink()
     tokenizer = build_tokenizer(tokenizer_in(tmp_path, rows=1000))
     assert tokenizer.detokenize([tokenizer.eod]) == "</s>"
-    files = {"vocab_file": str(tmp_path / "vocab.json"), "merge_file": str(tmp_path / "merges.txt")}
+    vocab, merges = str(tmp_path / "vocab.json"), str(tmp_path / "merges.txt")
+    gpt2 = TokenizerConfig(tokenizer_type="GPT2BPETokenizer", vocab_file=vocab, merge_file=merges)
     with pytest.raises(DataError, match=rf"use --tokenizer-type HuggingFaceTokenizer --tokenizer-model {tmp_path}"):
-        build_tokenizer(replace(TokenizerConfig(tokenizer_type="GPT2BPETokenizer"), **files))
+        build_tokenizer(gpt2)
 
 
 @pytest.mark.parametrize("name", ["t5/cleanup", "bert/json, cased", "bpe/cleanup is ignored", "model/Llama, chat"])
