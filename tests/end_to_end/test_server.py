@@ -139,3 +139,39 @@ def test_two_ranks_serve_one_text_and_a_dead_one_ends_both(checkpoints: str, tmp
     said = log.read_text()
     assert said.count("error: ") == 1 and "error: rank 1 of 2 is gone" in said and "SIGKILL" in said
     assert "CancelledError" not in said and "[rank0]" not in said
+
+
+def test_hostile_requests_hold_nobody_up(checkpoints: str, tmp_path: Path) -> None:
+    """Bodies of 8 MB stopped /health for up to 28 s, and a chain of 2,000 references ended the server."""
+    size = 8_000_000
+    chain = {"$ref": "#/$defs/0", "$defs": {str(n): {"$ref": f"#/$defs/{n + 1}"} for n in range(2000)}}
+    chain["$defs"] |= {"2000": {"type": "integer"}}  # type: ignore[operator]
+    hostile: list[tuple[str, Any]] = [
+        ("/tokenize", {"prompt": "1 2 3 " * (size // 6)}),
+        ("/tokenize", b'{"prompt": [' + b"[]," * 600_000 + b"1]}"),
+        ("/detokenize", b'{"tokens": [' + b"5," * 1_000_000 + b"5]}"),
+        ("/v1/completions", {"prompt": [1], "max_tokens": 5, "structured_outputs": {"json": chain}}),
+        ("/v1/completions", {"prompt": [1], "n": 128, "max_tokens": 30, "ignore_eos": True,
+                             "logit_bias": {str(token): 1 for token in range(300)}}),
+    ]  # fmt: skip
+    with started(tmp_path / "log", "--load", checkpoints) as (process, url):
+        before, slowest = choices(url), 0.0
+        (http,) = (each for each in children(process.pid) if is_http(each))
+        with ThreadPoolExecutor(len(hostile)) as pool:
+            replies = [pool.submit(ask, url, path, body) for path, body in hostile * 2]
+            while not all(each.done() for each in replies):
+                start = time.monotonic()
+                assert ask(url, "/health").status == 200
+                slowest = max(slowest, time.monotonic() - start)
+                time.sleep(0.02)
+        statuses = {each.result().status for each in replies}
+        assert statuses <= {200, 400, 429} and 400 in statuses, statuses
+        assert slowest < 3, slowest
+        assert choices(url) == before and http in children(process.pid)
+        memory = re.search(r"VmRSS:\s+(\d+) kB", Path(f"/proc/{http}/status").read_text())
+        assert memory is not None and int(memory[1]) < 1_000_000
+
+
+def is_http(process: int) -> bool:
+    """Whether a child of the server is its HTTP server, and not the one that tracks Python's resources."""
+    return b"spawn_main" in Path(f"/proc/{process}/cmdline").read_bytes()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -168,8 +169,8 @@ def _problem(matcher: LLMatcher) -> str | None:
     reason = " ".join(matcher.get_error().partition("<state>")[0].split())  # then the parser's insides
     if "NoExtension" in reason:  # no token is allowed
         reason = "nothing satisfies it, or no token of this vocabulary can spell what must come next"
-    elif "TooComplex" in reason:
-        reason = "it is too complex: make it simpler"
+    elif re.search("TooComplex|too many|max is", reason, re.IGNORECASE):
+        reason = f"it is too complex ({reason[:200]}): make it simpler"
     return f"the schema or grammar cannot be followed: {reason[:300]}"
 
 
