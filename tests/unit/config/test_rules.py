@@ -170,7 +170,6 @@ GOOD = [
     (f"--train-data-path a --valid-data-path 1 b 2 c {FILES}", "--mock-data", 1),
     (f"--valid-data-path b --skip-train {FILES}", "--mock-data", 1),
     ("--save a --save-interval 5 --log-progress --keep-last-checkpoints 3 --save-retain-interval 10", "", 1),
-    ("--load a --finetune", "", 1),
     ("--save a --save-interval 5 --load a --finetune --overwrite-run", "", 1),
     ("--pretrained-checkpoint a --finetune", "", 1),
     ("--load-hf a --finetune --save b --save-interval 5", "", 1),
