@@ -10,8 +10,11 @@ import dataclasses
 import json
 import math
 import re
+import stat
 import types
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from pathlib import Path
 from typing import Annotated, Any, Literal, Protocol, Union, get_args, get_origin, get_type_hints
 
 from megatron.errors import MegatronError
@@ -59,11 +62,24 @@ def read_bytes(
     path: OpenedByPath, *, where: str, error: type[MegatronError], most_bytes: int = SETTINGS_BYTES
 ) -> bytes:
     """The content of a small file; raises OSError where it can't be read, and ``error`` where it is too large."""
+    check_no_pipe(path, where=where, error=error)
     with path.open("rb") as file:
         content: bytes = file.read(most_bytes + 1)
     if len(content) > most_bytes:
         raise error(f"{where} is larger than {most_bytes >> 20} MiB, the most that is read")
     return content
+
+
+def check_no_pipe(path: object, *, where: str, error: type[MegatronError]) -> None:
+    """Raise ``error`` for a named pipe or socket: to open one waits until somebody writes. A shell's ``<(…)`` may be
+    read.
+    """
+    if not isinstance(path, Path) or str(path).startswith(("/dev/", "/proc/")):
+        return
+    with suppress(OSError):  # opening it says what is wrong
+        mode = path.stat().st_mode
+        if stat.S_ISFIFO(mode) or stat.S_ISSOCK(mode):
+            raise error(f"{where} is a pipe, not a regular file: name a file with its content")
 
 
 def read_text(path: OpenedByPath, *, where: str, error: type[MegatronError], most_bytes: int = SETTINGS_BYTES) -> str:

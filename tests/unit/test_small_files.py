@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,7 +10,8 @@ from typing import Annotated, Any, Literal
 
 import pytest
 
-from megatron.errors import ConfigError
+from megatron.core.checkpointing.torch_files import load_torch_file
+from megatron.errors import CheckpointError, ConfigError, DataError
 from megatron.small_files import Between, as_kind, check_kinds, parse_json, parse_yaml, read_json
 
 
@@ -121,3 +123,12 @@ def test_hostile_yaml_ends_at_once() -> None:
         "c": {"d": True},
     }
     assert parse_yaml("", where="x", error=ConfigError) is None
+
+
+def test_a_pipe_is_refused(tmp_path: Path) -> None:
+    """A named pipe as a model's config.json, weights or tracker made the command wait for ever."""
+    os.mkfifo(tmp_path / "config.json")
+    with pytest.raises(DataError, match=r"config\.json is a pipe, not a regular file"):
+        read_json(tmp_path / "config.json", error=DataError)
+    with pytest.raises(CheckpointError, match="is a pipe, not a regular file"):
+        load_torch_file(tmp_path / "config.json")

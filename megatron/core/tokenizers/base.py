@@ -122,7 +122,7 @@ def required_file(value: str | None, *, flag: str, kind: str, holds: str) -> Pat
     refuse_url(value, flag=flag)
     path = Path(value)
     if not path.is_file():
-        found = "is a folder" if path.is_dir() else "does not exist"
+        found = "is a folder" if path.is_dir() else "is no regular file" if path.exists() else "does not exist"
         raise DataError(f"{flag} {value} {found}; {kind} needs the path of {holds}.")
     return path
 
