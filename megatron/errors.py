@@ -101,6 +101,22 @@ def read_errors(path: object) -> Iterator[None]:
         ) from error
 
 
+def _limit_in(error: Exception) -> str | None:
+    """A sentence about the limit of the machine that an error of the system or of torch speaks of; None for others."""
+    text = str(error)
+    if "Too many open files" in text:
+        return "too many open files: raise the limit with ulimit -n 65536, or give fewer --num-workers"
+    in_shared_memory = any(each in text for each in ("</torch_", "shared memory", "Bus error"))
+    if in_shared_memory and any(
+        each in text for each in ("No space left", "Cannot allocate", "out of shared", "Bus error")
+    ):
+        return (
+            "/dev/shm is full: free it, give a container more of it (docker run --shm-size 8g), or give fewer "
+            "--num-workers; 0 needs none"
+        )
+    return None
+
+
 def _tell_torchrun(sentence: str) -> None:
     """Leave ``sentence`` for torchrun, whose report of a failed rank then ends with it, below its own traceback."""
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
@@ -127,6 +143,12 @@ def run_command(main: Callable[[], int | None]) -> None:
             said = ": ".join(["interrupted", *map(str, interrupt.args)]) + "\n"
     except BrokenPipeError:
         code = _NOBODY_READS
+    except (OSError, RuntimeError) as error:
+        limit = _limit_in(error)
+        if limit is None:
+            raise
+        code, said = RESTART_MAY_HELP, f"error: {limit}\n"
+        _tell_torchrun(said)
     for stream, text in ((sys.stdout, ""), (sys.stderr, said)):
         try:
             stream.write(text)

@@ -147,3 +147,36 @@ def test_torchruns_report_ends_with_the_sentence(tmp_path: Path, monkeypatch: py
     failure = ProcessFailure(local_rank=0, pid=1, exitcode=2, error_file=str(tmp_path / "error.json"))
     report = str(ChildFailedError("pretrain_gpt.py", {0: failure}))
     assert report.rstrip("= \n").endswith("traceback : error: there is no flag --wrong")
+
+
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (OSError(errno.EMFILE, "Too many open files"), "error: too many open files: raise the limit with ulimit -n"),
+        (
+            RuntimeError("unable to write to file </torch_1_2_3>: No space left on device (28)"),
+            "error: /dev/shm is full",
+        ),
+        (RuntimeError("DataLoader worker (pid 7) is killed by signal: Bus error."), "error: /dev/shm is full"),
+    ],
+)
+def test_limits_of_the_machine_are_a_sentence(error: Exception, words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """64 descriptors, or a full /dev/shm under the readers of data, ended a run in a traceback of torch's."""
+
+    def fail() -> None:
+        raise error
+
+    with pytest.raises(SystemExit) as caught:
+        run_command(fail)
+    assert caught.value.code == 1
+    assert capsys.readouterr().err.startswith(words)
+
+
+def test_other_errors_keep_their_traceback() -> None:
+    """A defect of ours must stay one."""
+
+    def fail() -> None:
+        raise RuntimeError("shapes differ")
+
+    with pytest.raises(RuntimeError, match="shapes differ"):
+        run_command(fail)
