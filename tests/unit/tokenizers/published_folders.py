@@ -233,6 +233,9 @@ def byte_level_forms() -> list[Form]:
     begun["post_processor"] = json.loads(
         processors.TemplateProcessing(f"{end} $A", f"{end} $A {end} $B", [(end, 0)]).__getstate__()
     )
+    digits = json.loads(gpt2)
+    cuts = [{"type": "Digits", "individual_digits": True}, digits["pre_tokenizer"]]
+    digits["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": cuts}
     ignoring = json.loads(gpt2)
     ignoring["model"]["ignore_merges"] = True
     qwen = {"tokenizer_class": "Qwen2Tokenizer", "eos_token": "<|im_end|>", "pad_token": end, "bos_token": None}
@@ -270,6 +273,9 @@ def byte_level_forms() -> list[Form]:
         form("bpe/GPT-2", plain, gpt2_class, model={"model_type": "gpt2"}),
         form("bpe/GPT-2 by model", plain, None, model={"model_type": "gpt2"}),
         form("bpe/GPT-2 ignores merges", {"tokenizer.json": ignoring}, gpt2_class),
+        form("bpe/digits, GPT-2", {"tokenizer.json": digits}, gpt2_class, model={"model_type": "starcoder2"}),
+        form("bpe/digits, as written", {"tokenizer.json": digits},
+             {**gpt2_class, "tokenizer_class": "TokenizersBackend"}),
         form("bpe/begins", {"tokenizer.json": begun}, fast),
         form("bpe/begins, GPT-2", {"tokenizer.json": begun}, gpt2_class),
         form("bpe/begins, NeoX", {"tokenizer.json": begun}, {**gpt2_class, "tokenizer_class": "GPTNeoXTokenizerFast",

@@ -213,9 +213,10 @@ class T5Format(HuggingFaceFormat):
         return dataclasses.replace(model, untie_embeddings_and_output_weights=False)
 
     def special_tokens(self, tokenizer: Tokenizer) -> dict[str, Any]:
-        """The original's decoder begins with padding."""
-        begin = tokenizer.pad if tokenizer.bos is None else tokenizer.bos
-        return {"eos_token_id": tokenizer.eos, "decoder_start_token_id": begin}
+        """The decoder begins as the tokenizer's folder says, the original's with padding."""
+        usual = tokenizer.pad if tokenizer.bos is None else tokenizer.bos
+        begin = getattr(tokenizer, "decoder_start", None)
+        return {"eos_token_id": tokenizer.eos, "decoder_start_token_id": usual if begin is None else begin}
 
 
 FORMAT = T5Format()
