@@ -20,6 +20,8 @@ import torch
 
 from megatron.config.model import ModelConfig
 from megatron.core.checkpointing.save import save_streamed
+from megatron.core.checkpointing.stored_tensors import StoredTensors
+from megatron.core.checkpointing.streamed import StreamedBox
 from megatron.core.conversion import convert as conversion
 from megatron.core.conversion import proof
 from megatron.core.conversion.convert import Conversion, convert
@@ -153,7 +155,15 @@ def test_a_tokenizer_that_is_larger_than_the_model(llama: Path, tmp_path: Path) 
 
 def test_models_of_unknown_families(tmp_path: Path) -> None:
     """A family that a later version may have is named."""
-    save_streamed(tmp_path / "later", 0, [], {"recipe": "mamba", "config": {}})
+    box = StreamedBox("model.weight", (2,), torch.float32, (0,), (2,), lambda: torch.zeros(2))
+    state = {
+        "recipe": "mamba",
+        "config": {"model": {}, "tokenizer": {}, "precision": {}},
+        "progress": dict.fromkeys(("iteration", "consumed_samples", "scheduled_samples"), 0),
+        "tokenizer": dict.fromkeys(("name", "fingerprint"), "x"),
+        **dict.fromkeys(("schedule", "optimizer", "random_seed")),
+    }
+    save_streamed(tmp_path / "later", 0, [box], state)
     with pytest.raises(
         CheckpointError, match=r"family 'mamba', which is neither built in \(gpt, bert, t5\) nor installed"
     ):
@@ -186,12 +196,10 @@ def test_a_malicious_checkpoint_of_ours(tmp_path: Path) -> None:
     model = ModelConfig(**CLASSIC)
     write_native(portable(model, random_tensors(model)), tmp_path / "ours", final=tmp_path / "ours")
     folder = tmp_path / "ours/iter_0000000"
+    stored = StoredTensors(folder)
     (folder / "manifest.json").write_text("{}")
     with pytest.raises(CheckpointError, match=r"manifest\.json is damaged"):
         read_native(tmp_path / "ours")
-    from megatron.core.checkpointing.stored_tensors import StoredTensors
-
-    stored = StoredTensors(folder)
     data = folder / "__0_0.distcp"
     with zipfile.ZipFile(data, "w") as archive:
         archive.writestr("archive/data.pkl", pickle.dumps(Attack(tmp_path / "pwned"), protocol=2))
