@@ -156,7 +156,7 @@ def test_a_tokenizer_that_is_larger_than_the_model(llama: Path, tmp_path: Path) 
 def test_models_of_unknown_families(tmp_path: Path) -> None:
     """A family that a later version may have is named."""
     box = StreamedBox("model.weight", (2,), torch.float32, (0,), (2,), lambda: torch.zeros(2))
-    state = {
+    state: dict[str, Any] = {
         "recipe": "mamba",
         "config": {"model": {}, "tokenizer": {}, "precision": {}},
         "progress": dict.fromkeys(("iteration", "consumed_samples", "scheduled_samples"), 0),
