@@ -12,6 +12,7 @@ import os
 import re
 import sys
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
@@ -106,7 +107,9 @@ def _limit_in(error: Exception) -> str | None:
     text = str(error)
     if "Too many open files" in text:
         return "too many open files: raise the limit with ulimit -n 65536, or give fewer --num-workers"
-    in_shared_memory = any(each in text for each in ("</torch_", "shared memory", "Bus error"))
+    last = traceback.extract_tb(error.__traceback__)[-1:]  # the system doesn't name the file of a semaphore
+    of_semaphore = any(frame.filename.endswith("multiprocessing/synchronize.py") for frame in last)
+    in_shared_memory = of_semaphore or any(each in text for each in ("</torch_", "shared memory", "Bus error"))
     if in_shared_memory and any(
         each in text for each in ("No space left", "Cannot allocate", "out of shared", "Bus error")
     ):

@@ -180,3 +180,12 @@ def test_other_errors_keep_their_traceback() -> None:
 
     with pytest.raises(RuntimeError, match="shapes differ"):
         run_command(fail)
+
+
+def test_a_semaphore_that_has_no_room(capsys: pytest.CaptureFixture[str]) -> None:
+    """The system's error for a full /dev/shm names no file: only where it was raised tells what is full."""
+    source = "raise OSError(28, 'No space left on device')"
+    code = compile(source, "lib/multiprocessing/synchronize.py", "exec")
+    with pytest.raises(SystemExit):
+        run_command(lambda: exec(code))
+    assert capsys.readouterr().err.startswith("error: /dev/shm is full")
