@@ -89,6 +89,11 @@ class Intake:
             return self.given[spec.field].source
         return "default" if value == spec.default else "derived"
 
+    @property
+    def inherited(self) -> frozenset[str]:
+        """Fields whose value is that of a checkpoint or a published model."""
+        return frozenset(field for field, given in self.given.items() if given.rank == CHECKPOINT)
+
     def read_command_line(self, argv: Sequence[str]) -> None:
         """Take flags, each followed by its values, and the files that ``--config`` names among them."""
         given = [*words_of(argv)]

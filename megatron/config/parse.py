@@ -48,6 +48,7 @@ def parse_run(
         command=command,
     )
     object.__setattr__(run, "provenance", {spec.field: intake.source(spec, run.value(spec)) for spec in run.flags()})
+    object.__setattr__(run, "inherited", intake.inherited)
     problems += [as_typed(run, sentence) for sentence in failures(run, faulted={*intake.faulted, *out_of_bounds})]
     if problems:
         raise ConfigError(listed(problems))

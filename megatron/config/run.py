@@ -61,8 +61,9 @@ class RunConfig:
     """All settings of a run; values that follow from others are filled in when it is built.
 
     Building one checks nothing: ``parse`` does, and so does ``rules.check(run)``.
-    ``extra`` holds groups of a family or a tool. ``provenance`` is the source of each field's value, and
-    ``notes`` are remarks about accepted flags without effect; neither is part of equality or digest.
+    ``extra`` holds groups of a family or a tool. ``provenance`` is the source of each field's value, ``inherited`` are
+    the fields whose value is a checkpoint's or a published model's, and ``notes`` are remarks about accepted flags
+    without effect; none of them is part of equality or digest.
     """
 
     model: ModelConfig
@@ -81,6 +82,7 @@ class RunConfig:
     world_size: int = 1
     command: CommandConfig = field(default_factory=CommandConfig, compare=False)
     provenance: Mapping[str, str] = field(default_factory=dict, compare=False, repr=False)
+    inherited: frozenset[str] = field(default=frozenset(), compare=False, repr=False)
     notes: tuple[str, ...] = field(default=(), compare=False, repr=False)
 
     def __post_init__(self) -> None:

@@ -127,10 +127,10 @@ NEEDS: tuple[tuple[str, str, Callable[[RunConfig], object]], ...] = (
 
 
 def without_effect(run: RunConfig) -> Iterator[tuple[list[str], str]]:
-    """Flags, as they were typed, and why they have no effect."""
+    """Flags, as they were typed, and why they have no effect. What a loaded model's settings say is not among them."""
     specs = {spec.field: spec for spec in run.flags()}
     for fields, reason, has_effect in NEEDS:
-        given = [specs[field] for field in fields.split() if run.given(field)]
+        given = [specs[field] for field in fields.split() if run.given(field) and field not in run.inherited]
         named = [
             typed_spelling(run, spec) or spec.spelling
             for spec in given
