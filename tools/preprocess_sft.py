@@ -27,7 +27,7 @@ from typing import Literal
 
 import numpy as np
 
-from megatron.config.flags import Settings, flag
+from megatron.config.flags import Settings, flag, plural_s
 from megatron.config.parse import parse_groups
 from megatron.config.tokenizer import TokenizerConfig
 from megatron.core.datasets.build import targets_prefix
@@ -179,7 +179,8 @@ def report(config: SftConfig, counts: Counts, encoder: SampleEncoder, tokenizer:
     last = [f"{count:,} end with {_named(token, tokenizer)}" for token, count in ends.last.most_common()]
     yield f"answers        {ends.answers:,}: {', '.join(last) or 'none has an end'}"
     if counts.unlearned:
-        yield f"not trained    {counts.unlearned:,} turns of the {config.learned_role}, which have weight 0"
+        turns = f"turn{plural_s(counts.unlearned)} of the {config.learned_role}"
+        yield f"not trained    {counts.unlearned:,} {turns} with weight 0"
     yield f"wrote          {config.output_prefix}.{{bin,idx,meta.json}} and {targets_prefix(config.output_prefix)}.*"
     for remark in _remarks(encoder, tokenizer):
         yield f"remark: {remark}"

@@ -15,30 +15,16 @@ from megatron.core.tokenizers.build import build_tokenizer
 from megatron.core.tokenizers.gpt2_bpe import END_OF_TEXT
 from megatron.core.tokenizers.published.classes import AS_WRITTEN, is_plain
 from megatron.core.tokenizers.published.folder import folder_class
-from megatron.core.tokenizers.published.vocabularies import has_vocabulary
+from megatron.core.tokenizers.published.vocabularies import VOCABULARY_FILES, has_vocabulary
 from megatron.errors import CheckpointError, MegatronError
 from megatron.small_files import VOCABULARY_BYTES, check_kinds, read_json
 
 FOLDER = "huggingface"
 """Folder beside converted checkpoints that keeps these files."""
 
-TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "tokenizer.model",
-    "spiece.model",
-    "sentencepiece.bpe.model",
-    "spm.model",
-    "tiktoken.model",
-    "vocab.json",
-    "merges.txt",
-    "vocab.txt",
-    "chat_template.jinja",
-)
 # What makes more of a vocabulary than its pieces.
 _SAYS_MORE = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
+TOKENIZER_FILES = ("tokenizer.json", *_SAYS_MORE, *VOCABULARY_FILES, "chat_template.jinja")
 SETTINGS = ("config.json", "generation_config.json")
 
 

@@ -16,6 +16,7 @@ from typing import Any
 
 from megatron.config.tokenizer import TokenizerConfig
 from megatron.core.files.remote_path import AnyPath, RemotePath
+from megatron.core.tokenizers.published.vocabularies import VOCABULARY_FILES
 from megatron.errors import CheckpointError
 from megatron.small_files import read_bytes
 
@@ -37,7 +38,7 @@ _NAMES: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     "TikTokenizer": {"tokenizer_model": ("tokenizer.tiktoken",)},
 }
 _HUGGING_FACE = "HuggingFaceTokenizer"
-# Of a folder: what says how its vocabulary is used, config.json by the model's type, and what holds the vocabulary.
+# What says how the vocabulary of a folder is used; config.json by the model's type.
 _SETTINGS = (
     "tokenizer_config.json",
     "special_tokens_map.json",
@@ -46,16 +47,6 @@ _SETTINGS = (
     "config.json",
 )
 _WHOLE = "tokenizer.json"
-_VOCABULARIES = (
-    "tokenizer.model",
-    "spiece.model",
-    "sentencepiece.bpe.model",
-    "spm.model",
-    "tiktoken.model",
-    "vocab.json",
-    "merges.txt",
-    "vocab.txt",
-)
 
 
 def files_to_keep(config: TokenizerConfig) -> dict[str, bytes]:
@@ -79,8 +70,8 @@ def files_to_keep(config: TokenizerConfig) -> dict[str, bytes]:
 def _of_a_folder(given: Path) -> dict[str, Path]:
     """The files that determine a Hugging Face tokenizer, by name; ``given``: its folder, or a file in it."""
     folder = given if given.is_dir() else given.parent
-    whole = folder / _WHOLE if given.is_dir() or given.name in _VOCABULARIES else given
-    names = _SETTINGS if whole.is_file() else (*_SETTINGS, *_VOCABULARIES)
+    whole = folder / _WHOLE if given.is_dir() or given.name in VOCABULARY_FILES else given
+    names = _SETTINGS if whole.is_file() else (*_SETTINGS, *VOCABULARY_FILES)
     found = {name: folder / name for name in names if (folder / name).is_file()}
     return {**found, _WHOLE: whole} if whole.is_file() else found
 
@@ -91,7 +82,7 @@ def kept_files(tokenizer: Mapping[str, Any], folder: AnyPath) -> dict[str, str]:
     """
     kind, own = tokenizer.get("tokenizer_type"), folder / FOLDER
     is_folder = kind == _HUGGING_FACE
-    wanted = {"tokenizer_model": (_WHOLE, *_VOCABULARIES)} if is_folder else _NAMES.get(str(kind), {})
+    wanted = {"tokenizer_model": (_WHOLE, *VOCABULARY_FILES)} if is_folder else _NAMES.get(str(kind), {})
     found = {field: [own / name for name in names if (own / name).is_file()] for field, names in wanted.items()}
     if not wanted or not all(found.values()):
         return {}

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 from megatron.core.tokenizers.huggingface import special_tokens
-from megatron.core.tokenizers.messages import NoText, normalized_messages
+from megatron.core.tokenizers.messages import normalized_messages
 from megatron.core.tokenizers.records import Conversation
 from megatron.errors import ConfigError, DataError
 from megatron.small_files import read_json, read_text
@@ -93,12 +93,12 @@ class ChatFormat:
         text, answers = self.begin, list[Span]()
         if conversation.tools:
             raise DataError("tools are not written by --turn-start and --turn-end: give --chat-template")
-        for number, message in enumerate(conversation.messages):
-            for name in ("tool_calls", "reasoning_content"):
-                if name in message:
-                    raise DataError(
-                        f"messages[{number}].{name} is not written by --turn-start and --turn-end: give --chat-template"
-                    )
+        for number, (name, message) in enumerate(zip(conversation.names, conversation.messages)):
+            if unwritten := next((what for what in ("tool_calls", "reasoning_content") if message.get(what)), None):
+                raise DataError(
+                    f"{name} has {unwritten.removesuffix('_content')}, which --turn-start and --turn-end don't write: "
+                    "give --chat-template"
+                )
             text += self.turn_start.replace("{role}", message["role"])
             start, text = len(text), f"{text}{message['content']}{self.turn_end}"
             if message["role"] == self.learned and conversation.may_learn(number):
@@ -119,6 +119,24 @@ def check_learned(conversation: Conversation, learned: str, count: int) -> None:
     turns = sum(message["role"] == learned for message in conversation.messages)
     why = f"each turn of the {learned} has weight 0 or is in the prompt" if turns else f"no turn of the {learned}"
     raise DataError(f"nothing to learn: {why}")
+
+
+class _NoText(str):
+    """The content of a message that has none: an empty text that templates also take for none.
+
+    Templates of models with tools ask whether a content is none before they write calls; others add it to a text or
+    trim it, which fails for None or writes the word "None".
+    """
+
+    __slots__ = ()
+
+    def __eq__(self, other: object) -> bool:
+        return other is None or super().__eq__(other)
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other
+
+    __hash__ = str.__hash__
 
 
 class ChatTemplate:
@@ -156,7 +174,7 @@ class ChatTemplate:
 
     def _write(self, messages: Sequence[Any], variables: Mapping[str, Any], *, prompt: bool = False) -> str:
         settings = {"tools": None, "documents": None, **variables, **self.tokens}
-        written = [{**each, "content": NoText()} if each["content"] is None else each for each in messages]
+        written = [{**each, "content": _NoText()} if each["content"] is None else each for each in messages]
         settings |= {"messages": written, "add_generation_prompt": prompt}
         try:
             text: str = self._template.render(settings)
@@ -198,8 +216,8 @@ class ChatTemplate:
             until = self._write(messages[: number + 1], variables)
             if not (until.startswith(before) and whole.startswith(until)):
                 raise DataError(
-                    f"the chat template writes message {number} differently once others follow, so the answers cannot "
-                    "be located: mark them in the template with {% generation %} and {% endgeneration %}"
+                    f"the chat template writes {conversation.names[number]} differently once others follow, so the "
+                    "answers cannot be located: mark them in the template with {% generation %} and {% endgeneration %}"
                 )
             spans.append(Span(len(before), len(until)))
         check_learned(conversation, self._learned, len(spans))
@@ -237,7 +255,7 @@ def _compiled(source: str, begin: str, end: str) -> Any:
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[Generation, "jinja2.ext.loopcontrols"]
     )
-    environment.tests["none"] = lambda value: value is None or isinstance(value, NoText)
+    environment.tests["none"] = lambda value: value is None or isinstance(value, _NoText)
     environment.filters["tojson"] = lambda value, **options: json.dumps(value, **{"ensure_ascii": False, **options})
     environment.globals["raise_exception"] = refuse
     environment.globals["strftime_now"] = lambda words: datetime.now().strftime(words)

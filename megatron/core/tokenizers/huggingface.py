@@ -13,6 +13,7 @@ from tokenizers import processors
 
 from megatron.core.tokenizers.base import extra_id_tokens, refuse_url
 from megatron.core.tokenizers.published.building import build_published
+from megatron.core.tokenizers.published.vocabularies import VOCABULARY_FILES
 from megatron.core.tokenizers.rust import RustTokenizer
 from megatron.errors import ConfigError, DataError
 from megatron.small_files import read_json
@@ -25,7 +26,6 @@ _CLEANED = (
     (" ' ", "'"),
     *((f" {ending}", ending) for ending in ("n't", "'m", "'s", "'ve", "'re")),
 )
-_VOCABULARIES = ("tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "spm.model", "vocab.json", "vocab.txt")
 KNOWN_ENDS = ("<|endoftext|>", "</s>", "<|end_of_text|>", "<eos>")
 
 
@@ -143,7 +143,7 @@ def _find(tokenizer_model: str | None) -> tuple[Path, Path | None]:
     refuse_url(tokenizer_model, flag="--tokenizer-model")
     path = Path(tokenizer_model)
     if path.is_file():
-        return (path.parent, path) if path.name not in _VOCABULARIES else (path.parent, None)
+        return (path.parent, path) if path.name not in VOCABULARY_FILES else (path.parent, None)
     if not path.is_dir():
         raise DataError(
             f"--tokenizer-model {tokenizer_model} does not exist, and nothing is downloaded from the Hugging Face hub: "

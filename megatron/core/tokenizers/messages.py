@@ -20,32 +20,20 @@ _REASONING = ("reasoning_content", "thinking", "reasoning")
 """Names of the field for what a model thought before its answer; templates read one of them."""
 
 
-class NoText(str):
-    """The content of a message without any: an empty text that templates also take for none.
-
-    Some templates ask whether a content is none, others add it to a text, which none can't be.
-    """
-
-    __slots__ = ()
-
-    def __eq__(self, other: object) -> bool:
-        return other is None or super().__eq__(other)
-
-    def __ne__(self, other: object) -> bool:
-        return not self == other
-
-    __hash__ = str.__hash__
-
-
 def normalized_messages(messages: Any) -> list[dict[str, Any]]:
     """The messages of a conversation in the form for templates; the content of an assistant's without any is None.
 
     ``messages``: a list of objects with a ``role`` and OpenAI's other fields. The deprecated ``function_call`` becomes
     ``tool_calls``, and the role ``function`` of its answer ``tool``. Raises DataError, which names the field.
     """
+    return [normalized_message(message, name) for name, message in by_name("messages", messages).items()]
+
+
+def by_name(name: str, messages: Any) -> dict[str, Any]:
+    """The messages of a list, as ``NAME[0]`` and so on. Raises DataError for anything else, and for an empty list."""
     if not isinstance(messages, list) or not messages:
-        raise DataError(f"messages is {shown(messages)}; it must be a list of one or more messages")
-    return [_message(message, f"messages[{number}]") for number, message in enumerate(messages)]
+        raise DataError(f"{name} is {shown(messages)}; it must be a list of one or more messages")
+    return {f"{name}[{number}]": message for number, message in enumerate(messages)}
 
 
 def normalized_tools(tools: Any) -> list[dict[str, Any]] | None:
@@ -85,7 +73,8 @@ def _part_text(part: Any, name: str) -> str:
     return text
 
 
-def _message(message: Any, name: str) -> dict[str, Any]:
+def normalized_message(message: Any, name: str) -> dict[str, Any]:
+    """One of ``normalized_messages``. ``name``: how errors call it."""
     found = _object(message, name)
     role = found.get("role")
     if not isinstance(role, str):

@@ -12,9 +12,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import cycle
 from typing import Any
 
-from megatron.core.tokenizers.messages import normalized_messages, normalized_tools
+from megatron.core.tokenizers.messages import by_name, normalized_message, normalized_tools
 from megatron.errors import DataError
 from megatron.small_files import parse_json, shown
 
@@ -40,11 +41,12 @@ _SHAREGPT_ROLES = {
 class Conversation:
     """Messages in the form for templates.
 
-    ``form``: what the record was written in. ``weights``: for each message whether it may be trained on; the first
-    ``read`` are a prompt, and are only read.
+    ``form``: what the record was written in, and ``names``: how it calls each message. ``weights``: for each message
+    whether it may be trained on; the first ``read`` are a prompt, and are only read.
     """
 
     form: str
+    names: Sequence[str]
     messages: Sequence[dict[str, Any]]
     weights: Sequence[bool]
     read: int = 0
@@ -74,7 +76,7 @@ def read_sample(record: Mapping[str, Any]) -> Conversation | Pair:
     """What a record holds, in whichever form. Raises DataError for a record of none, and for a field that is wrong."""
     has = {name for name, value in record.items() if value is not None}
     if "messages" in has:
-        return _conversation("messages", record["messages"], record)
+        return _conversation("messages", by_name("messages", record["messages"]), record)
     if has >= {"prompt", "completion"}:
         return _prompt_and_completion(record)
     if "conversations" in has:
@@ -87,24 +89,28 @@ def read_sample(record: Mapping[str, Any]) -> Conversation | Pair:
     )
 
 
-def _conversation(form: str, messages: Any, record: Mapping[str, Any], *, read: int = 0) -> Conversation:
-    """A conversation, of whose messages the first ``read`` are only read."""
-    found = normalized_messages(messages)
-    for number, message in enumerate(found):
+def _conversation(form: str, turns: Mapping[str, Any], record: Mapping[str, Any], *, read: int = 0) -> Conversation:
+    """A conversation of messages by name, of which the first ``read`` are only read."""
+    found = {name: normalized_message(turn, name) for name, turn in turns.items()}
+    for name, message in found.items():
         if message["content"] is None and "tool_calls" not in message:
-            raise DataError(f"messages[{number}] has neither content nor tool_calls")
-    weights = [_weight(message.pop("weight", 1), number) for number, message in enumerate(found)]
+            raise DataError(f"{name} has neither content nor tool_calls")
+    weights = [_weight(message.pop("weight", 1), name) for name, message in found.items()]
     tools = normalized_tools(record.get("tools", _functions(record.get("functions"))))
     return Conversation(
-        form=form, messages=found, weights=weights, read=read, tools=tools, documents=record.get("documents") or None
+        form=form,
+        names=[*found],
+        messages=[*found.values()],
+        weights=weights,
+        read=read,
+        tools=tools,
+        documents=record.get("documents") or None,
     )
 
 
-def _weight(weight: Any, number: int) -> bool:
+def _weight(weight: Any, name: str) -> bool:
     if weight not in (0, 1) or isinstance(weight, bool):
-        raise DataError(
-            f"messages[{number}].weight is {shown(weight)}; it must be 1, or 0 for a turn that is not trained on"
-        )
+        raise DataError(f"{name}.weight is {shown(weight)}; it must be 1, or 0 for a turn that is not trained on")
     return bool(weight)
 
 
@@ -124,14 +130,13 @@ def _prompt_and_completion(record: Mapping[str, Any]) -> Conversation | Pair:
             raise DataError(f"{name} is {shown(value)}; both must be texts, or both lists of messages")
     if not completion:
         raise DataError("nothing to learn: completion is an empty list")
-    return _conversation("lists of messages as prompt and completion", [*prompt, *completion], record, read=len(prompt))
+    turns = (by_name("prompt", prompt) if prompt else {}) | by_name("completion", completion)
+    return _conversation("lists of messages as prompt and completion", turns, record, read=len(prompt))
 
 
-def _sharegpt(record: Mapping[str, Any]) -> list[Any]:
-    turns = record["conversations"]
-    if not isinstance(turns, list):
-        raise DataError(f"conversations is {shown(turns)}; it must be a list of turns")
-    return [*_system(record), *(_sharegpt_turn(turn, f"conversations[{n}]") for n, turn in enumerate(turns))]
+def _sharegpt(record: Mapping[str, Any]) -> dict[str, Any]:
+    turns = by_name("conversations", record["conversations"])
+    return {**_system(record), **{name: _sharegpt_turn(turn, name) for name, turn in turns.items()}}
 
 
 def _sharegpt_turn(turn: Any, name: str) -> Any:
@@ -146,24 +151,26 @@ def _sharegpt_turn(turn: Any, name: str) -> Any:
         where = f"{name}.value"
         calls = parse_json(content, where=where, error=DataError) if isinstance(content, str) else content
         return {**others, "role": "assistant", "tool_calls": calls if isinstance(calls, list) else [calls]}
+    if not isinstance(content, str):
+        raise DataError(f"{name}.value is {shown(content)}; it must be a text")
     return {**others, "role": _SHAREGPT_ROLES.get(role, role), "content": content}
 
 
-def _alpaca(record: Mapping[str, Any]) -> list[Any]:
+def _alpaca(record: Mapping[str, Any]) -> dict[str, Any]:
     """The question is the instruction and, on the lines after it, its input."""
     history = record.get("history") or []
     if not isinstance(history, list) or not all(isinstance(each, list) and len(each) == 2 for each in history):
         raise DataError(f"history is {shown(history)}; it must be a list of pairs of a question and its answer")
-    given = record.get("input")
-    if not isinstance(record["instruction"], str) or not isinstance(given, (str, type(None))):
-        name = "input" if isinstance(record["instruction"], str) else "instruction"
-        raise DataError(f"{name} is {shown(record[name])}; it must be a text")
-    question = f"{record['instruction']}\n{given}" if given else record["instruction"]
-    found = _system(record)
-    for asked, answer in [*history, [question, record["output"]]]:
-        found += [{"role": "user", "content": asked}, {"role": "assistant", "content": answer}]
-    return found
+    texts = {f"history[{n}][{place}]": each[place] for n, each in enumerate(history) for place in (0, 1)}
+    texts |= {"instruction": record["instruction"], "output": record["output"]}
+    for name, text in {**texts, "input": record.get("input") or ""}.items():
+        if not isinstance(text, str):
+            raise DataError(f"{name} is {shown(text)}; it must be a text")
+    if given := record.get("input"):
+        texts["instruction"] += f"\n{given}"
+    turns = zip(texts.items(), cycle(("user", "assistant")))
+    return {**_system(record), **{name: {"role": role, "content": text} for (name, text), role in turns}}
 
 
-def _system(record: Mapping[str, Any]) -> list[Any]:
-    return [{"role": "system", "content": record["system"]}] if record.get("system") else []
+def _system(record: Mapping[str, Any]) -> dict[str, Any]:
+    return {"system": {"role": "system", "content": record["system"]}} if record.get("system") else {}

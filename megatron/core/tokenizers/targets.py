@@ -184,8 +184,9 @@ class SampleEncoder:
 
     def _note_marks(self, conversation: Conversation, text: str) -> None:
         """Count the tokens of each mark that the format wrote, and no message."""
-        for mark in set(_MARK.findall(text)) - self._cut.keys():
-            if not any(mark in (message["content"] or "") for message in conversation.messages):
+        contents = [message["content"] or "" for message in conversation.messages]
+        for mark in dict.fromkeys(_MARK.findall(text)):
+            if mark not in self._cut and not any(mark in content for content in contents):
                 self._cut[mark] = len(self._tokenizer.tokenize_parts([mark])[0])
 
     def _single(self, text: str) -> int | None:

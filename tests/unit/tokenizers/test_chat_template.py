@@ -105,7 +105,7 @@ def test_a_template_that_rewrites_the_past_is_refused() -> None:
     """Some drop the thoughts of earlier turns: comparing would mark the wrong characters."""
     rewriting = "{% for m in messages %}{{ m.role }}:{{ m.content if loop.last else m.content[:2] }}|{% endfor %}"
     template = ChatTemplate(rewriting, tokens={})
-    with pytest.raises(DataError, match="writes message 1 differently once others follow.*{% generation %}"):
+    with pytest.raises(DataError, match=r"writes messages\[1\] differently once others follow.*{% generation %}"):
         written(template, MESSAGES)
     assert written(template, MESSAGES[1:2]).answers == [(0, len("assistant:" + MESSAGES[1]["content"] + "|"))]
 

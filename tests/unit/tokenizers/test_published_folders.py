@@ -21,6 +21,7 @@ from megatron.core.conversion.companions import tokenizer_files, tokenizer_in
 from megatron.core.inference.detokenizer import token_texts
 from megatron.core.tokenizers.build import build_tokenizer, built_size
 from megatron.core.tokenizers.huggingface import HuggingFaceTokenizer
+from megatron.core.tokenizers.published.vocabularies import VOCABULARY_FILES
 from megatron.core.tokenizers.rust import RustTokenizer
 from megatron.errors import ConfigError, DataError
 from tests.unit.config.command_lines import parse
@@ -89,6 +90,21 @@ def test_ids_and_texts_are_those_of_transformers(
     for role in ("bos", "eos", "pad"):
         expected = getattr(reference, f"{role}_token_id")
         assert expected is None or getattr(tokenizer, role) == expected, role
+
+
+def test_a_file_of_the_vocabulary_names_its_folder(tmp_path: Path) -> None:
+    """tiktoken.model and merges.txt were read as a tokenizer.json, and called damaged."""
+    found = set[str]()
+    for number, published in enumerate(FORMS):
+        folder = tmp_path / str(number)
+        names = published.files.keys() & set(VOCABULARY_FILES)
+        if names <= found or "tokenizer.json" in published.files:
+            continue
+        published.write(folder)
+        for name in names:
+            assert build(folder / name).fingerprint == build(folder).fingerprint, name
+        found |= names
+    assert found == set(VOCABULARY_FILES)
 
 
 REFUSED = [

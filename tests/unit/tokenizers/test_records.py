@@ -97,15 +97,26 @@ def test_tools(beside: dict[str, Any]) -> None:
         ),
         ({"prompt": [USER], "completion": "yo"}, 'completion is "yo"; both must be texts, or both lists of messages'),
         ({"prompt": [USER], "completion": []}, "nothing to learn: completion is an empty list"),
-        ({"conversations": "x"}, 'conversations is "x"; it must be a list of turns'),
+        (
+            {"prompt": [USER], "completion": [ANSWER, {"role": "assistant"}]},
+            r"^completion\[1\] has neither content nor",
+        ),
+        ({"prompt": [{}], "completion": [ANSWER]}, r"^prompt\[0\]\.role is null"),
+        ({"conversations": "x"}, 'conversations is "x"; it must be a list of one or more messages'),
+        ({"conversations": []}, "conversations is a list of 0; it must be a list of one or more messages"),
+        ({"conversations": [{"from": "gpt", "value": None}], "system": "x"}, r"^conversations\[0\]\.value is null"),
+        ({"conversations": [USER, ANSWER | {"weight": 2}], "system": "x"}, r"^conversations\[1\]\.weight is 2"),
         ({"conversations": [{"from": 1}]}, r"conversations\[0\]\.from is 1"),
         ({"conversations": [{"from": "function_call", "value": "f()"}]}, r"conversations\[0\]\.value:1 is not JSON"),
         ({"instruction": 1, "output": "x"}, "instruction is 1; it must be a text"),
         ({"instruction": "x", "input": 1, "output": "x"}, "input is 1; it must be a text"),
+        ({"instruction": "x", "output": 1}, "^output is 1; it must be a text"),
+        ({"instruction": "x", "output": "x", "history": [["x", 1]]}, r"^history\[0\]\[1\] is 1; it must be a text"),
         ({"instruction": "x", "output": "x", "history": [1]}, "history is a list of 1; it must be a list of pairs"),
     ],
 )
 def test_what_is_refused(record: dict[str, Any], reason: str) -> None:
+    """Each error names the place as the record does; those of other forms spoke of messages, counted otherwise."""
     with pytest.raises(DataError, match=reason):
         read_sample(record)
 

@@ -178,14 +178,17 @@ def test_a_format_without_tools_refuses_them(chat: RustTokenizer) -> None:
     cases: list[tuple[dict[str, Any], str]] = [
         (
             {"messages": [user, {"role": "assistant", "tool_calls": [call]}]},
-            r"messages\[1\]\.tool_calls is not written",
+            r"messages\[1\] has tool_calls, which --turn-start and --turn-end don't write",
         ),
-        ({"messages": [{"role": "assistant", "content": "x", "reasoning": "y"}]}, "reasoning_content is not written"),
+        ({"messages": [{"role": "assistant", "content": "x", "thinking": "y"}]}, r"messages\[0\] has reasoning, which"),
         ({"messages": EMOJI["messages"], "tools": [tool]}, "tools are not written by --turn-start and --turn-end"),
     ]
     for record, reason in cases:
         with pytest.raises(DataError, match=f"{reason}.*: give --chat-template"):
             learned(record, chat)
+    # Data sets with one type for each column have an empty text where there are no thoughts.
+    no_thoughts = {"role": "assistant", "content": "x", "reasoning_content": ""}
+    assert learned({"messages": [user, no_thoughts]}, chat) == ["x<|im_end|>\n<|endoftext|>"]
 
 
 @pytest.mark.parametrize("trimmed", [True, False])

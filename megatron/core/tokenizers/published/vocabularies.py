@@ -22,6 +22,11 @@ TIKTOKEN_PATTERN = (
     r"|\s+"
 )
 _WORD_PIECES, _MERGES = "vocab.txt", "merges.txt"
+VOCABULARY_FILES = (
+    *("tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "spm.model", "tiktoken.model"),
+    *("vocab.json", _MERGES, _WORD_PIECES),
+)
+"""Names of the files of a folder that hold a vocabulary, beside or in place of tokenizer.json."""
 
 
 @dataclass(frozen=True)
