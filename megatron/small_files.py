@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import os
 import re
 import stat
 import types
@@ -23,6 +24,7 @@ SETTINGS_BYTES, VOCABULARY_BYTES = 1 << 24, 1 << 28
 """Largest files of settings, and of vocabularies."""
 MOST_DEPTH, MOST_DIGITS = 100, 100
 _MOST_SHOWN = 60
+_GIVEN_BY_SHELLS = re.compile(r"/dev/(stdin|fd/[0-9]+|null|tty)|/proc/(self|[0-9]+)/fd/.+")
 _WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "a text", type(None): "null"}
 
 
@@ -39,6 +41,14 @@ class OpenedByPath(Protocol):
 
     def open(self, mode: Literal["rb"], /) -> Any:
         """The file, open."""
+        ...
+
+
+class AnyFile(Protocol):
+    """A path that knows whether it is a file's."""
+
+    def is_file(self) -> bool:
+        """Whether there is a file."""
         ...
 
 
@@ -62,7 +72,7 @@ def read_bytes(
     path: OpenedByPath, *, where: str, error: type[MegatronError], most_bytes: int = SETTINGS_BYTES
 ) -> bytes:
     """The content of a small file; raises OSError where it can't be read, and ``error`` where it is too large."""
-    check_no_pipe(path, where=where, error=error)
+    check_regular(path, where=where, error=error)
     with path.open("rb") as file:
         content: bytes = file.read(most_bytes + 1)
     if len(content) > most_bytes:
@@ -70,16 +80,26 @@ def read_bytes(
     return content
 
 
-def check_no_pipe(path: object, *, where: str, error: type[MegatronError]) -> None:
-    """Raise ``error`` for a named pipe or socket: to open one waits until somebody writes. A shell's ``<(…)`` may be
-    read.
+def check_regular(path: object, *, where: str, error: type[MegatronError]) -> None:
+    """Raise ``error`` for a named pipe, a socket or a device, of which a read may never end.
+
+    What a shell gives may be read: ``/dev/stdin``, and ``/dev/fd/63`` of ``<(…)``. Folders and missing files are left
+    to what opens them.
     """
-    if not isinstance(path, Path) or str(path).startswith(("/dev/", "/proc/")):
-        return
-    with suppress(OSError):  # opening it says what is wrong
-        mode = path.stat().st_mode
-        if stat.S_ISFIFO(mode) or stat.S_ISSOCK(mode):
-            raise error(f"{where} is a pipe, not a regular file: name a file with its content")
+    with suppress(OSError):
+        mode = path.stat().st_mode if isinstance(path, Path) else stat.S_IFREG
+        if stat.S_ISREG(mode) or stat.S_ISDIR(mode):
+            return
+        if any(map(_GIVEN_BY_SHELLS.fullmatch, (os.path.abspath(str(path)), os.path.realpath(str(path))))):
+            return
+        found = "pipe" if stat.S_ISFIFO(mode) else "socket" if stat.S_ISSOCK(mode) else "device"
+        raise error(f"{where} is a {found}, not a regular file: name a file with its content")
+
+
+def has_file(path: AnyFile, *, error: type[MegatronError]) -> bool:
+    """Whether there is a file at ``path``, as ``is_file`` says; raises ``error`` for a pipe, a socket or a device."""
+    check_regular(path, where=str(path), error=error)
+    return path.is_file()
 
 
 def read_text(path: OpenedByPath, *, where: str, error: type[MegatronError], most_bytes: int = SETTINGS_BYTES) -> str:

@@ -21,6 +21,7 @@ from megatron.core.datasets.indexed_format import bin_path, idx_path
 from megatron.core.datasets.metadata import DatasetMetadata, TokenizerStamp
 from megatron.core.tokenizers.chat_settings import ChatSettings
 from megatron.errors import DataError, run_command
+from megatron.small_files import has_file
 
 
 def main(argv: Sequence[str]) -> int:
@@ -57,7 +58,8 @@ def find_prefixes(folder: Path, *, output_prefix: str) -> list[str]:
     found = sorted({str(path.with_suffix("")) for path in folder.iterdir() if path.suffix in (".bin", ".idx")})
     if not found:
         raise DataError(f"--input {folder} holds no .bin and .idx files: give the folder of the data sets to merge")
-    lacking = [path for prefix in found for path in (bin_path(prefix), idx_path(prefix)) if not path.is_file()]
+    paths = [path for prefix in found for path in (bin_path(prefix), idx_path(prefix))]
+    lacking = [path for path in paths if not has_file(path, error=DataError)]
     if lacking:
         raise DataError(
             f"{', '.join(map(str, lacking))} missing from --input: a data set is a .bin and an .idx file; "

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron.errors import ConfigError, DataError, run_command
+from megatron.small_files import check_regular
 from megatron.training.reporting.picture import COLORS, legend, new_axes, save, style
 
 if TYPE_CHECKING:
@@ -76,6 +77,7 @@ def read_losses(path: Path, *, name: str | None = None) -> Losses:
 
 def read_log(path: Path) -> Losses:
     """Losses from a run's log lines."""
+    check_regular(path, where=str(path), error=DataError)
     losses = Losses(path.stem)
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
         if found := TRAINING_LINE.search(line):

@@ -20,6 +20,7 @@ from megatron.config.trained_model import TrainedModelConfig, TrainedModelLayout
 from megatron.core.models.trained_model_flags import parse_with_trained_model
 from megatron.core.parallel.environment import errors_once_per_node, launch_environment
 from megatron.errors import DataError, run_command
+from megatron.small_files import check_regular
 from tools.generation.settings import (
     ClientConfig,
     GenerateConfig,
@@ -97,6 +98,7 @@ def prompts_of(config: GenerateConfig) -> list[str]:
     path = config.prompt_file
     if path is None:
         return list(config.prompt)
+    check_regular(Path(path), where=f"--prompt-file {path}", error=DataError)
     try:
         prompts = [line for line in Path(path).read_text(encoding="utf-8").split("\n") if line]
     except (OSError, UnicodeDecodeError) as error:

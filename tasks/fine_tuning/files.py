@@ -14,6 +14,7 @@ from typing import Any
 
 from megatron.core.tokenizers.text_files import parse_line
 from megatron.errors import DataError
+from megatron.small_files import check_regular, has_file
 
 MNLI_LABELS = {"contradiction": 0, "entailment": 1, "neutral": 2}
 RACE_CHOICES = 4
@@ -190,7 +191,7 @@ def _read_qqp(found: LabelledTexts, file: Path, note: Callable[[bytes], None]) -
 
 def _table(file: Path, note: Callable[[bytes], None]) -> tuple[int, Iterator[tuple[int, list[str]]]]:
     """Columns of the header, and the numbered rows below it."""
-    if not file.is_file():
+    if not has_file(file, error=DataError):
         what = "is a folder" if file.is_dir() else "does not exist"
         raise DataError(f"{file} {what}: give a .tsv file, such as train.tsv or dev_matched.tsv")
     lines = _lines(file, note)
@@ -202,6 +203,7 @@ def _table(file: Path, note: Callable[[bytes], None]) -> tuple[int, Iterator[tup
 
 def _lines(file: Path, note: Callable[[bytes], None]) -> Iterator[tuple[int, str]]:
     """Numbered lines without their ends. Only a line feed ends one: texts hold other separators."""
+    check_regular(file, where=str(file), error=DataError)
     try:
         with file.open("rb") as stream:
             for number, line in enumerate(stream, start=1):

@@ -14,6 +14,7 @@ from megatron.core.models.registry import family_of
 from megatron.core.parallel.context import ParallelContext
 from megatron.core.tokenizers.text_files import parse_line
 from megatron.errors import DataError
+from megatron.small_files import check_regular
 from megatron.training.checkpoints.trained_model import TrainedModel, load_model
 from megatron.training.evaluation.evaluate import Evaluator
 from megatron.training.evaluation.metrics import Likelihoods
@@ -24,6 +25,7 @@ _SECONDS_BETWEEN_LINES = 15.0
 
 def read_text(path: Path) -> str:
     """All of a file of ``--valid-data``; raises DataError for one that cannot be read."""
+    check_regular(path, where=f"--valid-data {path}", error=DataError)
     try:
         return path.read_text(encoding="utf-8")
     except OSError as error:

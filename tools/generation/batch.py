@@ -10,6 +10,7 @@ from typing import BinaryIO
 from megatron.core.inference.engine import Engine
 from megatron.core.inference.request import Request, Result, Update
 from megatron.errors import ConfigError, DataError
+from megatron.small_files import check_regular
 from megatron.training.reporting.progress import ProgressBar
 from tools.generation.local import Generator
 from tools.generation.questions import ANSWER, Question, encoded, read_questions
@@ -21,6 +22,7 @@ def answer_file(generator: Generator, questions: Path, answers: Path) -> None:
     All questions are checked before the first is answered. Raises DataError for one that can't be answered and for
     files that can't be read or written, ConfigError for a file of something else than answers to these questions.
     """
+    check_regular(answers, where=f"--output-jsonl {answers}", error=ConfigError)
     if answers.exists() and questions.exists() and answers.samefile(questions):
         raise ConfigError(
             f"--output-jsonl {answers} is the file of --input-jsonl, and answers would be written behind the "

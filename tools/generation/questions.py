@@ -20,6 +20,7 @@ from megatron.errors import DataError, MegatronError
 from megatron.serving.fields import CHAT, COMPLETION
 from megatron.serving.megatron_api import FIELDS
 from megatron.serving.schema import checked
+from megatron.small_files import check_regular
 from tools.generation.local import Generator
 
 ANSWER = ("text", "finish_reason", "prompt_tokens", "completion_tokens", "seed", "fingerprint")
@@ -90,6 +91,7 @@ def read_questions(generator: Generator, path: Path) -> list[Question]:
 
 def _records(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     """Each line after its file and number, without fields of requests that are null."""
+    check_regular(path, where=f"--input-jsonl {path}", error=DataError)
     try:
         lines = path.read_text(encoding="utf-8").split("\n")
     except (OSError, UnicodeDecodeError) as error:

@@ -23,7 +23,7 @@ from typing import TextIO
 from megatron.core.files.locks import lock
 from megatron.core.files.remote_path import AnyPath, RemotePath
 from megatron.errors import RESTART_MAY_HELP, CheckpointError
-from megatron.small_files import read_json
+from megatron.small_files import check_regular, read_json
 
 logger = logging.getLogger(__name__)
 
@@ -110,6 +110,7 @@ def _is_at(path: Path, file: TextIO) -> bool:
 
 def _lock(path: Path) -> TextIO | None:
     """The locked file; None while another process holds it, or when it has just been deleted."""
+    check_regular(path, where=str(path), error=CheckpointError)
     file = path.open("a", encoding="utf-8")
     try:
         found = lock(file, inherited=False)

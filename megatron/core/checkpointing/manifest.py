@@ -11,7 +11,7 @@ from typing import Any, cast
 
 from megatron.core.files.remote_path import AnyPath, RemotePath
 from megatron.errors import RESTART_MAY_HELP, CheckpointError, exit_code_of
-from megatron.small_files import as_kind, read_json
+from megatron.small_files import as_kind, check_regular, read_json
 
 MANIFEST, METADATA, RUN_FILE = "manifest.json", ".metadata", "run.json"
 _READ_SIZE = 1 << 20
@@ -108,6 +108,7 @@ def checksum(path: AnyPath) -> FileRecord:
     """Size and CRC-32 of a file, read in bounded memory."""
     buffer = memoryview(bytearray(_READ_SIZE))
     size = crc = 0
+    check_regular(path, where=str(path), error=CheckpointError)
     with path.open("rb", buffering=0) as file:
         while count := file.readinto(buffer):
             size += count

@@ -28,6 +28,7 @@ from megatron.core.checkpointing.manifest import METADATA, FileRecord, Manifest
 from megatron.core.checkpointing.torch_files import load_torch_bytes
 from megatron.core.files.remote_path import AnyPath, RemotePath
 from megatron.errors import CheckpointError
+from megatron.small_files import check_regular
 
 
 class _ChecksummedStream:
@@ -144,6 +145,7 @@ class CheckpointReader(FileSystemReader):
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """Table of contents of the checkpoint; raises CheckpointError when it isn't one."""
         path = self._folder / METADATA
+        check_regular(path, where=str(path), error=CheckpointError)
         try:
             with path.open("rb") as file:
                 metadata = read_table(cast(IO[bytes], file), is_foreign=self._foreign)
@@ -190,7 +192,9 @@ class CheckpointReader(FileSystemReader):
         """A file of the checkpoint by its name in the table of contents."""
         if Path(name).name != name:
             raise CheckpointError(f"{self._folder / METADATA} names {name!r}, which is not a file of this checkpoint")
-        return cast(IO[bytes], (self._folder / name).open("rb"))
+        path = self._folder / name
+        check_regular(path, where=str(path), error=CheckpointError)
+        return cast(IO[bytes], path.open("rb"))
 
     def load_box(self, index: MetadataIndex, file: IO[bytes]) -> torch.Tensor:
         """The numbers of one stored box."""

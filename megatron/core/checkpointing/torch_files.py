@@ -23,7 +23,7 @@ from torch import Tensor
 
 from megatron.core.checkpointing.unpickling import Builders, StandIn, key_of, mapping_of, unpickle
 from megatron.errors import CheckpointError
-from megatron.small_files import check_no_pipe
+from megatron.small_files import check_regular
 
 _SCRIPT_RECORD = "constants.pkl"
 _ZIP, _PICKLE = b"PK", b"\x80"
@@ -54,7 +54,7 @@ def load_torch_file(path: Path) -> Any:
 
     Raises CheckpointError for a file that names code, or is none of torch's.
     """
-    check_no_pipe(path, where=str(path), error=CheckpointError)
+    check_regular(path, where=str(path), error=CheckpointError)
     with path.open("rb") as file, _explained(str(path)):
         length = file.seek(0, io.SEEK_END)
         return _load(mmap.mmap(file.fileno(), length, access=mmap.ACCESS_COPY) if length else None, str(path))

@@ -23,7 +23,7 @@ from megatron.core.tokenizers.chat_settings import ChatSettings
 from megatron.core.tokenizers.conversations import own_template
 from megatron.core.tokenizers.end_tokens import own_ends
 from megatron.errors import CheckpointError, exit_code_of
-from megatron.small_files import as_kind, read_json, shown
+from megatron.small_files import as_kind, has_file, read_json, shown
 
 GENERATION, _CONFIG, _TEMPLATE = "generation_config.json", "config.json", "chat_template.jinja"
 _ENDS = "eos_token_id"
@@ -150,7 +150,7 @@ def _settings(path: AnyPath) -> dict[str, Any]:
 def _generation_of(folder: Path) -> dict[str, Any]:
     """What transformers takes from a config.json that has no generation_config.json beside it."""
     path = folder / _CONFIG
-    config = _settings(path) if path.is_file() else {}
+    config = _settings(path) if has_file(path, error=CheckpointError) else {}
     names = ("bos_token_id", _ENDS, "pad_token_id", "decoder_start_token_id")
     return {name: config[name] for name in names if config.get(name) is not None}
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import shutil
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from megatron.core.tokenizers.published.classes import AS_WRITTEN, is_plain
 from megatron.core.tokenizers.published.folder import folder_class
 from megatron.core.tokenizers.published.vocabularies import VOCABULARY_FILES, has_vocabulary
 from megatron.errors import CheckpointError, MegatronError
-from megatron.small_files import VOCABULARY_BYTES, check_kinds, read_json
+from megatron.small_files import VOCABULARY_BYTES, check_kinds, has_file, read_json
 
 FOLDER = "huggingface"
 """Folder beside converted checkpoints that keeps these files."""
@@ -26,11 +27,12 @@ FOLDER = "huggingface"
 _SAYS_MORE = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
 TOKENIZER_FILES = ("tokenizer.json", *_SAYS_MORE, *VOCABULARY_FILES, "chat_template.jinja")
 SETTINGS = ("config.json", "generation_config.json")
+_has = partial(has_file, error=CheckpointError)
 
 
 def companions_in(folder: AnyPath) -> dict[str, AnyPath]:
     """The files of ``folder`` that travel along, by name."""
-    return {name: folder / name for name in (*TOKENIZER_FILES, *SETTINGS) if (folder / name).is_file()}
+    return {name: folder / name for name in (*TOKENIZER_FILES, *SETTINGS) if _has(folder / name)}
 
 
 def tokenizer_in(folder: Path, *, rows: int) -> TokenizerConfig:
@@ -44,11 +46,11 @@ def tokenizer_in(folder: Path, *, rows: int) -> TokenizerConfig:
         settings = {"tokenizer_type": kind, "vocab_file": str(pieces)}
     elif _is_published(folder):
         settings = {"tokenizer_type": "HuggingFaceTokenizer", "tokenizer_model": str(folder)}
-    elif (folder / "tokenizer.model").is_file():
+    elif _has(folder / "tokenizer.model"):
         settings = {"tokenizer_type": "Llama2Tokenizer", "tokenizer_model": str(folder / "tokenizer.model")}
-    elif (folder / "spiece.model").is_file():
+    elif _has(folder / "spiece.model"):
         settings = {"tokenizer_type": "GPTSentencePieceTokenizer", "tokenizer_model": str(folder / "spiece.model")}
-    elif (folder / "vocab.json").is_file() and (folder / "merges.txt").is_file():
+    elif _has(folder / "vocab.json") and _has(folder / "merges.txt"):
         files = {"vocab_file": str(folder / "vocab.json"), "merge_file": str(folder / "merges.txt")}
         settings = {"tokenizer_type": "GPT2BPETokenizer", **files}
     else:
@@ -68,21 +70,21 @@ def _is_published(folder: Path) -> bool:
 
     Llama's tokenizer.model and GPT-2's vocab.json alone are those of Llama2Tokenizer and GPT2BPETokenizer.
     """
-    if (folder / "tokenizer.json").is_file():
+    if _has(folder / "tokenizer.json"):
         return True
-    if not any((folder / name).is_file() for name in TOKENIZER_FILES):
+    if not any(_has(folder / name) for name in TOKENIZER_FILES):
         return False
     tokenizer_class = folder_class(folder)
     if not has_vocabulary(folder, tokenizer_class):
         return False
-    if any((folder / name).is_file() for name in _SAYS_MORE) or not is_plain(tokenizer_class):
+    if any(_has(folder / name) for name in _SAYS_MORE) or not is_plain(tokenizer_class):
         return True
     return tokenizer_class != AS_WRITTEN and END_OF_TEXT not in _json(folder / "vocab.json", {})
 
 
 def _wordpiece_file(folder: Path) -> Path | None:
     """A WordPiece vocabulary in a folder: the list of its pieces, or the file that holds it with more."""
-    if (folder / "vocab.txt").is_file():
+    if _has(folder / "vocab.txt"):
         return folder / "vocab.txt"
     path = folder / "tokenizer.json"
     return path if (_json(path, {"model": dict[str, Any]}).get("model") or {}).get("type") == "WordPiece" else None
@@ -99,7 +101,7 @@ def _json(path: Path, kinds: Mapping[str, Any]) -> dict[str, Any]:
     """The file's settings, some of the given ``kinds``; none where it is missing, and CheckpointError where it is
     damaged.
     """
-    if not path.is_file():
+    if not _has(path):
         return {}
     found: dict[str, Any] = read_json(path, dict[str, Any], error=CheckpointError, most_bytes=VOCABULARY_BYTES)
     check_kinds(found, kinds, where=str(path), error=CheckpointError)

@@ -34,6 +34,7 @@ from megatron.core.datasets.splits import (
 from megatron.core.files.remote_path import is_url
 from megatron.core.tokenizers.chat_settings import ChatSettings, common_settings
 from megatron.errors import ConfigError, DataError
+from megatron.small_files import has_file
 
 if TYPE_CHECKING:
     from megatron.core.tokenizers.base import Tokenizer
@@ -309,7 +310,7 @@ class _SplitBuilder:
 def _targets_of(documents: IndexedDataset, *, cache: Path | None) -> IndexedDataset:
     """The loss mask stored beside a data set; DataError when there is none, or it belongs to another data set."""
     prefix = targets_prefix(documents.prefix)
-    if not (is_url(prefix) or idx_path(prefix).is_file()):
+    if not (is_url(prefix) or has_file(idx_path(prefix), error=DataError)):
         raise DataError(
             f"{idx_path(prefix)} is missing: with --sft it marks the tokens with a loss; make the data with "
             "tools/preprocess_sft.py, or leave --sft out"

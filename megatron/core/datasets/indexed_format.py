@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron.errors import DataError
+from megatron.small_files import has_file
 
 MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1
@@ -138,7 +139,7 @@ def check_tables(
 
 
 def _check_files_exist(prefix: str) -> None:
-    missing = [path for path in (bin_path(prefix), idx_path(prefix)) if not path.is_file()]
+    missing = [path for path in (bin_path(prefix), idx_path(prefix)) if not has_file(path, error=DataError)]
     if not missing:
         return
     stem, ending = prefix[:-4], prefix[-4:]

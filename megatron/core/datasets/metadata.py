@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, cast
 
 from megatron.core.tokenizers.chat_settings import ChatSettings
 from megatron.errors import DataError, exit_code_of
-from megatron.small_files import read_json
+from megatron.small_files import has_file, read_json
 
 if TYPE_CHECKING:
     from megatron.core.tokenizers.base import Tokenizer
@@ -80,7 +80,7 @@ class DatasetMetadata:
     def read(cls, prefix: str) -> DatasetMetadata | None:
         """Metadata stored beside the data; None when there is none; DataError when it cannot be understood."""
         path = cls.path(prefix)
-        if not path.is_file():
+        if not has_file(path, error=DataError):
             return None
         try:
             return cast(DatasetMetadata, read_json(path, cls, error=DataError))

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from megatron.errors import ConfigError, DataError
+from megatron.small_files import check_regular
 
 
 class Tokenizer(Protocol):
@@ -121,6 +122,7 @@ def required_file(value: str | None, *, flag: str, kind: str, holds: str) -> Pat
         raise ConfigError(f"{kind} needs {flag}: the path of {holds}.")
     refuse_url(value, flag=flag)
     path = Path(value)
+    check_regular(path, where=f"{flag} {value}", error=DataError)
     if not path.is_file():
         found = "is a folder" if path.is_dir() else "is no regular file" if path.exists() else "does not exist"
         raise DataError(f"{flag} {value} {found}; {kind} needs the path of {holds}.")

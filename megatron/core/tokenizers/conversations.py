@@ -22,7 +22,7 @@ from megatron.core.tokenizers.huggingface import special_tokens
 from megatron.core.tokenizers.messages import normalized_messages
 from megatron.core.tokenizers.records import Conversation
 from megatron.errors import ConfigError, DataError
-from megatron.small_files import read_json, read_text
+from megatron.small_files import has_file, read_json, read_text
 
 OWN = "tokenizer"
 """Value of ``--chat-template`` for the tokenizer's own template."""
@@ -303,10 +303,11 @@ def own_template(tokenizer_model: str | None) -> str | None:
     folder = _folder(tokenizer_model)
     if folder is None:
         return None
-    if (folder / "chat_template.jinja").is_file():
+    if has_file(folder / "chat_template.jinja", error=DataError):
         return _read(folder / "chat_template.jinja")
     path = folder / "tokenizer_config.json"
-    found = read_json(path, dict[str, Any], error=DataError).get("chat_template") if path.is_file() else None
+    settings = read_json(path, dict[str, Any], error=DataError) if has_file(path, error=DataError) else {}
+    found = settings.get("chat_template")
     if isinstance(found, list):  # several by name
         named = [each for each in found if isinstance(each, dict) and each.get("name") == "default"]
         found = named[0].get("template") if named else None

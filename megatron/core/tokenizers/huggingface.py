@@ -16,7 +16,7 @@ from megatron.core.tokenizers.published.building import build_published
 from megatron.core.tokenizers.published.vocabularies import VOCABULARY_FILES
 from megatron.core.tokenizers.rust import RustTokenizer
 from megatron.errors import ConfigError, DataError
-from megatron.small_files import read_json
+from megatron.small_files import has_file, read_json
 
 KIND = "HuggingFaceTokenizer"
 _SPACES = ("\u2581", "\u0120")  # the space before a word, in SentencePiece's models and in byte-level BPE
@@ -142,7 +142,7 @@ def _find(tokenizer_model: str | None) -> tuple[Path, Path | None]:
         raise ConfigError(f"{KIND} needs --tokenizer-model: the path of a tokenizer.json or of its folder.")
     refuse_url(tokenizer_model, flag="--tokenizer-model")
     path = Path(tokenizer_model)
-    if path.is_file():
+    if has_file(path, error=DataError):
         return (path.parent, path) if path.name not in VOCABULARY_FILES else (path.parent, None)
     if not path.is_dir():
         raise DataError(
@@ -150,7 +150,7 @@ def _find(tokenizer_model: str | None) -> tuple[Path, Path | None]:
             "fetch it (hf download NAME --local-dir FOLDER) and give the folder."
         )
     file = path / "tokenizer.json"
-    return path, file if file.is_file() else None
+    return path, file if has_file(file, error=DataError) else None
 
 
 def special_tokens(folder: Path) -> dict[str, str]:
@@ -158,7 +158,7 @@ def special_tokens(folder: Path) -> dict[str, str]:
     roles: dict[str, str] = {}
     for name in ("special_tokens_map.json", "tokenizer_config.json"):
         path = folder / name
-        if not path.is_file():
+        if not has_file(path, error=DataError):
             continue
         for role, value in read_json(path, dict[str, Any], error=DataError).items():
             word = value.get("content") if isinstance(value, dict) else value

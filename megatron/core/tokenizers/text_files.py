@@ -19,6 +19,7 @@ from typing import Any
 from megatron.core.tokenizers import compressed
 from megatron.core.tokenizers.compressed import DamagedStreamError, decompressed
 from megatron.errors import DataError
+from megatron.small_files import check_regular, has_file
 
 STDIN = "-"
 JSON_ENDINGS = (".jsonl", ".json")
@@ -203,15 +204,17 @@ def _matches(pattern: str, endings: Sequence[str]) -> list[str]:
         return [pattern]
     if path.is_dir():
         wanted = tuple(ending + packed for ending in endings for packed in ("", *compressed.ENDINGS))
-        inside = sorted(str(each) for each in path.rglob("*") if each.name.endswith(wanted) and each.is_file())
+        named = (each for each in path.rglob("*") if each.name.endswith(wanted))
+        inside = sorted(str(each) for each in named if has_file(each, error=DataError))
         if not inside:
             raise DataError(f"--input {pattern} holds no {' or '.join(endings)} file, compressed or not.")
         return inside
     if path.exists():
+        check_regular(path, where=f"--input {pattern}", error=DataError)
         return [pattern]
     if "://" in pattern:
         raise DataError(f"--input {pattern} is a URL; fetch the files first, or pipe them in with --input {STDIN}.")
-    matches = sorted(each for each in glob.glob(pattern, recursive=True) if Path(each).is_file())
+    matches = sorted(each for each in glob.glob(pattern, recursive=True) if has_file(Path(each), error=DataError))
     if not matches:
         problem = "matches no file" if glob.has_magic(pattern) else "does not exist"
         raise DataError(f"--input {pattern} {problem}; give files of JSON lines, folders of them, or globs in quotes.")

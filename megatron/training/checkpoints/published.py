@@ -30,6 +30,7 @@ from megatron.core.parallel.context import ParallelContext
 from megatron.core.parallel.mesh import Mesh
 from megatron.core.tokenizers.chat_settings import without_ids_from
 from megatron.errors import RESTART_CANNOT_HELP, CheckpointError, ParallelError
+from megatron.small_files import read_bytes
 from megatron.training.run.run import Run
 
 _SKIP = "--load-hf-proof off"
@@ -129,7 +130,8 @@ def _check_same_everywhere(load_hf: str, mesh: Mesh) -> None:
     def seen() -> str:
         folder = folder_of(load_hf)
         sizes = sorted((path.name, path.stat().st_size) for path in folder.iterdir() if path.is_file())
-        return hashlib.sha256(repr((sizes, (folder / CONFIG).read_bytes())).encode()).hexdigest()
+        settings = read_bytes(folder / CONFIG, where=str(folder / CONFIG), error=CheckpointError)
+        return hashlib.sha256(repr((sizes, settings)).encode()).hexdigest()
 
     everyone = gather_from_all(seen, mesh)
     other = next((rank for rank, theirs in enumerate(everyone) if theirs != everyone[0]), None)

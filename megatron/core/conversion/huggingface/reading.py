@@ -28,7 +28,7 @@ from megatron.core.conversion.tables import matches, to_ours
 from megatron.core.files.remote_path import AnyPath
 from megatron.core.tokenizers.chat_settings import ChatSettings
 from megatron.errors import CheckpointError
-from megatron.small_files import VOCABULARY_BYTES, as_kind, check_no_pipe, read_json
+from megatron.small_files import VOCABULARY_BYTES, as_kind, check_regular, read_json
 
 CONFIG = "config.json"
 WEIGHTS = ("model.safetensors", "pytorch_model.bin")
@@ -232,7 +232,7 @@ def _joined_parts(
 ) -> dict[str, LazyTensor]:
     """The tensors of the files that an index names; CheckpointError where it and the files disagree."""
     files = sorted(set(homes.values()))
-    held = {path.name for path in folder.iterdir() if path.is_file()}
+    held = {path.name for path in folder.iterdir() if not path.is_dir()}
     if missing := [name for name in files if name not in held]:
         raise CheckpointError(
             f"the index in {folder} names files that are not in the folder: {', '.join(map(repr, missing[:6]))}; "
@@ -262,7 +262,7 @@ def _safetensors(path: Path) -> Iterator[tuple[str, LazyTensor]]:
             f"{path} is read with safetensors, which is not installed: pip install safetensors"
         ) from None
     try:
-        check_no_pipe(path, where=str(path), error=CheckpointError)
+        check_regular(path, where=str(path), error=CheckpointError)
         with safe_open(path, framework="pt") as file:
             for name in file.keys():  # noqa: SIM118  (it is no mapping)
                 view = file.get_slice(name)
@@ -286,7 +286,7 @@ def _read(path: Path, name: str) -> Tensor:
     """A tensor of a file that is opened anew, so that pages read before are given back."""
     from safetensors import safe_open
 
-    check_no_pipe(path, where=str(path), error=CheckpointError)
+    check_regular(path, where=str(path), error=CheckpointError)
     with safe_open(path, framework="pt") as file:
         tensor: Tensor = file.get_tensor(name)
         return tensor

@@ -16,7 +16,7 @@ from megatron.core.checkpointing.torch_files import load_torch_file
 from megatron.core.conversion.megatron_lm.arguments import Arguments
 from megatron.core.files.remote_path import RemotePath
 from megatron.errors import CheckpointError
-from megatron.small_files import read_text
+from megatron.small_files import has_file, read_text
 
 RELEASE = "release"
 COMMON = "common.pt"
@@ -91,7 +91,7 @@ def find_folder(root: Folder, *, step: int | None = None) -> Folder:
         raise CheckpointError(f"{root} is not a folder: give the folder that Megatron-LM's --save named")
     if step is not None:
         folder = root / f"iter_{step:07d}"
-    elif (root / TRACKER).is_file():
+    elif has_file(root / TRACKER, error=CheckpointError):
         named = read_text(root / TRACKER, where=f"{root}: {TRACKER}", error=CheckpointError, most_bytes=1 << 16).strip()
         if named != RELEASE and not re.fullmatch(r"[0-9]{1,18}", named):
             raise CheckpointError(
@@ -228,7 +228,7 @@ class _Grid:
 
 def _open_dist(folder: Path, ignored: Collection[str]) -> DistFiles:
     stored = StoredTensors(folder, foreign=True)
-    if (folder / COMMON).is_file():
+    if has_file(folder / COMMON, error=CheckpointError):
         common = _mapping(load_torch_file(folder / COMMON), folder / COMMON)
     elif _COMMON_OBJECT in stored.objects:
         common = _mapping(stored.read_object(_COMMON_OBJECT), folder)

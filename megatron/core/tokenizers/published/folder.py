@@ -15,7 +15,7 @@ from tokenizers import AddedToken, Tokenizer
 from megatron.core.tokenizers.published.classes import class_of, needs_code
 from megatron.core.tokenizers.published.library import parsed_pipeline
 from megatron.errors import DataError
-from megatron.small_files import VOCABULARY_BYTES, Between, check_kinds, read_json, read_text
+from megatron.small_files import VOCABULARY_BYTES, Between, check_kinds, has_file, read_json, read_text
 
 STANDARD_ROLES = tuple(f"{role}_token" for role in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
 _SWITCHES = (
@@ -228,7 +228,7 @@ def added_token(value: Any, where: str, *, special: bool | None) -> AddedToken:
 
 def _read(path: Path) -> dict[str, Any]:
     """A file of settings or a vocabulary; empty where there is none."""
-    if not path.is_file():
+    if not has_file(path, error=DataError):
         return {}
     found: dict[str, Any] = read_json(path, dict[str, Any], error=DataError, most_bytes=VOCABULARY_BYTES)
     return found

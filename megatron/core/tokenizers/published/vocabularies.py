@@ -15,7 +15,7 @@ from megatron.core.tokenizers.published.library import panics_as_errors
 from megatron.core.tokenizers.published.sentencepiece_file import BPE, SentencePieceFile, read_sentencepiece
 from megatron.core.tokenizers.rust import BYTE_CHARACTERS
 from megatron.errors import DataError
-from megatron.small_files import VOCABULARY_BYTES, read_bytes, read_json
+from megatron.small_files import VOCABULARY_BYTES, has_file, read_bytes, read_json
 
 TIKTOKEN_PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)"
@@ -41,14 +41,14 @@ class Vocabulary:
 def has_vocabulary(folder: Path, tokenizer_class: str) -> bool:
     """Whether a folder without tokenizer.json has the files of a class: all of them with merges, else any."""
     names = _files(tokenizer_class)
-    found = [(folder / name).is_file() for name in names]
+    found = [has_file(folder / name, error=DataError) for name in names]
     return all(found) if _MERGES in names else any(found)
 
 
 def read_vocabulary(folder: Path, tokenizer_class: str) -> Vocabulary:
     """The vocabulary that a class reads from a folder; raises DataError where its files are missing or damaged."""
     names = _files(tokenizer_class)
-    found = [folder / name for name in names if (folder / name).is_file()]
+    found = [folder / name for name in names if has_file(folder / name, error=DataError)]
     if not has_vocabulary(folder, tokenizer_class):
         raise _missing(folder, tokenizer_class, (" and " if _MERGES in names else " or ").join(names))
     if _MERGES in names:
