@@ -140,6 +140,7 @@ def run_command(main: Callable[[], int | None]) -> None:
     except PermissionError as error:
         reason = f"{error.filename}: {error.strerror}; allow this user to read and write it, or name another one"
         code, said = RESTART_CANNOT_HELP, f"error: {reason if error.filename else error}\n"
+        _tell_torchrun(said)
     except KeyboardInterrupt as interrupt:
         code = INTERRUPTED
         if interrupt.args != ("",):  # another rank reports it

@@ -47,7 +47,10 @@ class ProcessPool:
         self._free = asyncio.Semaphore(self.size)
 
     async def ask(self, question: Mapping[str, Any]) -> dict[str, Any]:
-        """The answer to a question, which has ``error`` where there is none. Raises ApiError when all are busy."""
+        """The answer to a question, which has ``error`` where there is none. Raises ApiError when all are busy.
+
+        With ``is_late`` the error is that of a time limit: on a machine with less to do there may be an answer.
+        """
         if self._waiting >= self.most_waiting:
             raise self._busy_error(429)
         self._waiting += 1
@@ -121,7 +124,7 @@ class _Process:
         try:
             said = await asyncio.wait_for(_asked(running.stdin, running.stdout, line), seconds)
         except asyncio.TimeoutError:
-            return {"error": f"the {what} takes more than {seconds:g} s: make it simpler"}
+            return {"error": f"the {what} takes more than {seconds:g} s: make it simpler", "is_late": True}
         except ConnectionError:
             pass
         except ValueError:

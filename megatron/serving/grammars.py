@@ -63,7 +63,9 @@ def form_of(fields: Mapping[str, Any]) -> Form | None:
 
 @dataclass(eq=False)
 class Grammars:
-    """Makes grammars of forms in processes that have limits. The latest are kept, also what is wrong with them."""
+    """Makes grammars of forms in processes that have limits. The latest are kept, also what is wrong with them, unless
+    it is the time that they took.
+    """
 
     model: ServedModel
     seconds: float = 5.0
@@ -93,10 +95,9 @@ class Grammars:
         self._answers.move_to_end(key)
         try:
             answer = await asyncio.shield(task)  # others wait for it, too
-        except BaseException:
-            if task.done() and self._answers.get(key) is task:  # refused as all were busy: not for ever
+        finally:
+            if self._answers.get(key) is task and _may_change(task):
                 del self._answers[key]
-            raise
         if "error" in answer:
             raise ApiError(answer["error"], param=form.param)
         return Grammar(answer["grammar"], form.param, tuple(answer["relaxed"]))
@@ -104,3 +105,8 @@ class Grammars:
     async def close(self) -> None:
         """End the processes."""
         await self.pool.close()
+
+
+def _may_change(task: asyncio.Task[dict[str, Any]]) -> bool:
+    """Whether the machine had too much to do for an answer, which isn't so for ever."""
+    return task.done() and (task.cancelled() or task.exception() is not None or "is_late" in task.result())

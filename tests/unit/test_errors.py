@@ -135,18 +135,27 @@ def test_a_forbidden_file_is_one_sentence_in_any_command(capsys: pytest.CaptureF
     assert capsys.readouterr().err.startswith("error: runs/mine/manifest.json: Permission denied; ")
 
 
-def test_torchruns_report_ends_with_the_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (ConfigError("there is no flag --wrong"), "there is no flag --wrong"),
+        (PermissionError("the folder is another user's"), "the folder is another user's"),
+    ],
+)
+def test_torchruns_report_ends_with_the_sentence(
+    error: Exception, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A refused run ended in some fifteen lines of torchrun, below the one sentence that mattered."""
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
 
     def refuse() -> None:
-        raise ConfigError("there is no flag --wrong")
+        raise error
 
     with pytest.raises(SystemExit):
         run_command(refuse)
     failure = ProcessFailure(local_rank=0, pid=1, exitcode=2, error_file=str(tmp_path / "error.json"))
     report = str(ChildFailedError("pretrain_gpt.py", {0: failure}))
-    assert report.rstrip("= \n").endswith("traceback : error: there is no flag --wrong")
+    assert report.rstrip("= \n").endswith(f"traceback : error: {words}")
 
 
 @pytest.mark.parametrize(

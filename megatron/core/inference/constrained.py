@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection, Mapping, Sequence
+import time
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
@@ -24,6 +26,8 @@ if TYPE_CHECKING:
 _JSON_OPTIONS: Any = {"whitespace_pattern": r"\x20|\x0D?\x0A[\x20\x09]{0,40}"}
 
 _KEPT_GRAMMARS = 32
+_SECONDS_OF_A_MASK, _SECONDS_BESIDE = 0.005, 0.25
+"""What a mask of a grammar may take on average, and all of them besides that: others wait while masks are made."""
 
 
 class ConstraintCompiler:
@@ -101,50 +105,88 @@ class ConstraintCompiler:
 
     def _compile(self, grammar: str) -> Constraint:
         matcher = self._matcher(self._vocabulary, grammar, log_level=0)
+        cost = MaskCost()
         if not matcher.is_error():
-            matcher.compute_bitmask()  # may find that the grammar is too complex
+            with cost.measured():
+                matcher.compute_bitmask()  # may find that the grammar is too complex
         if matcher.is_error() and "coerce_one_of" in matcher.get_error():
             raise _OverlapError
-        if problem := _problem(matcher):
+        if problem := _problem(matcher) or cost.problem():
             raise ConfigError(problem)
-        return Constraint(grammar, matcher)
+        return Constraint(grammar, matcher, cost)
 
 
 class _OverlapError(ConfigError):
     """A ``oneOf`` of which the library can't tell that a value fits one schema alone."""
 
 
+@dataclass
+class MaskCost:
+    """What the masks of a grammar have taken, for all its answers: ``seconds`` of the processor for ``masks`` of them.
+
+    The library bounds the parts of a grammar, and not what they cost together: 40 patterns that may go on side by side
+    take 50 ms for each token of each answer.
+    """
+
+    seconds: float = 0.0
+    masks: int = 0
+
+    @contextmanager
+    def measured(self) -> Iterator[None]:
+        """Count the block, which makes a mask."""
+        start = time.thread_time()
+        yield
+        self.seconds += time.thread_time() - start
+        self.masks += 1
+
+    def problem(self) -> str | None:
+        """What is wrong with a grammar whose masks take too long, as a sentence."""
+        if self.seconds <= _SECONDS_BESIDE + _SECONDS_OF_A_MASK * self.masks:
+            return None
+        milliseconds = 1000 * self.seconds / self.masks
+        return (
+            f"the schema or grammar cannot be followed: it is too complex (each token takes {milliseconds:.0f} ms, and "
+            f"may take {1000 * _SECONDS_OF_A_MASK:.0f}): make it simpler"
+        )
+
+
 @dataclass(frozen=True, eq=False)
 class Constraint:
     """A compiled grammar of the library; requests share it.
 
-    ``grammar``: its source in the library's own form. ``relaxed``: keywords of a schema that it doesn't keep exactly.
+    ``grammar``: its source in the library's own form. ``cost``: of its masks so far. ``relaxed``: keywords of a schema
+    that it doesn't keep exactly.
     """
 
     grammar: str
     matcher: LLMatcher
+    cost: MaskCost
     relaxed: tuple[str, ...] = ()
 
     def begin(self) -> ConstraintState:
         """The state of one answer that has no tokens yet."""
-        return ConstraintState(self.matcher.deep_copy())
+        return ConstraintState(self.matcher.deep_copy(), self.cost)
 
 
 class ConstraintState:
     """The parser state of one answer in a grammar."""
 
-    def __init__(self, matcher: LLMatcher) -> None:
-        self._matcher = matcher
+    def __init__(self, matcher: LLMatcher, cost: MaskCost) -> None:
+        self._matcher, self._cost = matcher, cost
 
     def allowed(self, drafts: Sequence[int] = ()) -> NDArray[np.int32] | None:
         """Which tokens may follow the answer and ``drafts``: bit ``t % 32`` of word ``t // 32`` for token ``t``.
 
-        None: the grammar doesn't allow ``drafts``. Where the answer may end, tokens that end texts are allowed.
+        None: the grammar doesn't allow ``drafts``. Where the answer may end, tokens that end texts are allowed. None
+        are where the grammar has a ``problem``.
         """
-        count = self._matcher.try_consume_tokens(list(drafts))
-        bits = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.int32) if count == len(drafts) else None
-        if count:
-            self._matcher.rollback(count)
+        if self._cost.problem() is not None:
+            return np.zeros(1, dtype=np.int32)  # padded with zeros by its reader
+        with self._cost.measured():
+            count = self._matcher.try_consume_tokens(list(drafts))
+            bits = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.int32) if count == len(drafts) else None
+            if count:
+                self._matcher.rollback(count)
         if bits is not None and self._matcher.is_error():  # too complex; its mask would allow the end
             return np.zeros_like(bits)
         return bits
@@ -155,11 +197,11 @@ class ConstraintState:
 
     def forked(self) -> ConstraintState:
         """A copy, for another answer with the same beginning."""
-        return ConstraintState(self._matcher.deep_copy())
+        return ConstraintState(self._matcher.deep_copy(), self._cost)
 
     def problem(self) -> str | None:
         """Why the answer can't go on, as a sentence; None where the grammar isn't the reason."""
-        return _problem(self._matcher)
+        return _problem(self._matcher) or self._cost.problem()
 
 
 def _problem(matcher: LLMatcher) -> str | None:

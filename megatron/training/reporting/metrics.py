@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 
+from megatron.config.flags import plural_s
 from megatron.core.inference.scoring import perplexity
 
 
@@ -106,9 +107,14 @@ def training_line(
     parts.append(f"number of skipped iterations: {totals.skipped_iterations:3d}")
     parts.append(f"number of nan iterations: {totals.nan_iterations:3d}")
     if step.iteration < train_iters:
-        left = timedelta(seconds=round((train_iters - step.iteration) * seconds_per_iteration))
-        parts.append(f"time left: {left}")
+        parts.append(f"time left: {_duration(round((train_iters - step.iteration) * seconds_per_iteration))}")
     return " | ".join(parts) + " |"
+
+
+def _duration(seconds: int) -> str:
+    """Days, and the rest as ``h:mm:ss``."""
+    days, rest = divmod(seconds, 24 * 60 * 60)
+    return (f"{days} day{plural_s(days)}, " if days else "") + str(timedelta(seconds=rest))
 
 
 def readable(value: float) -> str:

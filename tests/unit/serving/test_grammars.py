@@ -108,6 +108,15 @@ def test_what_is_wrong_with_a_grammar_is_found_once(running: Running, monkeypatc
     assert answers == [(400, 200)] * 8 and asked == [wrong, right]
 
 
+def test_a_grammar_that_took_too_long_is_tried_again(running: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a machine that was busy for a moment a sound schema was refused from then on."""
+    pool, sound = running.server.grammars.pool, {"type": "boolean", "title": "late"}
+    with monkeypatch.context() as patch:
+        patch.setattr(pool, "seconds", 0.0)
+        assert "takes more than 0 s" in constrained(running, json=sound).message
+    assert constrained(running, json=sound).status == 200
+
+
 def test_the_size_of_a_schema_is_bounded_before_work(running: Running) -> None:
     reply = constrained(running, json={"type": "integer", "description": "x" * (1 << 20)})
     assert reply.status == 400 and "structured_outputs has 1,048," in reply.message

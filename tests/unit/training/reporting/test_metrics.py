@@ -51,6 +51,18 @@ def test_the_time_left_ends_with_the_run() -> None:
 
 
 @pytest.mark.parametrize(
+    ("left", "words"),
+    [(1, "0:00:01"), (90061, "1 day, 1:01:01"), (172800, "2 days, 0:00:00"), (2**53, "104249991374 days, 7:36:32")],
+)
+def test_the_time_left_may_be_longer_than_a_calendar(left: int, words: str) -> None:
+    """A run whose end is left to --exit-interval (--train-iters 9007199254740992) ended in an OverflowError."""
+    totals = IntervalTotals()
+    totals.add(STEP)
+    said = training_line(STEP, totals, time=NOW, train_iters=STEP.iteration + left, seconds_per_iteration=1.0)
+    assert said.endswith(f"time left: {words} |")
+
+
+@pytest.mark.parametrize(
     ("tflops", "words"), [(0.00013264, "0.000133"), (0.0, "0.0"), (0.9994, "0.999"), (1.0, "1.0"), (412.345, "412.3")]
 )
 def test_no_throughput_is_rounded_to_zero(tflops: float, words: str) -> None:
