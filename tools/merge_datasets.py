@@ -19,7 +19,7 @@ from megatron.core.datasets.build import targets_prefix
 from megatron.core.datasets.indexed_dataset import IndexedDataset, IndexedDatasetWriter
 from megatron.core.datasets.indexed_format import bin_path, idx_path
 from megatron.core.datasets.metadata import DatasetMetadata, TokenizerStamp
-from megatron.core.tokenizers.chat_settings import ChatSettings
+from megatron.core.tokenizers.chat_settings import ChatSettings, common_settings
 from megatron.errors import DataError, run_command
 from megatron.small_files import has_file
 
@@ -94,13 +94,12 @@ def merge(prefixes: Sequence[str], output_prefix: str, *, multimodal: bool) -> D
 
 
 def common_chat(prefixes: Sequence[str]) -> ChatSettings | None:
-    """How the conversations of all data sets are written; None for other data; DataError when two differ."""
-    settings = dict[str, ChatSettings]()
-    for prefix in prefixes:
-        metadata = DatasetMetadata.read(prefix)
-        if metadata is not None and metadata.chat is not None:
-            settings[prefix] = metadata.chat
-    templates = {prefix: each.template for prefix, each in settings.items() if each.template is not None}
+    """How the conversations of all data sets are written; None for other data; DataError when two differ.
+
+    Of two with one format, some answers of one may end otherwise, as with the mark of another turn: all ends are kept.
+    """
+    settings = {prefix: found.chat for prefix in prefixes if (found := DatasetMetadata.read(prefix)) is not None}
+    templates = {prefix: each.template for prefix, each in settings.items() if each and each.template is not None}
     first = next(iter(templates), "")
     for prefix, template in templates.items():
         if template != templates[first]:
@@ -108,16 +107,7 @@ def common_chat(prefixes: Sequence[str]) -> ChatSettings | None:
                 f"{first} and {prefix} have conversations in two chat formats: preprocess one of them again with the "
                 "other's --chat-template, or --turn-start and --turn-end (tools/inspect_dataset.py shows the formats)"
             )
-    ends = {prefix: settings[prefix].end_tokens for prefix in templates}
-    for prefix, found in ends.items():
-        if found != ends[first]:
-            raise DataError(
-                f"answers of {first} end with the tokens {list(ends[first])}, and those of {prefix} with {list(found)}"
-                ": preprocess the text of both together"
-            )
-    if not settings:
-        return None
-    return ChatSettings(template=templates.get(first), end_tokens=ends.get(first, ()))
+    return common_settings(settings)[0]
 
 
 def common_tokenizer(prefixes: Sequence[str]) -> TokenizerStamp | None:
