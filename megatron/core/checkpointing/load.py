@@ -22,6 +22,7 @@ from megatron.core.checkpointing.storage import CheckpointReader, tensors_in
 from megatron.core.files.remote_path import AnyPath, path_of
 from megatron.core.parallel.mesh import Mesh
 from megatron.core.parallel.sharding import ShardedState
+from megatron.core.tokenizers.chat_settings import ChatSettings
 from megatron.errors import CheckpointError
 from megatron.small_files import Between, check_kinds, read_json
 
@@ -49,7 +50,7 @@ _OF_THE_STATE = {
     "random_seed": int,
     "tokenizer": dict[str, str | None],
     "data_phases": list[dict[str, Any]],
-    CHAT: dict[str, Any],
+    CHAT: ChatSettings,
 }
 _OF_THE_OPTIMIZER = {"step": _Count, "trained_since": dict[str, _Count], "loss_scaler": dict[str, float]}
 _OF_A_DYNAMIC_SCALE = {"scale", "growth_tracker", "hysteresis_tracker"}

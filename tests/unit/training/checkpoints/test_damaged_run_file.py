@@ -14,6 +14,7 @@ import pytest
 from megatron.core.checkpointing.find import CheckpointFolder
 from megatron.core.checkpointing.load import read_run_state
 from megatron.core.parallel.context import ParallelContext
+from megatron.core.tokenizers.chat_settings import ChatSettings
 from megatron.errors import CheckpointError, MegatronError
 from megatron.training.checkpoints import compatibility, loading
 from megatron.training.checkpoints.saving import Saver
@@ -50,11 +51,11 @@ def replaced(value: Any, path: tuple[str | int, ...], by: Any) -> Any:
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Run, Path]:
-    """A run in fp16, whose loss scale has a state, and its checkpoint."""
+    """A run in fp16, whose loss scale has a state, of a model that has learned to chat, and its checkpoint."""
     folder = tmp_path_factory.mktemp("saved")
     flags = f"--mock-data --fp16 --save {folder} --save-interval 1 --load {folder} --use-checkpoint-opt_param-scheduler"
     run = tiny_run(ParallelContext.single(), flags)
-    run.progress.iteration = 1
+    run.progress.iteration, run.chat_before = 1, ChatSettings(template="{{ messages }}", end_tokens=(2, 5))
     Saver(run).save()
     return run, folder / "iter_0000001"
 
