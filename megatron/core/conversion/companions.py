@@ -17,7 +17,7 @@ from megatron.core.tokenizers.gpt2_bpe import END_OF_TEXT
 from megatron.core.tokenizers.published.classes import AS_WRITTEN, is_plain
 from megatron.core.tokenizers.published.folder import folder_class
 from megatron.core.tokenizers.published.vocabularies import VOCABULARY_FILES, has_vocabulary
-from megatron.errors import CheckpointError, MegatronError
+from megatron.errors import CheckpointError, DataError, MegatronError
 from megatron.small_files import VOCABULARY_BYTES, check_kinds, has_file, read_json
 
 FOLDER = "huggingface"
@@ -28,6 +28,7 @@ _SAYS_MORE = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.
 TOKENIZER_FILES = ("tokenizer.json", *_SAYS_MORE, *VOCABULARY_FILES, "chat_template.jinja")
 SETTINGS = ("config.json", "generation_config.json")
 _has = partial(has_file, error=CheckpointError)
+_WEIGHTS_ALONE = "take the tokenizer's files out of the folder to convert the weights alone"
 
 
 def companions_in(folder: AnyPath) -> dict[str, AnyPath]:
@@ -38,8 +39,24 @@ def companions_in(folder: AnyPath) -> dict[str, AnyPath]:
 def tokenizer_in(folder: Path, *, rows: int) -> TokenizerConfig:
     """How the tokenizer in ``folder`` is built; one that uses ids as numbers where there is none.
 
-    ``rows``: of the model's embedding, which is often larger than the tokenizer's vocabulary.
+    ``rows``: of the model's embedding, which is often larger than the tokenizer's vocabulary. Raises CheckpointError
+    for a tokenizer that cannot be built, or has more ids.
     """
+    try:
+        config = _settings_in(folder, rows=rows)
+        size = rows if config.tokenizer_type == "NullTokenizer" else build_tokenizer(config).vocab_size
+    except DataError as error:
+        raise CheckpointError(f"{str(error).rstrip('.')}; or {_WEIGHTS_ALONE}") from None
+    if size > rows:
+        raise CheckpointError(
+            f"the tokenizer in {folder} has {size} ids and the model embeds {rows}: take the added tokens out of the "
+            f"tokenizer's files, or {_WEIGHTS_ALONE}"
+        )
+    return config
+
+
+def _settings_in(folder: Path, *, rows: int) -> TokenizerConfig:
+    """Settings by which the tokenizer in ``folder`` is built, without trying it."""
     settings: dict[str, Any]
     if (pieces := _wordpiece_file(folder)) is not None:
         kind = "BertWordPieceLowerCase" if _is_lower_case(folder) else "BertWordPieceCase"
@@ -55,14 +72,7 @@ def tokenizer_in(folder: Path, *, rows: int) -> TokenizerConfig:
         settings = {"tokenizer_type": "GPT2BPETokenizer", **files}
     else:
         return TokenizerConfig(tokenizer_type="NullTokenizer", vocab_size=rows - 1)
-    config = TokenizerConfig(**settings, vocab_size=rows)
-    tokenizer = build_tokenizer(config)
-    if tokenizer.vocab_size > rows:
-        raise CheckpointError(
-            f"the tokenizer in {folder} has {tokenizer.vocab_size} ids and the model embeds {rows}: take the added "
-            "tokens out of the tokenizer's files, or the files out of the folder to convert the weights alone"
-        )
-    return config
+    return TokenizerConfig(**settings, vocab_size=rows)
 
 
 def _is_published(folder: Path) -> bool:

@@ -21,7 +21,8 @@ _OTHERS = [value for value in range(256) if value not in _PRINTABLE]
 _BYTES = {chr(value): value for value in _PRINTABLE} | {chr(256 + n): value for n, value in enumerate(_OTHERS)}
 BYTE_CHARACTERS = {value: character for character, value in _BYTES.items()}
 """How byte-level vocabularies spell each byte."""
-_MOST_HOLES = 100_000  # ids without a token; real vocabularies have a few
+MOST_HOLES = 100_000
+"""Ids without a token that a vocabulary may have; real ones have a few."""
 
 
 class RustTokenizer(Tokenizer):
@@ -46,7 +47,7 @@ class RustTokenizer(Tokenizer):
         vocabulary = pipeline.get_vocab(with_added_tokens=True)
         # With ids so far apart, lists by id, the library's own among them, would take all memory.
         token = max(vocabulary, key=vocabulary.__getitem__, default="")
-        if vocabulary and vocabulary[token] > _MOST_HOLES + 10 * len(vocabulary):
+        if vocabulary and vocabulary[token] > MOST_HOLES + 10 * len(vocabulary):
             raise DataError(
                 f"the vocabulary of {name} gives {token[:40]!r} the id {vocabulary[token]}, but has {len(vocabulary)} "
                 "tokens: the file is damaged, since ids must be smaller than the number of tokens"

@@ -305,6 +305,7 @@ def merges_forms() -> list[Form]:
     no_end = merged_files(byte_level(end, "<|im_start|>", "<|im_end|>", first=False))
     late_size = len(no_end["vocab.json"])
     opt = byte_level("<s>", "<pad>", "</s>", "<unk>", "<mask>")
+    deberta = byte_level("[PAD]", "[CLS]", "[SEP]", "[UNK]", "[MASK]")
     gpt2_class = {"tokenizer_class": "GPT2Tokenizer", "eos_token": end, "bos_token": end, "unk_token": end}
     qwen = {"tokenizer_class": "Qwen2Tokenizer", "eos_token": "<|im_end|>", "pad_token": end, "bos_token": None}
     qwen_tokens = decoder(token(end), token("<|im_start|>"), token("<|im_end|>"), first=late_size)
@@ -334,6 +335,10 @@ def merges_forms() -> list[Form]:
             "tokenizer_class": "RobertaTokenizer", "add_prefix_space": True, "mask_token": typed("<mask>",
                  lstrip=True)}),
         form("merges/BART", merged_files(opt), {"tokenizer_class": "BartTokenizer"}, model={"model_type": "bart"}),
+        form("merges/DeBERTa", merged_files(deberta), {"tokenizer_class": "DebertaTokenizer"},
+             model={"model_type": "deberta"}),
+        form("merges/DeBERTa, prefix space", {"tokenizer.json": deberta}, {
+            "tokenizer_class": "DebertaTokenizerFast", "add_prefix_space": True, "do_lower_case": False}),
         form("merges/CodeGen", files, {"tokenizer_class": "CodeGenTokenizer"}, added={"<|pad|>": size}),
     ]  # fmt: skip
 
@@ -434,6 +439,9 @@ def other_sentencepiece_forms() -> list[Form]:
               "added_tokens_decoder": decoder(token("[MASK]", lstrip=True), first=89)}),
         form("unigram/bare model", {"tokenizer.model": unigram_model()}),
         form("unigram/identity", {"tokenizer.model": unigram_model(normalization_rule_name="identity")}),
+        form("unigram/FNet", {"tokenizer.json": json_of_unigrams(albert_model(), collapse=False)},
+             {"tokenizer_class": "FNetTokenizer", "do_lower_case": False, "bos_token": "[CLS]", "eos_token": "[SEP]",
+             "pad_token": "<pad>"}, model={"model_type": "fnet"}),
         form("unigram/json", {"tokenizer.json": json_of_unigrams(unigram_model(), collapse=False)},
              {"eos_token": "</s>"}),
     ]  # fmt: skip
@@ -443,6 +451,7 @@ def word_forms() -> list[Form]:
     vocabulary = {"vocab.txt": "\n".join(WORDS) + "\n"}
     piece, level = {"tokenizer.json": json_of_words("WordPiece")}, {"tokenizer.json": json_of_words("WordLevel")}
     bert = {"tokenizer_class": "BertTokenizer"}
+    mpnet = {"vocab.txt": "\n".join(["<s>", "<pad>", "</s>", "<mask>", *WORDS]) + "\n"}
     return [
         form("bert/vocab.txt", vocabulary, bert),
         form("bert/vocab.txt, cased", vocabulary, {**bert, "do_lower_case": False}),
@@ -455,6 +464,14 @@ def word_forms() -> list[Form]:
         form("bert/DistilBERT", vocabulary, {"tokenizer_class": "DistilBertTokenizerFast"},
              model={"model_type": "distilbert"}),
         form("bert/ELECTRA", vocabulary, {"tokenizer_class": "ElectraTokenizer"}, model={"model_type": "electra"}),
+        form("bert/ConvBERT", piece, {
+            "tokenizer_class": "ConvBertTokenizer", "do_lower_case": True, "sep_token": "[SEP]", "pad_token": "[PAD]"},
+             model={"model_type": "convbert"}),
+        form("mpnet/vocab.txt", mpnet, {"tokenizer_class": "MPNetTokenizer"}),
+        form("mpnet/published", mpnet, {
+            "tokenizer_class": "MPNetTokenizer", "do_lower_case": True, "tokenize_chinese_chars": True,
+            "bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>", "unk_token": "[UNK]",
+            "mask_token": typed("<mask>", lstrip=True)}, model={"model_type": "mpnet"}),
         form("bert/added", vocabulary, {**bert, "additional_special_tokens": ["[E1]"], "mask_token": typed("[MASK]",
              lstrip=True)}),
         form("words/as written", level, {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "[SEP]"}),

@@ -23,7 +23,7 @@ from megatron.core.tokenizers.build import build_tokenizer, built_size
 from megatron.core.tokenizers.huggingface import HuggingFaceTokenizer
 from megatron.core.tokenizers.published.vocabularies import VOCABULARY_FILES
 from megatron.core.tokenizers.rust import RustTokenizer
-from megatron.errors import ConfigError, DataError
+from megatron.errors import CheckpointError, ConfigError, DataError
 from tests.unit.config.command_lines import parse
 from tests.unit.tokenizers import published_folders
 from tests.unit.tokenizers.published_folders import Form, decoder, form, forms, llama_model, token
@@ -132,6 +132,16 @@ REFUSED = [
          "describes a token as"),
     (form("far id", {"tokenizer.model": llama_model()}, {"added_tokens_decoder": decoder(token("x"),
          first=1 << 40)}), "has the id"),
+    (form("far rank", {"tokenizer.model": published_folders.ranks()},
+          {"eos_token": "<e>", "added_tokens_decoder": decoder(token("<e>"), first=2_000_000_000)}),
+         "gives '<e>' the id 2000000000, but the vocabulary has 264 tokens"),
+    (form("long rank", {"tokenizer.model": base64.b64encode(b"a" * 30_000) + b" 0\n"}), "a piece of length 30,000"),
+    (form("list of the map", {"tokenizer.model": llama_model()}, map={"extra_special_tokens": 3}),
+         "special_tokens_map.json: extra_special_tokens is 3; expected a list"),
+    (form("half a pair", {"tokenizer.model": llama_model(), "added_tokens.json": '{"\\ud800": 420}'}),
+         r"added_tokens.json describes the token '\\ud800', which is not a text"),
+    (form("no file of it", {"spiece.model": llama_model()}, {"tokenizer_class": "GPTSw3Tokenizer"}),
+         'is of GPTSw3Tokenizer, .* with a tokenizer.json and "tokenizer_class": "TokenizersBackend"'),
     (form("switch", {"tokenizer.model": llama_model()}, {"add_bos_token": "yes"}), "expected true or false"),
     (form("role", {"tokenizer.model": llama_model()}, {"eos_token": 3}), "eos_token is 3"),
 ]  # fmt: skip
@@ -244,6 +254,14 @@ def test_a_converted_model_takes_the_tokenizer_of_its_folder(tmp_path: Path) -> 
         assert config.tokenizer_type == kind, name
         if kind == "HuggingFaceTokenizer":
             assert set(tokenizer_files(config)) >= {path.name for path in folder.iterdir()} - {"config.json"}, name
+
+
+def test_a_model_says_how_its_weights_convert_without_the_tokenizer(tmp_path: Path) -> None:
+    """A GPT-SW3, whose weights are those of a GPT-2, was refused for its tokenizer, without a way on."""
+    published = form("", {"spiece.model": llama_model()}, {"tokenizer_class": "GPTSw3Tokenizer"})
+    published.write(tmp_path)
+    with pytest.raises(CheckpointError, match=r"is of GPTSw3Tokenizer.*; or take the tokenizer's files out of the"):
+        tokenizer_in(tmp_path, rows=1000)
 
 
 def test_an_opt_without_settings_converts(tmp_path: Path) -> None:

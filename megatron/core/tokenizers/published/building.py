@@ -22,6 +22,7 @@ from megatron.core.tokenizers.published.library import (
 )
 from megatron.core.tokenizers.published.pipelines import PARTS, parts_of_ranks, parts_of_sentencepiece, role_of
 from megatron.core.tokenizers.published.vocabularies import Vocabulary, read_vocabulary
+from megatron.core.tokenizers.rust import MOST_HOLES
 from megatron.errors import DataError
 
 _PROBES = (
@@ -242,7 +243,12 @@ def _further(
 def _fill_ranks(pipeline: tokenizers.Tokenizer, folder: TokenizerFolder) -> None:
     """Add the tokens behind a tiktoken file's ranks, with placeholders for ids that no file names."""
     size, by_id = pipeline.get_vocab_size(), {number: str(token) for number, token in folder.added_by_id.items()}
-    words = [by_id.get(number, f"<|reserved_token_{number}|>") for number in range(size, max(by_id, default=0) + 1)]
+    if (last := max(by_id, default=0)) > size + MOST_HOLES:
+        raise DataError(
+            f"{folder.path / 'tokenizer_config.json'} gives {by_id[last][:40]!r} the id {last}, but the vocabulary has "
+            f"{size} tokens: the id is wrong, or the vocabulary's file is another model's."
+        )
+    words = [by_id.get(number, f"<|reserved_token_{number}|>") for number in range(size, last + 1)]
     words += [str(each) for each in folder.further or () if str(each) not in words]
     pipeline.add_special_tokens([AddedToken(word, normalized=False, special=True) for word in words])
 

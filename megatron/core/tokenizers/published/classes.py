@@ -164,8 +164,8 @@ def _supported(name: str, where: str) -> str:
     """The class that a name means; names that nobody knows mean AS_WRITTEN."""
     if name in _KNOWN.unsupported or name == _NO_NAME:
         raise DataError(
-            f"{where} is of {name}, which cuts text by rules of its own and isn't supported: to use the tokenizer.json "
-            f'beside it as it is, write "tokenizer_class": "{AS_WRITTEN}" in tokenizer_config.json.'
+            f"{where} is of {name}, which cuts text by rules of its own and isn't supported: with a tokenizer.json and "
+            f'"tokenizer_class": "{AS_WRITTEN}" in tokenizer_config.json that file is used as it is.'
         )
     return _CLASS_OF_NAME.get(name, AS_WRITTEN)
 

@@ -148,16 +148,18 @@ class _Merged:
         found: dict[str, AddedToken] = {}
         if "added_tokens_decoder" in self.settings:
             for number, token in self._object(self.settings["added_tokens_decoder"], "added_tokens_decoder").items():
-                self._list(number, added_token(token, self.where, special=None), found)
+                self._list(number, added_token(token, self.where, special=None), found, self.where)
             return found
         self._take_map()
         special = {str(token) for token in self.roles.values() if token is not None}
         special |= {str(token) for token in self._tokens_of("extra_special_tokens")}
-        for word, where in _read(self.path / "added_tokens.json").items():
+        path = self.path / "added_tokens.json"
+        for word, number in _read(path).items():
             is_special = word in special
-            self._list(where, AddedToken(word, normalized=not is_special, special=is_special), found)
+            flags = {"normalized": not is_special, "special": is_special}
+            self._list(number, _token(word, str(path), **flags), found, str(path))
         for place, token in (pipeline.get_added_tokens_decoder() if pipeline else {}).items():
-            self._list(place, token, found)
+            self._list(place, token, found, "tokenizer.json")
         return found
 
     def further(self) -> tuple[str | AddedToken, ...] | None:
@@ -175,12 +177,12 @@ class _Merged:
             self._take_roles(found["extra_special_tokens"], str(path), special=True, are_all=True)
         elif "extra_special_tokens" in found:
             known = list(self._tokens_of("extra_special_tokens"))
-            self.settings["extra_special_tokens"] = [
-                *known,
-                *(each for each in found["extra_special_tokens"] or () if str(each) not in map(str, known)),
-            ]
+            more = _list_of_tokens(found["extra_special_tokens"], f"{path}: extra_special_tokens")
+            words = set(map(str, known))
+            self.settings["extra_special_tokens"] = [*known, *(each for each in more if str(each) not in words)]
         if "additional_special_tokens" in found:
-            self.settings["additional_special_tokens"] = found["additional_special_tokens"]
+            where = f"{path}: additional_special_tokens"
+            self.settings["additional_special_tokens"] = _list_of_tokens(found["additional_special_tokens"], where)
 
     def _take_roles(self, found: Mapping[str, Any], where: str, *, special: bool | None, are_all: bool = False) -> None:
         for name, value in found.items():
@@ -194,25 +196,31 @@ class _Merged:
                 raise DataError(f"{where}: {name} is {str(value)[:60]}; expected a text or an object of a token.")
 
     def _tokens_of(self, name: str) -> Iterator[str | AddedToken]:
-        value = self.settings.get(name)
-        if value is not None and not isinstance(value, list):
-            raise DataError(f"{self.where}: {name} is {str(value)[:60]}; expected a list of tokens.")
-        for each in value or ():
+        for each in _list_of_tokens(self.settings.get(name), f"{self.where}: {name}"):
             if not isinstance(each, (str, dict, AddedToken)):
                 raise DataError(f"{self.where}: {name} has {str(each)[:60]}; expected texts or objects of tokens.")
             yield added_token(each, self.where, special=True) if isinstance(each, dict) else each
 
-    def _list(self, number: Any, token: AddedToken, found: dict[str, AddedToken]) -> None:
+    def _list(self, number: Any, token: AddedToken, found: dict[str, AddedToken], where: str) -> None:
         if isinstance(number, str) and number.isascii() and number.isdecimal() and len(number) < 12:
             number = int(number)
         if type(number) is not int or not 0 <= number < 1 << 31:
-            raise DataError(f"{self.where}: the added token {str(token)[:40]!r} has the id {str(number)[:40]!r}.")
+            raise DataError(
+                f"{where}: the added token {str(token)[:40]!r} has the id {str(number)[:40]!r}, which is none."
+            )
         self.by_id[number] = found[str(token)] = token
 
     def _object(self, value: Any, name: str) -> dict[str, Any]:
         if not isinstance(value, dict):
             raise DataError(f"{self.where}: {name} is {str(value)[:60]}; expected an object.")
         return value
+
+
+def _list_of_tokens(value: Any, where: str) -> list[Any]:
+    """The value of a setting that is a list or null; DataError for anything else."""
+    if value is not None and not isinstance(value, list):
+        raise DataError(f"{where} is {str(value)[:60]}; expected a list of tokens.")
+    return value or []
 
 
 def added_token(value: Any, where: str, *, special: bool | None) -> AddedToken:
@@ -223,7 +231,15 @@ def added_token(value: Any, where: str, *, special: bool | None) -> AddedToken:
         raise DataError(
             f'{where} describes a token as {str(value)[:80]}; expected an object with "content" and true or false.'
         )
-    return AddedToken(content, **(flags if special is None else {**flags, "special": special}))
+    return _token(content, where, **(flags if special is None else {**flags, "special": special}))
+
+
+def _token(content: str, where: str, **flags: bool) -> AddedToken:
+    """A token of the library; DataError for a spelling that is no text."""
+    try:
+        return AddedToken(content, **flags)
+    except UnicodeEncodeError:  # JSON can spell half a pair of surrogates
+        raise DataError(f"{where} describes the token {ascii(content)[:80]}, which is not a text.") from None
 
 
 def _read(path: Path) -> dict[str, Any]:

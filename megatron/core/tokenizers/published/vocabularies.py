@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import binascii
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ VOCABULARY_FILES = (
     *("vocab.json", _MERGES, _WORD_PIECES),
 )
 """Names of the files of a folder that hold a vocabulary, beside or in place of tokenizer.json."""
+_LONGEST_PIECE = 2_000  # the time to find merges grows with its square; real pieces have up to some hundred
 
 
 @dataclass(frozen=True)
@@ -110,7 +112,13 @@ def _of_pieces(path: Path, tokenizer_class: str) -> Vocabulary:
         pieces = [[piece.text, piece.score] for piece in found.pieces]
         return Vocabulary({"type": "Unigram", "vocab": pieces, "unk_id": found.unk_id}, found)
     ids = {piece.text: number for number, piece in enumerate(found.pieces)}
+    _check_lengths(ids, where)
     return Vocabulary({"type": "BPE", "vocab": ids, "merges": _merges_of(ids)}, found)
+
+
+def _check_lengths(pieces: Collection[str] | Collection[bytes], where: str) -> None:
+    if (longest := max(map(len, pieces), default=0)) > _LONGEST_PIECE:
+        raise DataError(f"{where} has a piece of length {longest:,}; the longest that is read has {_LONGEST_PIECE:,}.")
 
 
 def _merges_of(ids: dict[str, int]) -> list[list[str]]:
@@ -134,6 +142,7 @@ def _of_ranks(content: bytes, where: str) -> dict[str, Any]:
         raise DataError(f"{where} is neither a SentencePiece model nor a tiktoken file of tokens and ranks.") from None
     if not ranks:
         raise DataError(f"{where} is empty.")
+    _check_lengths(ranks, where)
     merges = [
         (rank, ranks[token[:cut]], ranks[token[cut:]], [_spelled(token[:cut]), _spelled(token[cut:])])
         for token, rank in ranks.items()
