@@ -3,9 +3,9 @@
 #
 # Hardware  8 GPUs of 24 GB or more, bf16.
 # Time      1 M steps of 256 samples are 2.6e20 FLOPs: 3.8 days at 8 x 100 TFLOP/s; not measured here.
-# Memory    16.92 GB a GPU, of which 13.87 GB are activations, by --dry-run.
-# Fewer     GPUS_PER_NODE=4: 17.43 GB; the batch stays the same, by accumulation.
-#           GPUS_PER_NODE=1: 20.45 GB; 30 days.
+# Memory    17.36 GB a GPU, of which 13.87 GB are activations, by --dry-run.
+# Fewer     GPUS_PER_NODE=4: 17.87 GB; the batch stays the same, by accumulation.
+#           GPUS_PER_NODE=1: 20.89 GB; 30 days.
 # Data      DATA_PATH: prefix of a data set that tools/preprocess_data.py --split-sentences made; VOCAB_FILE: a vocab.txt.
 # Paths     Megatron-LM's, all or none, before the flags: CHECKPOINT_PATH TENSORBOARD_LOGS_PATH VOCAB_FILE DATA_PATH;
 #           or variables of these names.

@@ -5,10 +5,10 @@
 # Hardware  256 GPUs of 80 GB, 32 nodes of 8; start it on each, see examples/launch.sh, or with examples/slurm.
 # Layout    the paper's: 16 pipeline ranks with a zero-bubble schedule, the experts of a layer over 8 GPUs, ZeRO 1; 16
 #           replicas of what isn't an expert, 2 of each expert. Ranks wait for 0.4 % of the time they compute.
-# Memory    51.47 GB on the fullest GPU, of which 21.53 GB are activations, if tokens choose all experts equally
+# Memory    51.51 GB on the fullest GPU, of which 21.66 GB are activations, if tokens choose all experts equally
 #           often; heads and experts are computed again in the backward pass.
 # Time      1.6e22 FLOPs: 2.8 days at 256 x 250 TFLOP/s, an assumption (a quarter of an H100's peak).
-# Fewer     NODES=16: 63.39 GB; twice as long.
+# Fewer     NODES=16: 63.43 GB; twice as long.
 # Balance   the line after each log line says how evenly experts are used; see docs/experts.md.
 # Data      DATA_PATH: prefix of a data set that tools/preprocess_data.py made; TOKENIZER_MODEL: folder of tokenizer.json.
 # Paths     Megatron-LM's, all or none, before the flags, or variables of these names:

@@ -2,7 +2,7 @@
 # Fine-tune the 340 M BERT of examples/bert on RACE for 3 epochs, with scores after each, on the 8 GPUs of one node.
 #
 # Hardware  8 GPUs of 16 GB or more, bf16.
-# Memory    13.07 GB a GPU, by --dry-run; with --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2: 6.21 GB.
+# Memory    13.40 GB a GPU, by --dry-run; with --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2: 6.39 GB.
 # Data      RACE: folder with train, dev and test as published; BERT: folder of the pretrained model; VOCAB: its vocab.txt.
 # Score     bash examples/evaluate/race.sh --epochs 0    scores what was fine-tuned, at any layout.
 set -euo pipefail

@@ -5,11 +5,11 @@
 # Layout    layers split over the 8 GPUs of a node, sequences over 2 nodes, 80 layers over 4 pipeline ranks in 5
 #           chunks each; 8 replicas. Sequences are split so that no activation is computed twice: whole, they
 #           would take 13.81 GB more. Ranks wait for 0.9 % of the time they compute.
-# Memory    29.25 GB on the fullest GPU, of which 13.81 GB are activations.
+# Memory    29.26 GB on the fullest GPU, of which 13.82 GB are activations.
 # Time      6.3e23 FLOPs: 35.5 days at 512 x 400 TFLOP/s, an assumption (four tenths of an H100's peak).
-# Fewer     NODES=16: 34.36 GB; four times as long.
-#           NODES=8: 41.17 GB; a single replica.
-#           NODES=4 --context-parallel-size 1 --recompute-granularity full: 42.98 GB; all layers computed twice.
+# Fewer     NODES=16: 34.37 GB; four times as long.
+#           NODES=8: 41.19 GB; a single replica.
+#           NODES=4 --context-parallel-size 1 --recompute-granularity full: 43.03 GB; all layers computed twice.
 # Data      DATA_PATH: prefix of a data set that tools/preprocess_data.py made; TOKENIZER_MODEL: folder of tokenizer.json.
 # Paths     Megatron-LM's, all or none, before the flags, or variables of these names:
 #           CHECKPOINT_PATH TENSORBOARD_LOGS_PATH TOKENIZER_MODEL DATA_PATH

@@ -5,9 +5,9 @@
 # Layout    each layer's attention over pairs of GPUs, its experts divided over the 8 of a node, 56 layers over 8 pipeline
 #           ranks; 8 replicas of what isn't an expert, 2 of each expert (parallel folding,
 #           arXiv:2504.14960). Ranks wait for 21.9 % of the time they compute.
-# Memory    66.46 GB on the fullest GPU, of which 37.38 GB are activations, if tokens choose all experts equally often.
+# Memory    66.51 GB on the fullest GPU, of which 37.43 GB are activations, if tokens choose all experts equally often.
 # Time      4.8e21 FLOPs: 1.1 days at 128 x 400 TFLOP/s, an assumption (four tenths of an H100's peak); experts reach less.
-# Fewer     NODES=8 --recompute-granularity selective --recompute-modules moe_act: 72.37 GB; twice as long.
+# Fewer     NODES=8 --recompute-granularity selective --recompute-modules moe_act: 72.42 GB; twice as long.
 # Balance   the line after each log line says how evenly experts are used; see docs/experts.md.
 # Data      DATA_PATH: prefix of a data set that tools/preprocess_data.py made; TOKENIZER_MODEL: folder of tokenizer.json.
 # Paths     Megatron-LM's, all or none, before the flags, or variables of these names:

@@ -4,9 +4,9 @@
 # Hardware  64 GPUs of 80 GB, 8 nodes of 8; start it on each, see examples/launch.sh, or with examples/slurm.
 # Layout    the experts of a layer divided over the 8 GPUs of a node, 32 layers over 4 pipeline ranks; 16 replicas of what
 #           isn't an expert, 2 of each expert. Ranks wait for 18.8 % of the time they compute.
-# Memory    55.26 GB on the fullest GPU, of which 34.12 GB are activations, if tokens choose all experts equally often.
+# Memory    55.33 GB on the fullest GPU, of which 34.19 GB are activations, if tokens choose all experts equally often.
 # Time      1.6e21 FLOPs: 0.7 days at 64 x 400 TFLOP/s, an assumption (four tenths of an H100's peak); experts reach less.
-# Fewer     NODES=4: 64.07 GB; twice as long.
+# Fewer     NODES=4: 64.13 GB; twice as long.
 # Balance   the line after each log line says how evenly experts are used; see docs/experts.md.
 # Data      DATA_PATH: prefix of a data set that tools/preprocess_data.py made; TOKENIZER_MODEL: folder of tokenizer.json.
 # Paths     Megatron-LM's, all or none, before the flags, or variables of these names:

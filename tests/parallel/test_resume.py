@@ -91,7 +91,10 @@ class Runs:
         results = run_ranks(train, words, **(world or {}))
         log = "".join(text for text, _ in results)
         reads = {read.first_sample: read for _, each in results for read in each}
-        steps = {int(number): line for number, line in re.findall(r"iteration +(\d+)/.*?(learning rate: .*)", log)}
+        steps = {
+            int(number): line
+            for number, line in re.findall(r"iteration +(\d+)/.*?(learning rate: .*?)(?: time left: .*)?\n", log)
+        }
         return Leg(steps, log, [reads[first] for first in sorted(reads)])
 
     def last(self, name: str) -> Path:
