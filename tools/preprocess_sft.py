@@ -222,21 +222,21 @@ def _remarks(encoder: SampleEncoder, tokenizer: Tokenizer) -> Iterator[str]:
         cut = ", ".join(f"{mark} ({count} tokens)" for mark, count in encoder.cut_marks.items())
         yield (f"the tokenizer cuts marks of turns into pieces, which answers will show: {cut}")
     if ends.none or ambiguous or encoder.cut_marks:
-        yield f"a single token that ends turns: {_single_marks(tokenizer)}"
+        yield f"to end turns with a single token, give {_single_marks(tokenizer)}"
 
 
 def _single_marks(tokenizer: Tokenizer) -> str:
-    """How to get marks that are single tokens, for the user."""
+    """Flags that make turns end with a single token, for the user."""
     end = tokenizer.detokenize([tokenizer.eod])
     try:
         knows = tokenizer.tokenize_parts([end])[0] == [tokenizer.eod]
     except DataError:
         knows = False
     if knows:
-        return f"--turn-start '{{role}}:\\n' --turn-end '{end}\\n', or one of a tokenizer that has marks of turns"
+        return f"--turn-start '{{role}}:\\n' --turn-end '{end}\\n', or a tokenizer that has marks of turns"
     return (
-        "one of --tokenizer-type HuggingFaceTokenizer, with the folder of a tokenizer.json that has marks of turns "
-        "(tools/train_tokenizer.py --special-tokens)"
+        "--tokenizer-type HuggingFaceTokenizer and the folder of a tokenizer.json that has marks of turns "
+        "(tools/train_tokenizer.py --special-tokens makes one)"
     )
 
 

@@ -65,8 +65,11 @@ def _items(path: str, content: bytes) -> Iterator[Record]:
         line, counted = line + text.count("\n", counted, at), at
         try:
             value, at = decoder.raw_decode(text, at)
+        except json.JSONDecodeError as error:
+            raise DataError(f"{path}:{error.lineno}: an item of the list is not JSON: {error.msg}") from None
         except (ValueError, RecursionError):
-            raise DataError(f"{path}:{line}: an item of the list is not JSON, or is nested too deeply") from None
+            why = "is nested too deeply, or has a number of too many digits"
+            raise DataError(f"{path}:{line}: an item of the list {why}") from None
         kind = "a list" if isinstance(value, list) else json.dumps(value)[:20]
         yield Record(path, line, value if isinstance(value, dict) else DataError(f"{kind} instead of a JSON object"))
         at = _after_space(text, at)

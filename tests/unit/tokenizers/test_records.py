@@ -134,7 +134,16 @@ def test_a_file_of_one_list(tmp_path: Path, spread: int | None) -> None:
     assert list(read_records([str(path)], columns=FIELDS)) == []
     for damaged in ('[{"a": 1}', '[{"a": 1} {"b": 1}]', "[1, x]", '[{"a": 1}]\n[]', "[1,"):
         path.write_text(damaged)
-        with pytest.raises(DataError, match=r"alpaca\.json:1: (the list ends here|an item of the list is not JSON)"):
+        with pytest.raises(DataError, match=r"alpaca\.json:1: (the list ends here|an item of the list is not JSON: )"):
+            list(read_records([str(path)], columns=FIELDS))
+    path.write_text('[{"a": 1},\n{"a":\n x}]')
+    with pytest.raises(DataError, match=r"alpaca\.json:3: an item of the list is not JSON: Expecting value"):
+        list(read_records([str(path)], columns=FIELDS))
+    for hostile in ("[" * 100_000, f"[{'9' * 6000}]"):
+        path.write_text(hostile)
+        with pytest.raises(
+            DataError, match=r"json:1: an item of the list is nested too deeply, or has a number of too"
+        ):
             list(read_records([str(path)], columns=FIELDS))
     path.write_bytes(b'["\xff"]')
     with pytest.raises(DataError, match="is not UTF-8: byte 0xff at 3"):

@@ -228,7 +228,7 @@ def test_what_the_summary_says(tmp_path: Path, flags: list[str], capsys: pytest.
         "remark: 2 of 4 answers never learn to stop: what follows them is ordinary text; end turns with a single token",
         "remark: the tokenizer cuts marks of turns into pieces, which answers will show: <|im_start|> (12 tokens), "
         "<|im_end|> (9 tokens)",
-        "remark: a single token that ends turns: --turn-start '{role}:\\n' --turn-end '<|endoftext|>\\n', or one of a "
+        "remark: to end turns with a single token, give --turn-start '{role}:\\n' --turn-end '<|endoftext|>\\n', or a "
         "tokenizer that has marks of turns",
     ]
     # The advice works.
@@ -245,8 +245,8 @@ def test_advice_for_a_tokenizer_without_special_tokens(
     files = ["--vocab-file", str(tokenizer_folder / "vocab.json"), "--merge-file", str(tokenizer_folder / "merges.txt")]
     convert(tmp_path, [CHAT], files)
     assert capsys.readouterr().out.splitlines()[-1] == (
-        "remark: a single token that ends turns: one of --tokenizer-type HuggingFaceTokenizer, with the folder of a "
-        "tokenizer.json that has marks of turns (tools/train_tokenizer.py --special-tokens)"
+        "remark: to end turns with a single token, give --tokenizer-type HuggingFaceTokenizer and the folder of a "
+        "tokenizer.json that has marks of turns (tools/train_tokenizer.py --special-tokens makes one)"
     )
 
 
