@@ -26,10 +26,11 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
+from torch.distributed.checkpoint.planner import SavePlan
 
 from megatron.core.checkpointing.find import find_checkpoint
 from megatron.core.checkpointing.load import load_checkpoint
-from megatron.core.checkpointing.save import _SavePlanner, begin_save, save_checkpoint
+from megatron.core.checkpointing.save import SavePlanner, begin_save, save_checkpoint
 from megatron.core.checkpointing.sharded_view import Staging, sharded_views
 from megatron.core.parallel.mesh import Mesh
 from megatron.core.parallel.sharding import ShardedState, Sharding
@@ -151,19 +152,19 @@ def planned_state(mesh: Mesh) -> list[ShardedState]:
 def planning(num_ranks: int) -> None:
     """One row of the second table: what a rank does by itself, what all exchange, and what each works out of that."""
     tp, pp = JOBS[num_ranks]
-    plans, local = [], []
-    planner = _SavePlanner(Mesh.single())
+    plans: list[SavePlan] = []
+    local, planners = [], []
     for rank in range(num_ranks):
         mesh = Mesh.of(tp=tp, pp=pp, dp=num_ranks // tp // pp, rank=rank)
-        planner = _SavePlanner(mesh)
 
-        def plan(mesh: Mesh = mesh, planner: _SavePlanner = planner) -> None:
-            planner.set_up_planner(dict(sharded_views(planned_state(mesh), mesh)), is_coordinator=mesh.world_rank == 0)
-            plans.append(planner.create_local_plan())
+        def plan(mesh: Mesh = mesh) -> None:
+            planners.append(SavePlanner(mesh, dict(sharded_views(planned_state(mesh), mesh))))
+            plans.append(planners[-1].create_local_plan())
 
         local.append(seconds(plan))
+    coordinator = planners[0]
     exchanged = len(pickle.dumps(plans))
-    together = statistics.median(seconds(lambda: planner.create_global_plan(plans)) for _ in range(5))
+    together = statistics.median(seconds(lambda: coordinator.create_global_plan(plans)) for _ in range(5))
     items = sum(len(each.items) for each in plans)
     print(
         f"  {num_ranks:5} ranks{items:9} boxes{statistics.median(local) * 1e3:9.1f} ms{exchanged / 1e6:9.1f} MB"
