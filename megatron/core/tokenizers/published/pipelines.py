@@ -59,14 +59,19 @@ def parts_of_ranks() -> Parts:
 
 
 def _spaced_bpe_by_age(folder: TokenizerFolder, _: str | None) -> Parts:
-    begins = folder.switch("add_prefix_space", default=True)
+    begins = _begins_with_space(folder)
     scheme = ("always" if folder.switch("legacy", default=False) else "first") if begins else "never"
     return _spaced_bpe(scheme, strips=begins, unk_token=None)
 
 
 def _spaced_bpe_first(folder: TokenizerFolder, _: str | None) -> Parts:
-    scheme = "first" if folder.switch("add_prefix_space", default=True) else "never"
+    scheme = "first" if _begins_with_space(folder) else "never"
     return _spaced_bpe(scheme, strips=True, unk_token=role_of(folder, "unk_token", "<unk>"))
+
+
+def _begins_with_space(folder: TokenizerFolder) -> bool:
+    """Whether a space is put before a text; null, which transformers 4 writes for every Llama, is no false."""
+    return folder.settings.get("add_prefix_space") is not False
 
 
 def _spaced_bpe(scheme: str, *, strips: bool, unk_token: str | None) -> Parts:
