@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import re
 
+from megatron.errors import ConfigError
+
 _DIGIT, _WORD = "0-9", "0-9A-Za-z_"
 _SPACE = r"\t-\r\x{20}\x{A0}\x{1680}\x{2000}-\x{200A}\x{2028}\x{2029}\x{202F}\x{205F}\x{3000}\x{FEFF}"
 _CLASSES = {"d": _DIGIT, "w": _WORD, "s": _SPACE}
@@ -17,12 +19,19 @@ _TOKEN = re.compile(r"\\c[A-Za-z]|\\0(?![0-9])|\\.|\[\^?\]|\[\^?|.", re.DOTALL)
 
 
 def rust_pattern(pattern: str) -> str:
-    """``pattern`` of ECMA-262 as Rust's syntax has it; what neither knows stays, for the library to refuse."""
+    """``pattern`` of ECMA-262 as Rust's syntax has it; what neither knows stays, for the library to refuse.
+
+    Raises ConfigError for a backslash at the end, which the library would leave out.
+    """
     dot = "." if _DOT_TAKES_ALL.search(pattern) else _NOT_LINE_END
     written, place = list[str](), 0
     while place < len(pattern):
         token = _token(pattern, place)
         place += len(token)
+        if token == "\\":
+            raise ConfigError(
+                r"a regular expression ends with a single backslash, which escapes nothing: \\ is a backslash"
+            )
         if token in ("[]", "[^]"):
             written.append(_NONE if token == "[]" else _ANY)
         elif token in ("[", "[^"):

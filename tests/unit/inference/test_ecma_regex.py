@@ -9,6 +9,7 @@ import pytest
 
 from megatron.core.inference.constrained import Constraint, ConstraintCompiler, Vocabulary
 from megatron.core.inference.ecma_regex import rust_pattern
+from megatron.errors import ConfigError
 from tests.harness.serving import byte_tokenizer
 
 pytest.importorskip("llguidance", reason="the extra constrained is not installed")
@@ -106,3 +107,12 @@ def test_a_readers_check_takes_the_answers() -> None:
 def test_what_is_no_class_stays() -> None:
     for pattern in ("a|b", "(?i)a{2,3}?", "^[a-c]{1,4}-[0-9]{2}$", r"\p{L}\P{L}", r"(?<name>x)", "é", "a(b", "(?s)."):
         assert rust_pattern(pattern) == pattern
+
+
+@pytest.mark.parametrize("pattern", ["\\", "a\\", r"\\" + "\\"])
+def test_a_backslash_at_the_end_is_refused(pattern: str) -> None:
+    """The library left it out: the pattern of a backslash alone was answered by an empty text."""
+    with pytest.raises(ConfigError, match="ends with a single backslash"):
+        compiler().regex(pattern)
+    with pytest.raises(ConfigError, match="ends with a single backslash"):
+        compiler().json_schema({"type": "string", "pattern": pattern})
