@@ -8,8 +8,16 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from megatron.config.flags import COUNT
+from megatron.config.flags import COUNT, abridged
 from megatron.errors import ConfigError
+
+
+class NeededFlagError(ConfigError):
+    """A flag whose meaning depends on another ``flag``, which is not given."""
+
+    def __init__(self, flag: str) -> None:
+        super().__init__(f"its meaning depends on {flag}; give it, too")
+        self.flag = flag
 
 
 @dataclass(frozen=True)
@@ -22,7 +30,7 @@ class Told:
     def needed(self, field: str, flag: str) -> Any:
         """The value of a field that must be given; ``flag``: its spelling."""
         if field not in self.values:
-            raise ConfigError(f"its meaning depends on {flag}; give it, too")
+            raise NeededFlagError(flag)
         return self.values[field]
 
 
@@ -36,14 +44,22 @@ def _number(words: list[str], *, least: float = 1) -> float:
         (word,) = words
         number = float(word)
     except ValueError:
-        raise ConfigError(f"it takes one number, not {' '.join(words) or 'none'}") from None
+        raise ConfigError(f"it takes one number, not {abridged(' '.join(words)) or 'none'}") from None
     if not least <= number <= COUNT:
         raise ConfigError(f"the number must be between {least:g} and {COUNT}")
     return number
 
 
+def _whole_number(words: list[str], *, least: int = 1) -> int:
+    """A number that may be written as 300e9."""
+    number = _number(words, least=least)
+    if not number.is_integer():
+        raise ConfigError("the number must be a whole one")
+    return int(number)
+
+
 def _samples(words: list[str], told: Told) -> int:
-    return int(_number(words, least=0)) // max(int(told.needed("seq_length", "--seq-length")), 1)
+    return _whole_number(words, least=0) // max(int(told.needed("seq_length", "--seq-length")), 1)
 
 
 def _train_tokens(words: list[str], told: Told) -> Mapping[str, Any]:
@@ -65,7 +81,7 @@ def _length_in_tokens(field: str) -> Computed:
 
 def _sliding_window(words: list[str], told: Told) -> Mapping[str, Any]:
     """As many keys as a query sees, its own among them."""
-    return {"window_size": (int(_number(words)) - 1, 0)}
+    return {"window_size": (_whole_number(words) - 1, 0)}
 
 
 def _alternating_window(words: list[str], told: Told) -> Mapping[str, Any]:
@@ -107,7 +123,7 @@ def _published_tokenizer(words: list[str], told: Told) -> Mapping[str, Any]:
 
 def _two_levels(words: list[str], told: Told) -> Mapping[str, Any]:
     """Ranks that exchange heads, out of those of context parallelism; the others form rings."""
-    heads, ranks = int(_number(words)), told.needed("context_parallel_size", "--context-parallel-size")
+    heads, ranks = _whole_number(words), told.needed("context_parallel_size", "--context-parallel-size")
     if ranks % heads:
         raise ConfigError(f"--context-parallel-size {ranks} is not divisible by it")
     return {"hierarchical_context_parallel_sizes": (heads, ranks // heads)}

@@ -8,10 +8,10 @@ from typing import Any
 
 from megatron.config.checkpoint import keeps_meaning
 from megatron.config.command import CommandConfig
-from megatron.config.computed_flags import Told
+from megatron.config.computed_flags import NeededFlagError, Told
 from megatron.config.deepspeed import DEEPSPEED_CONFIG, deepspeed_settings
 from megatron.config.files import read_settings, words_of
-from megatron.config.flags import FlagSpec, flags_of, group_name, words
+from megatron.config.flags import FlagSpec, abridged, flags_of, group_name, words
 from megatron.config.layer_patterns import canonical
 from megatron.config.legacy_flags import LEGACY_WORDS, LegacyFlag, legacy_flag
 from megatron.config.names_elsewhere import ADVICE, SAME
@@ -366,7 +366,8 @@ class Intake:
         try:
             meant = legacy.computed([*map(str, values)], told)
         except ConfigError as error:
-            self._wrong(f"{typed}: {error}")
+            if not isinstance(error, NeededFlagError) or error.flag not in self.faulted:
+                self._wrong(f"{words([spelling, *(abridged(str(each)) for each in values)])}: {error}")
             return
         for field in (field for field, value in meant.items() if value is None):
             if field in self.given:

@@ -133,6 +133,7 @@ def test_a_schedule_of_batch_sizes_with_or_without_quotes() -> None:
         ("--sliding-window wide", "--sliding-window wide: it takes one number, not wide"),
         ("--sliding-window", "--sliding-window: it takes one number, not none"),
         ("--sliding-window 0", "--sliding-window 0: the number must be between 1 and 9007199254740992"),
+        ("--sliding-window 16.5", "--sliding-window 16.5: the number must be a whole one"),
         ("--train-tokens nan", "--train-tokens nan: the number must be between 0 and 9007199254740992"),
         (
             "--post-norm --post-mlp-layernorm",
@@ -162,3 +163,11 @@ def test_a_schedule_of_batch_sizes_with_or_without_quotes() -> None:
 def test_refusals(typed: str, message: str) -> None:
     """A wrong value, or a meaning that is not there, is one sentence about the flag that was typed."""
     assert message_of(typed) == message
+
+
+@pytest.mark.parametrize("flag", ["--input-embeds-norm", "--dim-model-base 16"])
+def test_nothing_is_computed_from_a_number_out_of_bounds(flag: str) -> None:
+    """The root of a number of 400 digits is an OverflowError; and such a flag was given, so it is not asked for."""
+    said = message_of(f"--hidden-size {'9' * 400} {flag}")
+    assert said.startswith("--hidden-size is 999") and said.endswith("it must be at most 2147483647"), said
+    assert len(message_of(f"--sliding-window {'9' * 400}")) < 200
