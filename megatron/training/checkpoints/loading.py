@@ -180,9 +180,13 @@ def schedule_to_follow(config: RunConfig, schedule: Schedule, saved: Mapping[str
             use_checkpoint=optimizer.use_checkpoint_opt_param_scheduler,
         )
     except ConfigError as error:
-        again = shlex.join([*sys.argv, "--override-opt_param-scheduler"])
+        again, behind = shlex.join([*sys.argv, "--override-opt_param-scheduler"]), ""
+        if config.world_size > 1:
+            behind = ", behind the launcher and its flags"
+        elif sys.argv[0].endswith(".py"):
+            again = f"python {again}"
         raise ConfigError(
-            f"{error}\nto train on with these flags, as for a longer run, give the command:\n  {again}"
+            f"{error}\nto train on with these flags, as for a longer run, give the command{behind}:\n  {again}"
         ) from None
 
 

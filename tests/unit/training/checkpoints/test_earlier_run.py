@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import os
 from pathlib import Path
@@ -15,6 +16,7 @@ from megatron.core.files.remote_path import path_of
 from megatron.core.models.registry import FAMILIES
 from megatron.core.parallel.context import ParallelContext
 from megatron.errors import CheckpointError, ConfigError
+from megatron.training.checkpoints import loading
 from megatron.training.checkpoints.earlier_run import check_save_folder
 from megatron.training.checkpoints.saving import Saver
 from megatron.training.loop import train_from_start_to_end
@@ -149,6 +151,16 @@ def test_a_longer_run_is_told_its_command(tmp_path: Path, monkeypatch: pytest.Mo
     """To go on with more --train-iters one needed a flag of Megatron-LM's whose name says nothing of that."""
     train(f"--save {tmp_path} --load {tmp_path} --train-iters 2")
     monkeypatch.setattr("sys.argv", ["pretrain_gpt.py", "--load", "my runs", "--train-iters", "4"])
-    command = "pretrain_gpt.py --load 'my runs' --train-iters 4 --override-opt_param-scheduler"
+    command = "python pretrain_gpt.py --load 'my runs' --train-iters 4 --override-opt_param-scheduler"
     with pytest.raises(ConfigError, match=f"give the command:\n  {command}$"):
         train(f"--save {tmp_path} --load {tmp_path} --train-iters 4")
+
+
+def test_a_longer_run_of_several_ranks_is_told_its_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The words of torchrun are not among those that a rank sees."""
+    config = dataclasses.replace(tiny_config("--mock-data"), world_size=2)
+    monkeypatch.setattr("sys.argv", ["pretrain_gpt.py", "--train-iters", "4"])
+    monkeypatch.setattr(loading, "resumed_schedule", mock.Mock(side_effect=ConfigError("differs")))
+    command = "pretrain_gpt.py --train-iters 4 --override-opt_param-scheduler"
+    with pytest.raises(ConfigError, match=f"give the command, behind the launcher and its flags:\n  {command}$"):
+        loading.schedule_to_follow(config, mock.Mock(), {})
