@@ -142,7 +142,8 @@ def validate(run: Run, split: SplitName, where: str, *, evaluation: int) -> None
     read = "all batches"
     if total is not None:  # at the end other ones than in training, as in Megatron-LM: two losses of one iteration
         later = ", after those in training" if where.endswith("on validation set") and evaluation else ""
-        read = f"batches: {evaluation * per_time + 1} to {(evaluation + 1) * per_time}{later}"
+        first, last = evaluation * per_time + 1, (evaluation + 1) * per_time
+        read = (f"batch: {first}" if first == last else f"batches: {first} to {last}") + later
     for name in run.data.evaluated(split):
         collect_garbage_around_evaluation(run.config.training)
         start = time.perf_counter()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -88,7 +89,9 @@ def test_a_checkpoint_carries_the_mixes(
 
 
 def test_validation_sets_are_reported_by_name(prefixes: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    """One number for two kinds of text hides which of them gets worse."""
+    """One number for two kinds of text hides which of them gets worse. Each says which batches it is of: a run's last
+    evaluation has other ones than that in training at the same iteration.
+    """
     flags = (
         f"{TINY_RUN} --tokenizer-type NullTokenizer --seq-length 4 --train-iters 2 --eval-iters 1 --eval-interval 2 "
         f"--train-data-path {prefixes[0]} --valid-data-path {prefixes[0]} second={prefixes[1]} "
@@ -97,8 +100,9 @@ def test_validation_sets_are_reported_by_name(prefixes: list[str], capsys: pytes
     assert pretrain(FAMILIES["gpt"], flags.replace("--eval-iters 0 ", "").split(), prog="pretrain_gpt.py") == 0
     log = capsys.readouterr().out
     for name in ("source0", "second"):
-        assert f" validation loss at iteration 2 ({name}) | lm loss value: " in log
-        assert f" validation loss at iteration 2 on validation set ({name}) | lm loss value: " in log
+        for where, batch in (("", "1"), (" on validation set", "2, after those in training")):
+            said = rf" validation loss at iteration 2{where} \({name}\) \| lm loss value: .*\| batch: {batch} \| \n"
+            assert re.search(said, log), log
 
 
 def test_full_validation_reads_every_sample_once(prefixes: list[str]) -> None:
