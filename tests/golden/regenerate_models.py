@@ -25,7 +25,9 @@ def page() -> str:
     """The whole document, in Markdown."""
     lines = [_INTRODUCTION]
     lines += ["Often asked for, and not available:", ""]
-    lines += [f"- `{name}`: {reason}." for name, reason in REASONS.items()]
+    for reason in dict.fromkeys(REASONS.values()):
+        names = (f"`{name}`" for name, why in REASONS.items() if why == reason)
+        lines.append(f"- {', '.join(names)}: {reason}.")
     lines.append("")
     for family, types in groupby(published_types(), lambda each: each.family):
         lines += [*_section(family, list(types)), ""]

@@ -335,8 +335,7 @@ def merges_forms() -> list[Form]:
             "tokenizer_class": "RobertaTokenizer", "add_prefix_space": True, "mask_token": typed("<mask>",
                  lstrip=True)}),
         form("merges/BART", merged_files(opt), {"tokenizer_class": "BartTokenizer"}, model={"model_type": "bart"}),
-        form("merges/DeBERTa", merged_files(deberta), {"tokenizer_class": "DebertaTokenizer"},
-             model={"model_type": "deberta"}),
+        form("merges/DeBERTa", merged_files(deberta), {"tokenizer_class": "DebertaTokenizer"}),
         form("merges/DeBERTa, prefix space", {"tokenizer.json": deberta}, {
             "tokenizer_class": "DebertaTokenizerFast", "add_prefix_space": True, "do_lower_case": False}),
         form("merges/CodeGen", files, {"tokenizer_class": "CodeGenTokenizer"}, added={"<|pad|>": size}),
@@ -348,6 +347,8 @@ def llama_forms() -> list[Form]:
     llama = {"tokenizer_class": "LlamaTokenizer", "bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
     size = sentencepiece.SentencePieceProcessor(model_proto=llama_model()).get_piece_size()
     both = {"add_bos_token": True, "add_eos_token": False}
+    code = {"tokenizer_class": "CodeLlamaTokenizer", "fill_token": None, "eot_token": None, "prefix_token": None,
+            "middle_token": None, "suffix_token": None}  # fmt: skip
     chat = {"added_tokens_decoder": decoder(
         token("<unk>"), token("<s>"), token("</s>"), first=0) | decoder(
         token("<|im_start|>"), token("<|im_end|>", special=False), first=size)}  # fmt: skip
@@ -372,9 +373,7 @@ def llama_forms() -> list[Form]:
         form("model/Llama, ends", model, {**llama, "add_bos_token": True, "add_eos_token": True}),
         form("model/Llama, no prefix space", model, {**llama, **both, "add_prefix_space": False}),
         form("model/Llama, prefix space null", model, {**llama, **both, "add_prefix_space": None, "legacy": True}),
-        form("model/Code Llama, prefix space null", model, {
-            "tokenizer_class": "CodeLlamaTokenizer", "add_prefix_space": None, "fill_token": None, "eot_token": None,
-            "prefix_token": None, "middle_token": None, "suffix_token": None}),
+        form("model/Code Llama, prefix space null", model, {**code, "add_prefix_space": None}),
         form("json/Llama of transformers 4", {"tokenizer.json": json_of_llama(legacy=True)},
              {**llama, **both, "add_prefix_space": None, "legacy": True, "extra_special_tokens": {}}),
         form("bpe/Qwen, prefix space null", {"tokenizer.json": byte_level("<|endoftext|>")},
@@ -389,8 +388,7 @@ def llama_forms() -> list[Form]:
         form("model/Mistral, bare", model, None, model={"model_type": "mistral"}),
         form("model/Mistral, symbols", symbols, {**llama, **both}, model={"model_type": "mistral"}),
         form("model/Phi 3", model, {**llama, **both, **chat}, model={"model_type": "phi3"}),
-        form("model/Code Llama", model, {"tokenizer_class": "CodeLlamaTokenizer", "fill_token": None, "eot_token": None,
-                                         "prefix_token": None, "middle_token": None, "suffix_token": None}),
+        form("model/Code Llama", model, code),
         form("model/Gemma", gemma, gemma_settings, model={"model_type": "gemma"}),
         form("model/Gemma, settings alone", gemma, {**gemma_settings, "additional_special_tokens": None}),
         form("model/Gemma by model", gemma, None, model={"model_type": "gemma2"}),
@@ -473,9 +471,8 @@ def word_forms() -> list[Form]:
         form("bert/DistilBERT", vocabulary, {"tokenizer_class": "DistilBertTokenizerFast"},
              model={"model_type": "distilbert"}),
         form("bert/ELECTRA", vocabulary, {"tokenizer_class": "ElectraTokenizer"}, model={"model_type": "electra"}),
-        form("bert/ConvBERT", piece, {
-            "tokenizer_class": "ConvBertTokenizer", "do_lower_case": True, "sep_token": "[SEP]", "pad_token": "[PAD]"},
-             model={"model_type": "convbert"}),
+        form("bert/ConvBERT", piece, {"tokenizer_class": "ConvBertTokenizer", "do_lower_case": True,
+             "sep_token": "[SEP]", "pad_token": "[PAD]"}, model={"model_type": "convbert"}),
         form("mpnet/vocab.txt", mpnet, {"tokenizer_class": "MPNetTokenizer"}),
         form("mpnet/published", mpnet, {
             "tokenizer_class": "MPNetTokenizer", "do_lower_case": True, "tokenize_chinese_chars": True,
