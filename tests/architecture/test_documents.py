@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron.core.models import registry
 from tests.architecture.documents import LINK, broken_links, commands, flags_by_script, missing_paths
 from tests.architecture.source_tree import ROOT, files, relative
 
@@ -96,6 +97,7 @@ def help_of(script: str) -> str:
     output = io.StringIO()
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(output), contextlib.suppress(SystemExit):
         patch.setattr(sys, "argv", [script, "--help"])
+        patch.setattr(registry, "_REGISTERED", {})  # a script of an example's own family registers it
         patch.setattr(sys, "path", [str((ROOT / script).parent), str(ROOT), *sys.path])
         runpy.run_path(str(ROOT / script), run_name="__main__")
     return output.getvalue()
