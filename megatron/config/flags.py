@@ -180,11 +180,19 @@ class FlagSpec:
         converted = tuple(self._convert_one(value) for value in values)
         return converted if self.is_list else converted[0]
 
-    def restore(self, saved: Any) -> Any:
-        """The field's value from its JSON form; raises ConfigError for a value that the flag would not accept."""
+    def restore(self, saved: Any, *, where: str) -> Any:
+        """The field's value from its JSON form; raises ConfigError, which names the field in ``where``, for a value
+        that the flag would not accept.
+        """
         if saved is None:
             return None
-        value = () if saved == [] else self.convert(saved)
+        try:
+            return self._accepted(saved)
+        except ConfigError as error:
+            raise ConfigError(f"{where}: {self.group}.{self.field}: {error}") from None
+
+    def _accepted(self, saved: Any) -> Any:
+        value = () if saved == [] and self.is_list and self.count is None else self.convert(saved)
         if wrong := self.out_of_bounds(value):
             raise ConfigError(wrong)
         return value

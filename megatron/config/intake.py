@@ -189,7 +189,8 @@ class Intake:
         saved, lost, wrong = self._with_one_tokenizer(saved), self._replaced_positions(saved), list[str]()
         layers = saved.get("model", {}).get("num_layers")
         for spec in self._checkpoint_fields():
-            value, known = spec.restore(saved.get(spec.group, {}).get(spec.field)), self.given.get(spec.field)
+            value, known = saved.get(spec.group, {}).get(spec.field), self.given.get(spec.field)
+            value = spec.restore(value, where=source)
             is_given = known is not None and known.rank > CHECKPOINT and spec.options.architecture
             asked = known.value if known is not None and is_given else value
             asked = canonical(spec.field, asked, layers) if is_published else asked

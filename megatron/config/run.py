@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, TypeVar
@@ -325,16 +325,22 @@ class RunConfig:
         return {"world_size": self.world_size, **groups_to_json(self.groups())}
 
     @classmethod
-    def from_json(cls, data: Mapping[str, Any], *, groups: Sequence[type] = ()) -> RunConfig:
+    def from_json(
+        cls, data: Mapping[str, Any], *, groups: Sequence[type] = (), where: str = "the saved settings"
+    ) -> RunConfig:
         """The run that ``to_json`` described: fields it lacks take their defaults. ``groups``: those that only its
-        family has (``models.registry.saved_run`` finds them).
+        family has (``models.registry.saved_run`` finds them). ``where``: what messages call the settings.
 
         Raises ConfigError for settings this version does not know.
         """
-        built = {group_name(kind): _group_from_json(kind, data.get(group_name(kind), {})) for kind in CORE_GROUPS}
-        extra = tuple(_group_from_json(kind, data.get(group_name(kind), {})) for kind in groups)
-        check_kinds(data, {"world_size": int}, where="the saved settings", error=ConfigError)
-        return cls(world_size=data.get("world_size") or 1, extra=extra, **built)
+
+        def group(kind: type) -> Any:
+            return group_from_json(kind, data.get(group_name(kind), {}), where=where)
+
+        built, extra = {group_name(kind): group(kind) for kind in CORE_GROUPS}, tuple(map(group, groups))
+        check_kinds(data, {"world_size": int}, where=where, error=ConfigError)
+        with _named(where):
+            return cls(world_size=data.get("world_size") or 1, extra=extra, **built)
 
     @cached_property
     def digest(self) -> str:
@@ -355,16 +361,35 @@ def groups_to_json(groups: Iterable[Any]) -> dict[str, dict[str, Any]]:
     }
 
 
-def _group_from_json(kind: type, values: Mapping[str, Any]) -> Any:
-    as_kind(values, dict[str, Any], where=f"the saved settings: {group_name(kind)}", error=ConfigError)
+def group_from_json(kind: type, values: Any, *, where: str, others: bool = False) -> Any:
+    """A group of settings from the ``values`` that ``groups_to_json`` gave. ``others``: fields that this version does
+    not know are left out.
+
+    Raises ConfigError, which names ``where`` and the field, for anything else than this group's values.
+    """
+    name = group_name(kind)
+    given: dict[str, Any] = as_kind(values, dict[str, Any], where=f"{where}: {name}", error=ConfigError)
     known = {spec.field: spec for spec in flags_of(kind)}
-    unknown = sorted(set(values) - set(known))
-    if unknown:
+    unknown = sorted(set(given) - set(known))
+    if unknown and not others:
         raise ConfigError(
-            f"the saved settings have {group_name(kind)}.{unknown[0]}, which this version does not know: "
-            "they were written by another version"
+            f"{where} have {name}.{unknown[0]}, which this version does not know: they were written by another version"
         )
-    missing = sorted(name for name, spec in known.items() if spec.required and values.get(name) is None)
+    nulls = sorted(field for field, value in given.items() if value is None and field in known)
+    if wrong := [field for field in nulls if not known[field].required and known[field].default is not None]:
+        raise ConfigError(f"{where}: {name}.{wrong[0]} is null, which only settings without a default may be")
+    missing = sorted(field for field, spec in known.items() if spec.required and given.get(field) is None)
     if missing:
-        raise ConfigError(f"the saved settings lack {group_name(kind)}.{missing[0]}")
-    return kind(**{name: known[name].restore(value) for name, value in values.items()})
+        raise ConfigError(f"{where} lack {name}.{missing[0]}")
+    restored = {each: spec.restore(given[each], where=where) for each, spec in known.items() if each in given}
+    with _named(f"{where}: {name}"):
+        return kind(**restored)
+
+
+@contextlib.contextmanager
+def _named(where: str) -> Iterator[None]:
+    """Put ``where`` before what is wrong with a setting."""
+    try:
+        yield
+    except ConfigError as error:
+        raise ConfigError(f"{where}: {error}") from None

@@ -137,7 +137,11 @@ def _settings(summary: Summary) -> Iterator[str]:
 
     yield "settings that are not the default"
     family = find_family(summary.state[MODEL_NAME])
-    run = RunConfig.from_json(summary.state["config"], groups=() if family is None else family.groups)
+    run = RunConfig.from_json(
+        summary.state["config"],
+        groups=() if family is None else family.groups,
+        where=f"{summary.path}: the saved settings",
+    )
     for field, value in run.diff_from_defaults().items():
         yield f"  {field:<34} {' '.join(map(str, value)) if isinstance(value, tuple) else value}"
 

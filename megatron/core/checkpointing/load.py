@@ -104,7 +104,12 @@ def read_run_document(folder: CheckpointFolder | AnyPath) -> dict[str, Any]:
     check_kinds(document, _OF_THE_FILE, where=str(path), error=CheckpointError)
     check_kinds(document["state"], _OF_THE_STATE, where=f"{path}: state", error=CheckpointError)
     if config := document["state"].get("config"):
-        document["state"]["config"] = in_current_names(config, where=f"{path}: state: config", error=CheckpointError)
+        where = f"{path}: state: config"
+        if nulls := [name for name, group in config.items() if group is None]:
+            raise _lacking(where, nulls[0])
+        kinds = {name: int if name == "world_size" else dict[str, Any] for name in config}
+        check_kinds(config, kinds, where=where, error=CheckpointError)
+        document["state"]["config"] = in_current_names(config, where=where, error=CheckpointError)
     if document["format"] > RUN_FORMAT:
         raise CheckpointError(
             f"{path} is of format {document['format']}; this version reads up to {RUN_FORMAT}: use a newer version"

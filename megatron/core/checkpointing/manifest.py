@@ -7,30 +7,32 @@ import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Annotated, Any, cast
 
 from megatron.core.files.remote_path import AnyPath, RemotePath
 from megatron.errors import RESTART_MAY_HELP, CheckpointError, exit_code_of
-from megatron.small_files import as_kind, check_regular, read_json
+from megatron.small_files import Between, as_kind, check_regular, read_json
 
 MANIFEST, METADATA, RUN_FILE = "manifest.json", ".metadata", "run.json"
 _READ_SIZE = 1 << 20
+_Count = Annotated[int, Between(0, 2**63 - 1)]
+_Seconds = Annotated[float, Between(0, 2**37)]  # until the year 6325
 
 
 @dataclass(frozen=True)
 class FileRecord:
     """What a file must be: ``size`` in bytes, ``crc32`` of its bytes as zlib computes it."""
 
-    size: int
-    crc32: int
+    size: _Count
+    crc32: _Count
 
 
 @dataclass(frozen=True)
 class Manifest:
     """The files of one checkpoint, and when it was saved (seconds since 1970): the latest saved is the newest."""
 
-    iteration: int
-    saved_at: float
+    iteration: _Count
+    saved_at: _Seconds
     files: Mapping[str, FileRecord]
 
     def to_json(self) -> str:

@@ -201,4 +201,5 @@ def saved_run(data: Mapping[str, Any], *, name: str, where: str) -> RunConfig:
 
     Raises CheckpointError for a family that isn't known, ConfigError as ``RunConfig.from_json``.
     """
-    return RunConfig.from_json(data, groups=family_named(name, where=where).groups)
+    groups = family_named(name, where=where).groups
+    return RunConfig.from_json(data, groups=groups, where=f"{where}: the saved settings")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import shlex
 import sys
 from collections.abc import Iterable, Mapping
@@ -10,8 +9,8 @@ from itertools import chain
 from typing import Any
 
 from megatron.config.checkpoint import CheckpointConfig, keeps_meaning
-from megatron.config.flags import group_name
-from megatron.config.run import RunConfig
+from megatron.config.flags import flags_of, group_name
+from megatron.config.run import RunConfig, group_from_json
 from megatron.core.checkpointing.agreement import run_on_first
 from megatron.core.checkpointing.find import CheckpointFolder, find_checkpoint, is_unused
 from megatron.core.checkpointing.load import MODEL_NAME, load_checkpoint, read_run_state
@@ -208,7 +207,7 @@ def check_same_model(
             f"{folder.path} holds a {state[MODEL_NAME]} model, where a {model_name} model is wanted; name another "
             "folder"
         )
-    differences, then = [], _saved_values(config, state["config"])
+    differences, then = [], _saved_values(config, state["config"], where=f"{folder.path}: the saved settings")
     for spec in config.flags():
         asked = config.value(spec)
         saved = then.get((spec.group, spec.field), asked)
@@ -225,21 +224,22 @@ def check_same_model(
     check_same_tokenizer(state, folder, tokenizer)
 
 
-def _saved_values(config: RunConfig, saved: Mapping[str, Any]) -> dict[tuple[str, str], Any]:
-    """The values of a saved run in the groups that this run and that one have, by group and field.
+def _saved_values(config: RunConfig, saved: Mapping[str, Any], *, where: str) -> dict[tuple[str, str], Any]:
+    """The values of a saved run in the groups of an architecture that this run and that one have, by group and field.
 
-    A run saved before a flag existed had its default, or what followed from its other settings.
+    A run saved before a flag existed had its default, or what followed from its other settings. Raises CheckpointError,
+    which begins with ``where``, for a value that the flag would not accept.
     """
     found: dict[tuple[str, str], Any] = {}
     for group in config.groups():
-        title = group_name(type(group))
-        values = saved.get(title)
-        if values is None:
+        title, specs = group_name(type(group)), flags_of(type(group))
+        if title not in saved or not any(spec.options.architecture for spec in specs):
             continue
-        known = {each.name for each in dataclasses.fields(group)}
-        given = {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
-        then = type(group)(**{name: value for name, value in given.items() if name in known})
-        found |= {(title, name): getattr(then, name) for name in known}
+        try:
+            then = group_from_json(type(group), saved[title], where=where, others=True)
+        except ConfigError as error:
+            raise CheckpointError(str(error)) from None
+        found |= {(title, spec.field): getattr(then, spec.field) for spec in specs}
     return found
 
 

@@ -65,7 +65,7 @@ class TrainedModel(PlacedModel):
     def is_upcast(self) -> bool:
         """Whether the model computes in another type than it was trained in, by ``--fp32``."""
         saved = read_run_state(self.folder)["config"]["precision"]
-        return self.context.dtype == torch.float32 and bool(saved["bf16"] or saved["fp16"])
+        return self.context.dtype == torch.float32 and bool(saved.get("bf16") or saved.get("fp16"))
 
     @property
     def model(self) -> nn.Module:
@@ -89,8 +89,8 @@ def load_model(config: RunConfig, train_spec: TrainSpec, context: ParallelContex
         folder = find_checkpoint(settings.pretrained_checkpoint, mesh=mesh, flag="--pretrained-checkpoint")
     state = read_run_state(folder)
     check_same_tokenizer(state, folder, tokenizer)
-    vocabulary = state["config"]["model"]["vocab_size"]
-    if tokenizer.vocab_size > vocabulary:
+    vocabulary = state["config"]["model"].get("vocab_size")
+    if isinstance(vocabulary, int) and tokenizer.vocab_size > vocabulary:
         raise ConfigError(
             f"{tokenizer.name} has {tokenizer.vocab_size} tokens, and the model in {folder.path} has {vocabulary}: "
             "name the files of the tokenizer that it was trained with"

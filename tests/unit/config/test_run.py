@@ -132,8 +132,11 @@ def test_digest_sees_every_setting_and_nothing_else() -> None:
             "the saved settings have model.depth, which this version does not know: they were "
             "written by another version",
         ),
-        (("model", "num_layers", "x"), "--num-layers is a whole number, not 'x'"),
-        (("model", "num_layers", -3), "--num-layers is -3; it must be at least 1"),
+        (("model", "num_layers", "x"), "the saved settings: model.num_layers: --num-layers is a whole number, not 'x'"),
+        (
+            ("model", "num_layers", -3),
+            "the saved settings: model.num_layers: --num-layers is -3; it must be at least 1",
+        ),
         (("model", "num_layers", None), "the saved settings lack model.num_layers"),
     ],
 )

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
+import json
 from pathlib import Path
 
 import pytest
 
-from megatron.core.datasets.metadata import DatasetMetadata, TokenizerStamp
+from megatron.core.datasets.metadata import ContentDigests, DatasetMetadata, TokenizerStamp
 from megatron.errors import DataError
+from tests.harness.damaged import OTHERS, paths, replaced
 
 GPT2 = TokenizerStamp("GPT2BPETokenizer", 50257, 50256, "aa" * 32)
 LLAMA = TokenizerStamp("HuggingFaceTokenizer", 32000, 2, "bb" * 32)
@@ -76,3 +79,21 @@ def test_metadata_of_other_files_are_refused(counts: tuple[int, int]) -> None:
     metadata().check_counts("x", num_tokens=10, num_sequences=3)
     with pytest.raises(DataError, match=r"x\.meta\.json describes 10 tokens in 3 sequences but x\.idx has"):
         metadata().check_counts("x", num_tokens=counts[0], num_sequences=counts[1])
+
+
+def test_every_value_replaced(tmp_path: Path) -> None:
+    """Each ends in a sentence that names the file, or in metadata that can be compared."""
+    whole = json.loads(metadata().to_json())
+    whole |= {"sha256": {"bin": "a", "idx": "b"}, "chat": {"template": "x", "end_tokens": [1, 2]}}
+    refused = 0
+    for path, other in itertools.product(paths(whole), OTHERS):
+        (tmp_path / "x.meta.json").write_text(json.dumps(replaced(whole, path, other)))
+        try:
+            found = DatasetMetadata.read(str(tmp_path / "x"))
+            assert found is not None
+            found.check_tokenizer("x", LLAMA)
+            found.check_vocabulary("x", vocab_size=60000)
+            found.check_content("x", ContentDigests("a", "b"))
+        except DataError as error:
+            refused += "x.meta.json" in str(error)
+    assert refused > 80

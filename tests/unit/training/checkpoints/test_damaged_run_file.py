@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -13,40 +14,22 @@ import pytest
 
 from megatron.core.checkpointing.find import CheckpointFolder
 from megatron.core.checkpointing.load import read_run_state
+from megatron.core.models.registry import saved_run
 from megatron.core.parallel.context import ParallelContext
 from megatron.core.tokenizers.chat_settings import ChatSettings
-from megatron.errors import CheckpointError, MegatronError
+from megatron.errors import CheckpointError, ConfigError, MegatronError
 from megatron.training.checkpoints import compatibility, loading
 from megatron.training.checkpoints.saving import Saver
 from megatron.training.run.run import Run
+from tests.harness.damaged import OTHERS, paths, replaced
 from tests.harness.runs import TINY_RUN, tiny_run
 from tools.checkpoint import inspect_checkpoint
 
-GONE = object()
-OTHERS: tuple[Any, ...] = ({}, [], None, 10**30, -1.5, "x", GONE)
 
-
-def paths(value: Any, path: tuple[str | int, ...] = ()) -> Iterator[tuple[str | int, ...]]:
-    """Of every value inside a JSON value; of settings, which have tests of their own, and of sizes, the group alone."""
-    if path:
-        yield path
-    if path[:2] == ("state", "config") or path[:1] in (("layout",), ("versions",)):
-        return
-    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
-    for key, each in items:
-        yield from paths(each, (*path, key))
-
-
-def replaced(value: Any, path: tuple[str | int, ...], by: Any) -> Any:
-    """A JSON value with what is at ``path`` replaced, or left out."""
-    changed = value.copy()
-    if len(path) > 1:
-        changed[path[0]] = replaced(value[path[0]], path[1:], by)
-    elif by is GONE:
-        del changed[path[0]]
-    else:
-        changed[path[0]] = by
-    return changed
+def main_paths(whole: Any) -> list[tuple[str | int, ...]]:
+    """Places of all values but settings, which have a test of their own, and sizes, whose group is replaced."""
+    groups = (("state", "config"), ("layout",), ("versions",))
+    return [path for path in paths(whole) if not any(path[: len(each)] == each != path for each in groups)]
 
 
 @pytest.fixture(scope="module")
@@ -76,7 +59,7 @@ def test_no_value_ends_in_a_traceback(saved: tuple[Run, Path], capsys: pytest.Ca
         mock.patch.object(inspect_checkpoint, "_find", return_value=found),
         mock.patch.object(loading, "load_checkpoint"),
     ):
-        for path in paths(whole):
+        for path in main_paths(whole):
             for other in OTHERS:
                 (folder / "run.json").write_text(json.dumps(replaced(whole, path, other)))
                 for use in (lambda: loading.load(run), lambda: inspect_checkpoint.main([str(folder)]), can_load):
@@ -111,3 +94,54 @@ def test_an_empty_object(path: tuple[str, ...], words: str | None, saved: tuple[
         return
     with pytest.raises(CheckpointError, match=f"{file}: {words}"):
         read_run_state(file.parent)
+
+
+def test_settings(saved: tuple[Run, Path], capsys: pytest.CaptureFixture[str]) -> None:
+    """Lists in place of sizes, nulls, and groups of another type ended in TypeErrors, or in words about flags alone."""
+    run, folder = saved
+    whole = json.loads((folder / "run.json").read_text())
+    found, schedule, seen = CheckpointFolder(folder, 1, is_verified=True), run.schedule, set[str]()
+    given = ["--use-checkpoint-args", "--use-checkpoint-opt_param-scheduler", "--mock-data", "--fp16"]
+    given += ["--train-iters", "3", "--micro-batch-size", "1", "--lr", "0.1"]
+    uses: tuple[Callable[[], object], ...] = (
+        lambda: loading.load(run),
+        lambda: inspect_checkpoint.main([str(folder)]),
+        lambda: saved_run(read_run_state(folder)["config"], name="gpt", where=str(folder)),
+        lambda: compatibility.check_loadable(folder, given),
+    )
+    with (
+        mock.patch.object(loading, "find_checkpoint", return_value=found),
+        mock.patch.object(compatibility, "find_checkpoint", return_value=found),
+        mock.patch.object(inspect_checkpoint, "_find", return_value=found),
+        mock.patch.object(loading, "load_checkpoint"),
+    ):
+        for number, path in enumerate(paths(whole["state"]["config"])):
+            if len(path) > 2:
+                continue
+            for other_number, other in enumerate(OTHERS):
+                (folder / "run.json").write_text(json.dumps(replaced(whole, ("state", "config", *path), other)))
+                run.schedule = schedule
+                try:
+                    uses[(number + other_number) % len(uses)]()
+                except MegatronError as error:
+                    seen.add(f"{error.exit_code}: {error}")
+                except Exception as error:
+                    pytest.fail(f"{path} as {other!r}: {type(error).__name__}: {error}")
+    (folder / "run.json").write_text(json.dumps(whole))
+    assert len(seen) > 300 and all(each.startswith("2: ") for each in seen)
+    capsys.readouterr()
+
+
+@pytest.mark.parametrize(
+    ("path", "by", "words"),
+    [
+        (("model", "num_layers"), [], "model.num_layers: --num-layers takes 1 value, not none"),
+        (("moe", "moe_layer_freq"), None, "moe.moe_layer_freq is null, which only settings without a default may be"),
+        (("model", "hidden_size"), "x", "model.hidden_size: --hidden-size is a whole number, not 'x'"),
+    ],
+)
+def test_one_wrong_setting(path: tuple[str, str], by: Any, words: str, saved: tuple[Run, Path]) -> None:
+    """The file and the key are named: nobody gave the flag."""
+    config = replaced(read_run_state(saved[1])["config"], path, by)
+    with pytest.raises(ConfigError, match=re.escape(f"{saved[1]}: the saved settings: {words}")):
+        saved_run(config, name="gpt", where=str(saved[1]))
