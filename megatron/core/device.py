@@ -19,7 +19,7 @@ def gpus() -> int:
 
 
 def gpu(number: int) -> torch.device:
-    """That GPU, which becomes this process's own."""
+    """The GPU with this number, which becomes the process's current device."""
     device = torch.device("cuda", number)
     torch.cuda.set_device(device)
     return device
@@ -55,7 +55,7 @@ def capability(device: torch.device) -> tuple[int, int] | None:
 
 
 def cuda_release() -> tuple[int, ...] | None:
-    """Of the CUDA that torch was built with, as (12, 9), or None without it."""
+    """Release of the CUDA that torch was built with, such as (12, 9), or None without it."""
     found = torch.version.cuda
     return None if found is None else tuple(map(int, found.split(".")))
 
@@ -103,7 +103,7 @@ class Event(Protocol):
 
 
 class _NoEvent:
-    """On a CPU everything before it is done when it is recorded."""
+    """An event of a CPU, where everything before it is done when it is recorded."""
 
     def record(self) -> None:
         pass

@@ -23,7 +23,7 @@ class Retention:
     keep_every: int | None = None
 
     def surplus(self, iterations: Iterable[int], *, newest: int) -> list[int]:
-        """Those of ``iterations`` to delete now that ``newest`` is durable, ascending.
+        """Iterations to delete now that ``newest`` is durable, ascending.
 
         Iterations beyond ``newest`` belong to a run that went on from there before; they are left alone.
         """

@@ -86,7 +86,7 @@ def save_streamed(
     *,
     files: Mapping[str, bytes] | None = None,
 ) -> AnyPath:
-    """As ``save_checkpoint`` by one process, of tensors that are made one after another while they are written."""
+    """Save a checkpoint from one process, with tensors that are made one after another while they are written."""
     pending = PendingSave(path_of(root), iteration, run_state, Mesh.single(), files or {})
     pending.stream(boxes)
     return pending.finish()
@@ -131,7 +131,7 @@ class PendingSave:
             return run_on_first(lambda: self._publish(written), self._mesh)
 
     def plan(self, views: dict[str, ShardedView]) -> None:
-        """Agree on who writes which box. A collective; every rank works out the whole plan by itself."""
+        """Agree on who writes which box. A collective; every rank computes the whole plan."""
         self._planner = SavePlanner(self._mesh, views)
         self._writer.set_up_storage_writer(self._mesh.world_rank == 0)
         plans = gather_from_all(self._planner.create_local_plan, self._mesh)
@@ -217,7 +217,7 @@ class SavePlanner(DefaultSavePlanner):
 
 
 def without_surroundings(tensor: Tensor) -> Tensor:
-    """The same memory as a contiguous CPU ``tensor``, in a storage that ends where the tensor ends."""
+    """A view of a contiguous CPU ``tensor`` whose storage ends where the tensor ends; the memory is shared."""
     start = tensor.storage_offset() * tensor.element_size()
     storage = tensor.untyped_storage()[start : start + tensor.nbytes]
     return torch.empty(0, dtype=tensor.dtype).set_(storage, 0, tensor.shape, tensor.stride())

@@ -37,7 +37,7 @@ class ShardedView(Tensor):
         return cls._wrap(state.tensor.detach().view(-1), shape=state.sharding.shape, parts=parts)
 
     def copied(self, staging: Staging, name: str) -> ShardedView:
-        """The same view of a copy in main memory, which later updates of the tensor don't reach."""
+        """A view of a copy in main memory, which later updates of the tensor don't reach."""
         return self._wrap(staging.copy(name, self._flat), shape=tuple(self.shape), parts=self._boxes.values())
 
     @classmethod

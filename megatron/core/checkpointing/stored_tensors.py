@@ -41,7 +41,7 @@ class StoredTensors:
         self.model: Mapping[str, TensorEntry] = {
             name.removeprefix("model."): entry for name, entry in self.entries.items() if name.startswith("model.")
         }
-        """Those of the model's parameters, by the parameters' names."""
+        """Entries of the model's parameters, by the parameters' names."""
         self.objects = [
             name for name, entry in metadata.state_dict_metadata.items() if isinstance(entry, BytesStorageMetadata)
         ]

@@ -61,8 +61,8 @@ def load_torch_file(path: Path) -> Any:
 
 
 def load_torch_bytes(file: IO[bytes], length: int, *, name: str, is_checked: bool = True) -> Any:
-    """As ``load_torch_file``, of the next ``length`` bytes of ``file``, which are read as a whole; ``name`` is used
-    for them in messages. ``is_checked``: the checksums of tensors are compared, too.
+    """Load a ``torch.save`` file from the next ``length`` bytes of ``file``, which are read as a whole; ``name`` is
+    used for them in messages. ``is_checked``: the checksums of tensors are compared, too.
     """
     with _explained(name):
         begin = file.tell()

@@ -99,7 +99,7 @@ class _PlainUnpickler(pickle._Unpickler):
         self.append(StandIn(function.stands_for, arguments) if build is None else build(*arguments))
 
     def call_marked(self) -> None:
-        """OBJ."""
+        """Opcode OBJ: call with arguments from the mark on."""
         function, *arguments = self.pop_mark()
         self.stack += [function, tuple(arguments)]
         self.call()
@@ -111,7 +111,7 @@ class _PlainUnpickler(pickle._Unpickler):
             raise CheckpointError("it copies the same objects so often that they are far larger than its file")
 
     def set_state(self) -> None:
-        """BUILD."""
+        """Opcode BUILD: set an object's state."""
         state, target = self.stack.pop(), self.stack[-1]
         if isinstance(target, StandIn) and target.arguments is not None:
             target.state = state
@@ -141,13 +141,13 @@ class _PlainUnpickler(pickle._Unpickler):
             raise CheckpointError(f"it sets items of {_kind(target)}")
 
     def make_dict(self) -> None:
-        """DICT."""
+        """Opcode DICT: make a dictionary from the items after the mark."""
         values = self.pop_mark()
         self.append({})
         self.set_items(values)
 
     def make_bytes(self) -> None:
-        """BYTEARRAY8. Python's own would take the memory before it reads."""
+        """Opcode BYTEARRAY8. Python's own would take the memory before it reads."""
         self.append(self.read(*unpack("<Q", self.read(8))))
 
 

@@ -20,7 +20,9 @@ _GRADIENTS = 1  # tag of the ring of gradients, which runs beside that of the ke
 
 @dataclass(frozen=True)
 class Ring:
-    """From each rank to the next. ``team``: the ranks that hold the sequence together."""
+    """Pass keys and values round a ring, from each rank to the next. ``team``: the ranks that hold the sequence
+    together.
+    """
 
     team: Team
 
@@ -50,12 +52,12 @@ class Ring:
 
 @dataclass(frozen=True)
 class Gather:
-    """From all ranks of the axis ``cp``, which are ``team``, at once."""
+    """Gather keys and values from all ranks of the axis ``cp``, which are ``team``, at once."""
 
     team: Team
 
     def visit(self, packed: Tensor) -> Iterator[tuple[int, Tensor]]:
-        """See ``Ring``."""
+        """Every rank's packed keys and values with the rank's position in the team, this rank's own first."""
         ranks, rank = self.team.size, self.team.rank
         everyone = packed.new_empty(ranks * packed.numel())
         gathering = all_gather_into_async(everyone, packed, self.team.mesh, "cp")

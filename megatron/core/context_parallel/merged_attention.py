@@ -40,7 +40,7 @@ class _Call:
     expand: Expand | None = None
 
     def with_options(self, **changes: Any) -> _Call:
-        """The same call with other options."""
+        """This call with some other options."""
         return dataclasses.replace(self, options=dataclasses.replace(self.options, **changes))
 
     def parts(self, owner: int, q: Tensor, k: Tensor) -> Iterator[tuple[Visible, AttentionOptions]]:

@@ -55,7 +55,9 @@ def visible(asker: int, owner: int, *, queries: int, keys: int, causal: bool) ->
 def visible_pieces(
     asker: int, owner: int, ranks: int, *, queries: int, keys: int, causal: bool, window: tuple[int, int] | None
 ) -> list[Visible]:
-    """As ``visible``, one for each pair of pieces with a key that some query sees, with their distances."""
+    """What a rank's queries see of another's keys, one entry for each pair of pieces with a visible key, with their
+    distances.
+    """
     found = []
     own, others = _pieces(queries, asker, ranks), _pieces(keys, owner, ranks)
     before, after = window or (keys * ranks, keys * ranks)
@@ -101,7 +103,7 @@ class Documents:
         return found
 
     def held(self, rank: int, ranks: int) -> list[dict[int, slice]]:
-        """For each sample: the documents of which ``rank`` of ``ranks`` holds a part, with its local positions."""
+        """The documents of each sample of which ``rank`` of ``ranks`` holds a part, with its local positions."""
         if (rank, ranks) not in self._held:
             self._held[rank, ranks] = [self._held_of(spans, rank, ranks) for spans in self._spans]
         return self._held[rank, ranks]

@@ -29,4 +29,4 @@ KINDS: dict[str, Any] = {
     **dict.fromkeys(("position_embedding_type", "normalization"), str),
     **dict.fromkeys(("apply_residual_connection_post_layernorm", "parallel_attention", "qk_layernorm"), bool),
 }
-"""By field of our architecture, whatever another program calls the setting."""
+"""Types and bounds of our architecture's fields, whatever another program calls the setting."""

@@ -119,7 +119,7 @@ def _json(path: Path, kinds: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def copied_tokenizer(config: TokenizerConfig, folder: AnyPath) -> TokenizerConfig:
-    """The same tokenizer with its files where ``folder`` will have them."""
+    """The tokenizer's settings with its files where ``folder`` will have them."""
     if isinstance(folder, Path):
         folder = folder.resolve()
 
@@ -139,7 +139,9 @@ def tokenizer_of(config: TokenizerConfig) -> Tokenizer | None:
 
 
 def text_tokenizer_of(config: TokenizerConfig) -> Tokenizer | None:
-    """As ``tokenizer_of``, None for one that uses ids as numbers, too: none of them is known to end a text."""
+    """The tokenizer of text, or None where its files are missing or it uses ids as numbers: no such id is known to end
+    a text.
+    """
     return None if config.tokenizer_type == "NullTokenizer" else tokenizer_of(config)
 
 

@@ -60,7 +60,7 @@ class Conversion:
 
 
 def convert(job: Conversion, say: Callable[[str], None]) -> proof.Proof | None:
-    """Do it; the proof that source and target are the same model, or None when it was skipped.
+    """Convert a checkpoint; returns the proof that source and target are the same model, or None when it was skipped.
 
     ``say`` prints a line. Raises CheckpointError for a source that can't be converted and a target that exists,
     ProofError when the two give different logits; the target is then not there at all.

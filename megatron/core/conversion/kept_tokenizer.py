@@ -94,7 +94,7 @@ def kept_files(tokenizer: Mapping[str, Any], folder: AnyPath) -> dict[str, str]:
 
 
 def with_kept_files(config: TokenizerConfig, folder: AnyPath) -> TokenizerConfig:
-    """The same tokenizer with the files that the checkpoint ``folder`` keeps, where it does."""
+    """The tokenizer's settings with the files that the checkpoint ``folder`` keeps, where it does."""
     kept: dict[str, Any] = {**kept_files({"tokenizer_type": config.tokenizer_type}, folder)}
     return dataclasses.replace(config, **kept)
 

@@ -42,7 +42,9 @@ class ProofError(MegatronError):
 
 @dataclass(frozen=True)
 class Proof:
-    """``difference``: the largest of any logit. ``largest``: the largest logit of the source."""
+    """Result of comparing logits. ``difference``: the largest of any logit. ``largest``: the largest logit of the
+    source.
+    """
 
     difference: float
     largest: float
@@ -173,7 +175,7 @@ class _InFP32(TorchFunctionMode):
 
 
 def transformers_version(*, skip: str = "--skip-proof") -> str:
-    """Its version; CheckpointError when it isn't installed. ``skip``: the flag that skips the proof."""
+    """Installed release of transformers; CheckpointError without one. ``skip``: the flag that skips the proof."""
     try:
         import transformers
     except ImportError:
@@ -186,7 +188,7 @@ def transformers_version(*, skip: str = "--skip-proof") -> str:
 
 @contextmanager
 def _quiet_transformers() -> Iterator[None]:
-    """Without progress bars and advice of transformers."""
+    """Turn off progress bars and advice of transformers inside the block."""
     from transformers.utils import logging as transformers_logging
 
     level = transformers_logging.get_verbosity()

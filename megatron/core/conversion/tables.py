@@ -102,7 +102,7 @@ def to_ours(
 
 
 def to_theirs(found: Sequence[Match], ours: Mapping[str, LazyTensor], model: ModelConfig) -> dict[str, LazyTensor]:
-    """Their tensors in the order of our parameters, each made of ours when it is wanted.
+    """Tensors under their other names, in the order of our parameters, each made of ours when it is read.
 
     One of ours is read once when its parts are asked for in their order.
     """

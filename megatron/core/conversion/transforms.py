@@ -42,7 +42,7 @@ def _join_query_key_value(parts: Sequence[Tensor], model: ModelConfig) -> Tensor
 def _split_query_key_value(
     tensor: Tensor, model: ModelConfig, *, order: Callable[[Tensor, ModelConfig], Tensor] | None = None
 ) -> list[Tensor]:
-    """``order``: of rotary pairs; halves unless given."""
+    """Split a fused matrix into queries, keys and values. ``order``: of rotary pairs; halves unless given."""
     heads, groups, width = model.num_attention_heads, model.num_query_groups, model.kv_channels
     grouped = tensor.reshape(groups, -1, *tensor.shape[1:])
     parts = torch.split(grouped, [heads // groups * width, width, width], dim=1)
@@ -91,7 +91,7 @@ families here rotate.
 """
 
 NEIGHBOURING_QUERY_KEY_VALUE = Transform(_join_query_key_value, partial(_split_query_key_value, order=neighbours))
-"""As ``QUERY_KEY_VALUE`` for types that rotate the pairs ``(2i, 2i+1)``."""
+"""Joins queries, keys and values as ``QUERY_KEY_VALUE`` does, for types that rotate the pairs ``(2i, 2i+1)``."""
 
 
 def _query_key_value_below_each_other(parts: Sequence[Tensor], model: ModelConfig) -> Tensor:

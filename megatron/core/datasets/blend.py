@@ -27,7 +27,7 @@ class BlendSpec:
     weights: tuple[float, ...] | None = None
 
     def without(self, prefixes: Collection[str]) -> BlendSpec:
-        """The same proportions without some prefixes."""
+        """The blend without some prefixes, in unchanged proportions."""
         kept = [place for place, prefix in enumerate(self.prefixes) if prefix not in prefixes]
         weights = None if self.weights is None else tuple(self.weights[place] for place in kept)
         return BlendSpec(tuple(self.prefixes[place] for place in kept), weights)

@@ -43,7 +43,7 @@ class MegatronIndex:
     shuffle: NDArray[Any]
 
     def in_training_order(self) -> SampleIndex:
-        """The same samples, in the order in which training reads them."""
+        """The samples in the order in which training reads them."""
         return SampleIndex(self.documents, self.starts[self.shuffle])
 
 

@@ -47,7 +47,7 @@ class LengthHistogram:
             self.counts[value] = self.counts.get(value, 0) + count
 
     def percentiles(self, *shares: float) -> list[int]:
-        """For each ``share``, the least length that this percentage of documents don't exceed; [] without documents."""
+        """The least length that each percentage in ``shares`` of the documents doesn't exceed; [] without documents."""
         values = np.array(sorted(self.counts), np.int64)
         reached = np.cumsum([self.counts[value] for value in values.tolist()])
         if not len(values):

@@ -1,4 +1,4 @@
-"""From a sample's number to its place in the shuffled documents: our order, epoch by epoch, or Megatron-LM's."""
+"""The way from a sample's number to its place in the shuffled documents: epoch by epoch, or as in Megatron-LM."""
 
 from __future__ import annotations
 

@@ -66,7 +66,7 @@ class SourceDataset(SampleDataset, Protocol):
         """The source's name for messages."""
 
     def with_samples(self, num_samples: int) -> SourceDataset:
-        """The same samples, and more or fewer of them."""
+        """This data set with another number of samples, of which the common ones are unchanged."""
 
     def prepare(self) -> None:
         """Store all indices that the samples need in the cache."""
@@ -89,7 +89,7 @@ class Order:
         return self.num_samples
 
     def with_samples(self, num_samples: int) -> Self:
-        """The same order, of more samples or fewer. Orders that depend on the number of samples have none."""
+        """This order with another number of samples. Orders that depend on the number of samples can't change it."""
         assert self.is_endless, f"{type(self).__name__} depends on the number of its samples"
         other = copy(self)
         other.num_samples = num_samples
@@ -149,7 +149,7 @@ class OrderedDataset(ABC):
         return [f"{self.prefix}: {len(self):,} samples, {epochs:.2f} epochs"]
 
     def with_samples(self, num_samples: int) -> Self:
-        """The same samples, and more or fewer of them."""
+        """This data set with another number of samples, of which the common ones are unchanged."""
         other = copy(self)
         other.order = self.order.with_samples(num_samples)
         return other

@@ -52,7 +52,7 @@ class Span:
         return Span(start, stop) if start < stop else None
 
     def moved(self, offset: int) -> Span:
-        """The same elements seen from a tensor that starts ``offset`` elements earlier."""
+        """The span seen from a tensor that starts ``offset`` elements earlier."""
         return Span(self.start + offset, self.stop + offset)
 
 
@@ -290,7 +290,7 @@ def frozen_parts(
 
 
 def tied_holders(shardings: Iterable[Sharding], mesh: Mesh) -> dict[str, tuple[int, ...]]:
-    """For each tied name on this rank's pipeline: the world ranks that hold a copy, by stage. All ranks call this."""
+    """World ranks that hold a copy of each tied parameter on this rank's pipeline, by stage. All ranks call this."""
     names = {sharding.tied for sharding in shardings if sharding.tied is not None}
     everywhere = gather_objects(names, mesh) if mesh.size("pp") > 1 else {mesh.world_rank: names}
     here = {rank: everywhere[rank] for rank in mesh.members("pp")}

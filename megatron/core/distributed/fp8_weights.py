@@ -43,7 +43,7 @@ class _Part:
         return (BLOCK, BLOCK) if self.quantizer.recipe == "blockwise" else None
 
     def in_matrices(self) -> list[tuple[Tensor, Tensor, int]]:
-        """Of each matrix the weights that are here, their codes, and the number of the first of them."""
+        """The weights of each matrix that are here, their codes, and the number of the first of them."""
         size, found = math.prod(self.shape), []
         for number in range(self.count):
             begin, end = (min(max(number * size + each - self.start, 0), self.weights.numel()) for each in (0, size))
@@ -126,7 +126,7 @@ class Fp8Weights:
 
     @torch.no_grad()
     def keep_shards(self) -> None:
-        """After weights were loaded: take this rank's shards of them."""
+        """Take this rank's shards of weights that were loaded."""
         for buffer in self.buffers:
             for bucket in buffer.buckets:
                 shard = buffer.shard(bucket)

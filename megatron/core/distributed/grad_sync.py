@@ -128,7 +128,7 @@ class GradSync:
         self._sum_tied()
 
     def _collect(self, reduction: _Reduction, entry: ParamEntry, parameter: Tensor) -> None:
-        """After autograd has accumulated a gradient: add it to the buffer."""
+        """Add a gradient to the buffer, after autograd has accumulated it."""
         grad = parameter.grad
         assert grad is not None, "autograd calls this after it has set a gradient"
         if grad is not entry.resting_grad:
@@ -137,7 +137,7 @@ class GradSync:
         self._count(reduction, entry)
 
     def _count(self, reduction: _Reduction, entry: ParamEntry) -> None:
-        """After a gradient has been added to the buffer: count it towards its bucket, and reduce what is complete."""
+        """Count a gradient that was added to the buffer towards its bucket, and reduce what is complete."""
         if reduction.handle is not None:
             raise ParallelError(
                 f"{entry.name} received a gradient after its bucket had been reduced: the parameters that take part "

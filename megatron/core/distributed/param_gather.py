@@ -57,7 +57,7 @@ class ParamGather:
             self._gather(bucket, buffer.shard(bucket).of(flat), bucket.span.of(flat), buffer.reduce)
 
     def start_again(self) -> None:
-        """After a step that changed no weight: scales of weights in 8 bits may have changed."""
+        """Start again after a step that changed no weight: scales of weights in 8 bits may have changed."""
         if self._fp8.buffers:
             self.start()
 

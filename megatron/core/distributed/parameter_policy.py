@@ -32,7 +32,7 @@ class ParameterPolicy:
 
 
 Policies = Mapping[str, ParameterPolicy]
-"""By global name, as checkpoints name parameters: tied copies share one."""
+"""Policies by global name, as checkpoints name parameters: tied copies share one."""
 
 
 def parameter_policies(

@@ -158,11 +158,11 @@ class CachedStep:
 
     @property
     def max_length(self) -> int:
-        """See ``AttentionCache``."""
+        """How long a text can get."""
         return self._cache.max_length
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Tensor:
-        """See ``AttentionCache``."""
+        """Store keys and values of the step's tokens for ``layer``, and attend from each token to its text so far."""
         keys, values = self._cache.keys[layer], self._cache.values[layer]
         keys.index_copy_(1, self._written, k.squeeze(1).transpose(0, 1))
         if self._cache.has_values[layer]:
@@ -183,7 +183,7 @@ class CachedStep:
     def attend_encoder(
         self, layer: int, q: Tensor, project: Callable[[Tensor], Encoded], options: AttentionOptions
     ) -> Tensor:
-        """See ``AttentionCache``."""
+        """Attend from each token to all of its text's encoder prompt."""
         results = []
         for row, start, stop in zip(self._rows, self._ends, self._ends[1:]):
             hidden_states, layers = self._cache.encoder_outputs[row.slot]
@@ -193,7 +193,7 @@ class CachedStep:
         return torch.cat(results)
 
     def with_bias(self, bias: Callable[[Tensor, Tensor], Tensor]) -> CachedStep:
-        """See ``AttentionCache``."""
+        """A cache whose ``attend`` adds ``bias`` to the scores."""
         step = copy(self)
         step._more, step._biases = bias, {}
         return step
@@ -290,7 +290,7 @@ class CachedStep:
     def _bias(
         self, key: tuple[int, _Kind], call: CachedCall, q: Tensor, groups: int, options: AttentionOptions
     ) -> Tensor | None:
-        """Made once for all layers, whose slopes are the same."""
+        """Bias of one call, made once for all layers, whose slopes are the same."""
         if key not in self._biases:
             bias = call.bias(options, self._more, q)
             if bias is not None:

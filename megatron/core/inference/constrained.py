@@ -231,7 +231,7 @@ class Vocabulary:
 
     @classmethod
     def of(cls, tokenizer: Tokenizer, end_ids: Collection[int]) -> Vocabulary:
-        """That of a tokenizer; raises ConfigError without a token that ends texts."""
+        """The vocabulary of a tokenizer; raises ConfigError without a token that ends texts."""
         if not end_ids:
             raise ConfigError("answers that follow a schema need a token that ends texts, and this tokenizer has none")
         return cls(

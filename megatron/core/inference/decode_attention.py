@@ -59,7 +59,7 @@ class SharedCall:
         return table.as_strided(shape, strides, table.storage_offset() + first * of_place)
 
     def by_text(self, copied: Tensor) -> Tensor:
-        """The same, of copied keys or values ``[groups, texts * keys, width]``."""
+        """Copied keys or values ``[groups, texts * keys, width]`` as ``[texts, groups, keys, width]``."""
         return copied.view(len(copied), self.texts, self.keys, -1).transpose(0, 1)
 
     def bias(self, like: Tensor) -> Tensor | None:

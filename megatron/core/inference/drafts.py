@@ -34,13 +34,13 @@ class PromptLookup:
         self._lengths = range(longest, shortest - 1, -1)
 
     def propose(self, rows: Sequence[ScheduledRow], states: Sequence[SamplerState]) -> None:
-        """See ``Drafter``."""
+        """Set ``drafts`` of the rows of a step to what followed their last tokens earlier in the text."""
         for row in rows:
             if row.room:
                 row.drafts = self.after(row.text.tokens, row.room)
 
     def after(self, tokens: Sequence[int], count: int) -> tuple[int, ...]:
-        """Up to ``count`` guesses of what follows ``tokens``; none where their end is new."""
+        """What followed the last tokens earlier in the text, at most ``count`` tokens; none where those are new."""
         text = array("q", tokens).tobytes()
         for length in self._lengths:
             if (start := _last_place(text, 8 * length)) >= 0:
@@ -68,7 +68,7 @@ class DraftModel:
         self._computed: WeakKeyDictionary[TextState, tuple[int, int]] = WeakKeyDictionary()  # attempt, tokens
 
     def propose(self, rows: Sequence[ScheduledRow], states: Sequence[SamplerState]) -> None:
-        """See ``Drafter``."""
+        """Set ``drafts`` of the rows of a step to tokens that the draft model samples."""
         texts = [(row, state) for row, state in zip(rows, states, strict=True) if not row.encoder]
         plan_rows = [row.plan_row() for row in rows if row.encoder] + [self._known(row) for row, _ in texts]
         drafting = [pair for pair in texts if pair[0].room]

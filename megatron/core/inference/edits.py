@@ -64,7 +64,7 @@ class Edits:
 
     @classmethod
     def of(cls, request: Request, latest: Edits | None = None) -> Edits:
-        """Those of a request; ``latest`` ones if its settings are the same objects, as those of a prompt's choices."""
+        """The edits of a request; ``latest`` if its settings are the same objects, as those of a prompt's choices."""
         if latest is None or latest.sampling is not request.sampling:
             return cls(request.sampling, request.stop)
         if latest.stop is request.stop or not request.sampling.min_tokens:  # before which no text may end
@@ -108,7 +108,7 @@ class Edits:
 
 @dataclass
 class _Node:
-    """``ends``: last tokens of words whose other tokens lead here, read backwards."""
+    """A node of the tree of words, read backwards. ``ends``: last tokens of words whose other tokens lead here."""
 
     before: dict[int, _Node] = field(default_factory=dict)
     ends: set[int] = field(default_factory=set)

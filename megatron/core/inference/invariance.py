@@ -31,7 +31,9 @@ _Product = Callable[[Tensor, Any, Tensor | None], Tensor]
 
 @dataclass(frozen=True)
 class EqualRows:
-    """``sizes``: numbers of rows for which ``product`` gives a row the same bits, in ascending order."""
+    """A product with the numbers of rows at which its bits agree. ``sizes``: numbers of rows for which ``product``
+    gives a row the same bits, in ascending order.
+    """
 
     product: _Product
     sizes: tuple[int, ...]

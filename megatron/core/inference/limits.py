@@ -11,10 +11,10 @@ from megatron.errors import DataError
 
 @dataclass(frozen=True, kw_only=True)
 class EngineLimits:
-    """``max_requests``: texts that are generated at once. ``context_length``: tokens that the model sees, those of a
-    text's prompt included. ``num_blocks`` of ``block_size`` tokens: the cache. ``vocabulary``: number of ids.
-    ``max_encoder_length``: tokens of an encoder's prompt, 0 without an encoder. ``has_tokenizer``: whether tokens
-    become text, in which stop strings are looked for.
+    """Limits of a generation engine. ``max_requests``: texts that are generated at once. ``context_length``: tokens
+    that the model sees, those of a text's prompt included. ``num_blocks`` of ``block_size`` tokens: the cache.
+    ``vocabulary``: number of ids. ``max_encoder_length``: tokens of an encoder's prompt, 0 without an encoder.
+    ``has_tokenizer``: whether tokens become text, in which stop strings are looked for.
     """
 
     max_requests: int

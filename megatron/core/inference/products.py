@@ -54,15 +54,15 @@ class Plain:
     copies = False
 
     def refusal(self, weight: Tensor) -> str | None:
-        """See ``Form``."""
+        """None: every weight is taken."""
         return None
 
     def pack(self, weight: Tensor) -> Tensor:
-        """See ``Form``."""
+        """``weight`` itself."""
         return weight
 
     def multiply(self, x: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
-        """See ``Form``."""
+        """``x·weightᵀ + bias`` by torch's own product."""
         return F.linear(x, packed, bias)
 
 
@@ -70,14 +70,15 @@ class Transposed(Plain):
     """``(weight·xᵀ)ᵀ``: libraries split sums by the left operand, whose shape doesn't depend on the number of rows."""
 
     def multiply(self, x: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
-        """See ``Form``."""
+        """``x·weightᵀ + bias``, computed as the transpose of ``weight·xᵀ + bias``."""
         found = packed @ x.t() if bias is None else torch.addmm(bias.unsqueeze(1), packed, x.t())
         return found.t().contiguous()
 
 
 class Upcast:
-    """Copied to fp32 a part at a time, while the part is multiplied: on processors without instructions for 16-bit
-    numbers, where this is nearly as fast as fp32 weights for several rows, and takes a quarter of their memory.
+    """A 16-bit weight, copied to fp32 a part at a time, while the part is multiplied: on processors without
+    instructions for 16-bit numbers, where this is nearly as fast as fp32 weights for several rows, and takes a quarter
+    of their memory.
     """
 
     copies = False
@@ -86,7 +87,9 @@ class Upcast:
         self._part = torch.empty(0)  # kept: fresh memory for each product takes more time than the copy
 
     def refusal(self, weight: Tensor) -> str | None:
-        """See ``Form``."""
+        """None, or why the weight isn't upcast: it isn't 16 bits wide or not on a CPU, or the CPU multiplies 16-bit
+        numbers.
+        """
         if weight.device.type != "cpu" or weight.dtype not in (torch.bfloat16, torch.float16):
             return "it is for bf16 and fp16 on a CPU"
         return None if lacks_bf16() else "this processor has instructions for 16-bit numbers"
@@ -96,7 +99,7 @@ class Upcast:
         return torch.split(weight.detach(), max(1, _PART // max(1, weight.shape[1])))
 
     def multiply(self, x: Tensor, packed: tuple[Tensor, ...], bias: Tensor | None) -> Tensor:
-        """See ``Form``."""
+        """``x·weightᵀ + bias`` in fp32, one group of outputs after the other."""
         wide, sizes = x.float(), [len(part) for part in packed]
         found = wide.new_empty(x.shape[0], sum(sizes))
         if self._part.numel() < packed[0].numel():
@@ -107,36 +110,36 @@ class Upcast:
 
 
 class Blocked:
-    """In oneDNN's blocks, on a CPU."""
+    """The weight in oneDNN's blocks, on a CPU."""
 
     copies = True
 
     def refusal(self, weight: Tensor) -> str | None:
-        """See ``Form``."""
+        """None, or why oneDNN doesn't take weights of this type on this device."""
         if weight.device.type != "cpu" or weight.dtype not in _PACKED_FROM:
             return "oneDNN's blocks are for bf16 and fp32 on a CPU"
         return _works(self, weight.dtype)
 
     def pack(self, weight: Tensor) -> Tensor:
-        """See ``Form``."""
+        """``weight`` in oneDNN's blocks, reordered."""
         packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), _HINT)
         return packed
 
     def multiply(self, x: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
-        """See ``Form``."""
+        """``x·weightᵀ + bias`` by oneDNN's product with blocked weights."""
         found: Tensor = torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")
         return found
 
 
 class Columns(Plain):
-    """Transposed in memory, for one or two rows in fp32: weights of neighbouring outputs are side by side."""
+    """The weight transposed in memory, for one or two rows in fp32: neighbouring outputs are side by side."""
 
     def pack(self, weight: Tensor) -> Tensor:
-        """See ``Form``."""
+        """A transposed copy of ``weight``: ``[in, out]``."""
         return weight.detach().t().contiguous()
 
     def multiply(self, x: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
-        """See ``Form``."""
+        """``x·weightᵀ + bias`` with the transposed copy of the weight."""
         return x @ packed if bias is None else torch.addmm(bias, x, packed)
 
 
@@ -150,7 +153,7 @@ class _Whole:
 
 
 class Int8:
-    """In 8 bits with a scale for each output, half the memory traffic of bf16.
+    """The weight in 8 bits with a scale for each output, half the memory traffic of bf16.
 
     Small weights of bf16 models are multiplied in bf16, where rows have a length that torch's kernel takes. Others are
     multiplied as whole numbers: each row of inputs is rounded to 16 bits, with a scale of its own, and is two rows of
@@ -161,7 +164,7 @@ class Int8:
     copies = True
 
     def refusal(self, weight: Tensor) -> str | None:
-        """See ``Form``."""
+        """None, or why the weight can't be multiplied in 8 bits on this device."""
         if weight.device.type != "cpu" or weight.dtype not in (torch.bfloat16, torch.float32):
             dtype = str(weight.dtype).removeprefix("torch.")
             return f"it is for bf16 and fp32 models on a CPU, and this one is in {dtype} on {weight.device.type}"
@@ -180,7 +183,7 @@ class Int8:
         return _Whole(blocks, scales.float(), torch.zeros(len(scales), dtype=torch.int32))
 
     def multiply(self, x: Tensor, packed: tuple[Tensor, Tensor] | _Whole, bias: Tensor | None) -> Tensor:
-        """See ``Form``."""
+        """``x·weightᵀ + bias`` with a weight in 8 bits."""
         if isinstance(packed, tuple):
             found = torch._weight_int8pack_mm(x, *packed)
             return found if bias is None else found + bias

@@ -171,24 +171,24 @@ class _RecordedCache:
 
     @property
     def max_length(self) -> int:
-        """See ``AttentionCache``."""
+        """How long a text can get."""
         return self._cache.max_length
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Tensor:
-        """See ``AttentionCache``."""
+        """Attend to the cached keys, as a call that the recorder replays."""
         found: Tensor = self._recorder.call(type(self._cache).attend, self._cache, layer, q, k, v, options)
         return found
 
     def attend_encoder(
         self, layer: int, q: Tensor, project: Callable[[Tensor], tuple[Tensor, Tensor]], options: AttentionOptions
     ) -> Tensor:
-        """See ``AttentionCache``."""
+        """Attend to the encoder prompts, as a call that the recorder replays."""
         function = type(self._cache).attend_encoder
         found: Tensor = self._recorder.call(function, self._cache, layer, q, project, options)
         return found
 
     def with_bias(self, bias: Callable[[Tensor, Tensor], Tensor]) -> AttentionCache:
-        """See ``AttentionCache``."""
+        """A recorded cache whose ``attend`` adds ``bias`` to the scores."""
         cache = self._recorder.call(type(self._cache).with_bias, self._cache, bias)
         return _RecordedCache(cache, self._recorder)
 

@@ -77,7 +77,9 @@ class CachedRunner:
         is_batch_invariant: bool | None = None,
         form: Form | None = None,
     ) -> None:
-        """``model``: a :class:`GenerativeModel`, a stage of the pipeline or all of it. ``form``: of its weights."""
+        """Prepare a model for generation. ``model``: a :class:`GenerativeModel`, a stage of the pipeline or all of it.
+        ``form``: of its weights.
+        """
         assert isinstance(model, GenerativeModel), f"{type(model).__name__} doesn't generate text"
         self.limits, self.device = limits, context.device
         self.logits_dtype = torch.promote_types(context.dtype, torch.float32)
@@ -127,7 +129,9 @@ class CachedRunner:
         return RunningStep(Handle(self.run(plan, ())))
 
     def buffers(self, plan: StepPlan) -> list[Tensor]:
-        """See ``ModelStage``: hidden states ``[tokens, 1, h]``, in fp32 with an fp32 residual stream."""
+        """Empty hidden states ``[tokens, 1, h]`` for what the stage before hands on, in fp32 with an fp32 residual
+        stream.
+        """
         dtype = self._context.dtype
         if self._config.fp32_residual_connection:
             dtype = torch.promote_types(dtype, torch.float32)
@@ -135,7 +139,7 @@ class CachedRunner:
 
     @torch.inference_mode()
     def run(self, plan: StepPlan, received: Sequence[Tensor]) -> list[Tensor]:
-        """See ``ModelStage``."""
+        """Compute a plan: hidden states for the next stage, or on the last one the logits."""
         hidden = received[0] if received else None
         with self._context.products.by(self._multiply), self._context.whole_sequences():
             if any(row.encoder for row in plan.rows):
@@ -143,7 +147,9 @@ class CachedRunner:
             return [self._run(plan.rows, hidden)]
 
     def _with_encoder(self, plan: StepPlan, hidden: Tensor | None) -> Tensor:
-        """As ``_run``; stages hand on the encoder's hidden states beside those of texts, in the order of rows."""
+        """Compute a plan with encoder prompts; stages hand on the encoder's hidden states beside those of texts, in the
+        order of rows.
+        """
         parts: list[Tensor] | list[None] = [None] * len(plan.rows)
         if hidden is not None:
             parts = list(hidden.split_with_sizes([len(row.tokens) for row in plan.rows]))

@@ -51,7 +51,7 @@ class Leader:
 
 @torch.inference_mode()
 def follow(stages: Sequence[ModelStage], mesh: Mesh, messages: Messages) -> None:
-    """On the other ranks: compute the plans of rank 0's runners, by number, until it closes.
+    """Compute the plans of rank 0's runners on another rank, by number, until rank 0 closes.
 
     Waits for ever while there are no requests. Raises ParallelError when rank 0 is lost.
     """
@@ -133,7 +133,7 @@ class _PipelinePlace:
         return result
 
     def logits(self, plan: StepPlan, own: Sequence[Tensor]) -> Handle[Sequence[Tensor]]:
-        """On rank 0: the logits of the plan that was just run, ``own`` without a pipeline.
+        """The logits on rank 0 of the plan that was just run; ``own`` without a pipeline.
 
         The receive starts here, in the order of plans: those of a draft model are waited for before earlier ones.
         """

@@ -58,12 +58,12 @@ class Family:
 
     @property
     def title(self) -> str:
-        """Its name in messages and for ``--model-type``, from its settings."""
+        """The family's name in messages and for ``--model-type``."""
         return self.settings.title
 
     @property
     def train_spec(self) -> TrainSpec:
-        """Its model, data and loss."""
+        """The family's model, data and loss."""
         found: TrainSpec = self.module("train_spec").TRAIN_SPEC
         return found
 

@@ -29,7 +29,7 @@ class SentenceConfig(FamilyConfig):
     )
 
     def rules(self) -> Sequence[Rule]:
-        """Their samples are single texts, made with a tokenizer that can mask."""
+        """Rules of families whose samples are single texts, made with a tokenizer that can mask."""
         return (no_flags_of_document_streams, tokenizer_can_mask)
 
 

@@ -34,7 +34,7 @@ def hidden_spec(
 def workload_of(
     run: RunConfig, context: ParallelContext, *, sequences: int = 1, has_padding: bool = False, predicted: float = 1.0
 ) -> Workload:
-    """Of a microbatch of samples of ``sequences`` sequences; see ``Workload``."""
+    """Workload of a microbatch of samples of ``sequences`` sequences; ``Workload`` explains the other arguments."""
     wide = run.model.fp32_residual_connection and context.dtype.itemsize < 4
     return Workload(
         context=context,

@@ -17,7 +17,9 @@ _OF_TRAINING = LegacyFlag("ignored", "a trained model's settings come from its c
 def parse_with_trained_model(
     argv: Sequence[str], *groups: type, prog: str, about: str = "", legacy: Mapping[str, LegacyFlag] | None = None
 ) -> tuple[Any, ...]:
-    """As ``parse_groups``; flags of a run that trains, none of ``groups``, are taken with a remark."""
+    """Parse a command line for a trained model; flags of a run that trains, none of ``groups``, are taken with a
+    remark.
+    """
     of_families = (group for family in FAMILIES.values() for group in family.groups)
     of_training = {*LEGACY_FLAGS, *_spellings(CORE_GROUPS), *_spellings(of_families)} - _spellings(groups)
     table = dict.fromkeys(of_training, _OF_TRAINING) | dict(legacy or {})

@@ -130,7 +130,9 @@ def dispatch(x: Tensor, weights: Tensor, route: Route) -> Callable[[], tuple[Ten
 
 @dataclass
 class _Journey:
-    """``coming``: packed rows, or in the backward pass their gradients, on their way to this rank."""
+    """Rows of one dispatch between sending and arrival. ``coming``: packed rows, or in the backward pass their
+    gradients, on their way to this rank.
+    """
 
     route: Route
     weights_dtype: torch.dtype

@@ -111,11 +111,11 @@ class Experts(nn.Module):
 
     @property
     def biases(self) -> list[Tensor]:
-        """Those that there are, of both layers."""
+        """The biases of both layers, where there are any."""
         return [each.bias for each in (self.linear_fc1, self.linear_fc2) if each.bias is not None]
 
     def one_gradient(self) -> AbstractContextManager[None]:
-        """Inside, several calls of ``compute`` give each weight one gradient, their sum."""
+        """In the block, several calls of ``compute`` give each weight one gradient, their sum."""
         return self._linear.one_gradient()
 
     def compute(self, rows: Tensor, weights: Tensor, groups: Groups) -> Tensor:
@@ -134,8 +134,8 @@ class Experts(nn.Module):
         return out + rows_of_groups(mine, groups, rows=len(rows)) * scales
 
     def costs(self, workload: Workload) -> Costs:
-        """Of rows that all ranks share evenly. Keeps the input, the activation's input and, unless it is recomputed,
-        its output.
+        """Costs with rows that all ranks share evenly. Keeps the input, the activation's input and, unless it is
+        recomputed, its output.
 
         Working memory is the largest of: gradients that are reordered from tokens to experts; gradients of the
         activation beside the recomputed activation, with the second weight's gradient; gradients of the first matmul,
@@ -162,17 +162,17 @@ class Experts(nn.Module):
 
 @dataclass(frozen=True)
 class _Activation:
-    """That of ``model``, gated or not."""
+    """The activation of ``model``, gated or not."""
 
     model: ModelConfig
 
     def __call__(self, inner: Tensor) -> Tensor:
-        """See ``grouped_linear.Activation``."""
+        """The activation of the first layer's result [n, …]: [n, f]."""
         kind = self.model.nonlinearity
         return gated_activation(inner, kind, **self._limits) if self.model.gated else activation(inner, kind)
 
     def gradients(self, grad: Tensor, inner: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
-        """See ``grouped_linear.Activation``."""
+        """Gradients of ``inner`` and of ``scales`` [n, 1], from that of ``scales`` times the activation."""
         if self.model.gated:
             return gated_gradients(grad, inner, scales, self.model.nonlinearity, **self._limits)
         with torch.enable_grad():

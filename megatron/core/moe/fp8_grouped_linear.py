@@ -14,14 +14,14 @@ from megatron.core.tensor_parallel.fp8_linear import Fp8Quantizer
 
 @dataclass
 class Fp8GroupedLinear(GroupedLinear):
-    """``quantizers``: those of the layers, by weight. Each expert's rows on this rank are quantized by themselves, as
-    its weight is; kept for the backward pass are the rows as they came.
+    """Grouped linear layers that multiply in 8 bits. ``quantizers``: of the layers, by weight. Each expert's rows on
+    this rank are quantized by themselves, as its weight is; kept for the backward pass are the rows as they came.
     """
 
     quantizers: Mapping[Tensor, Fp8Quantizer] = field(default_factory=dict)
 
     def multiply(self, rows: Tensor, weight: Tensor, groups: Groups) -> Tensor:
-        """See ``GroupedLinear``."""
+        """The product in 8 bits; in generation, the one of ``GroupedLinear``."""
         if self.context.products.multiply is not None:  # generation
             return super().multiply(rows, weight, groups)
         quantizer, out = self.quantizers[weight], rows.new_empty(len(rows), weight.flatten(1, -2).shape[1])
@@ -31,7 +31,7 @@ class Fp8GroupedLinear(GroupedLinear):
         return out
 
     def multiply_back(self, grad: Tensor, weight: Tensor, groups: Groups) -> Tensor:
-        """See ``GroupedLinear``."""
+        """The gradient of the rows, multiplied in 8 bits."""
         quantizer, out = self.quantizers[weight], grad.new_empty(len(grad), weight.shape[-1])
         operands = quantizer.quantize_each(groups.parts(grad), quantizer.grad, along=False)
         for into, a, b in zip(groups.parts(out), operands, quantizer.quantize_weights(weight)):
@@ -39,7 +39,7 @@ class Fp8GroupedLinear(GroupedLinear):
         return out
 
     def outer(self, weight: Tensor, grad: Tensor, rows: Tensor, groups: Groups) -> Tensor:
-        """See ``GroupedLinear``."""
+        """The gradient of the weight, [e, out, in], in 8 bits where the quantizer's ``wgrad`` is set."""
         if not self.quantizers[weight].wgrad:
             return super().outer(weight, grad, rows, groups)
         out = grad.new_empty(len(groups.counts), grad.shape[1], rows.shape[1])
@@ -48,7 +48,9 @@ class Fp8GroupedLinear(GroupedLinear):
         return out
 
     def add_outer(self, total: Tensor, weight: Tensor, grad: Tensor, rows: Tensor, groups: Groups) -> None:
-        """See ``GroupedLinear``. A product in 8 bits isn't added by the kernel that computes it."""
+        """Add the gradient of the weight to ``total`` [e, out, in]. A product in 8 bits isn't added by the kernel that
+        computes it.
+        """
         if not self.quantizers[weight].wgrad:
             super().add_outer(total, weight, grad, rows, groups)
             return

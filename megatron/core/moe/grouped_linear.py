@@ -20,11 +20,13 @@ class Activation(Protocol):
     """What is between the two layers of an expert."""
 
     def __call__(self, inner: Tensor) -> Tensor:
-        """Of the first layer's result [n, …]: [n, f]."""
+        """The activation of the first layer's result ``inner`` [n, …]: [n, f]."""
         ...
 
     def gradients(self, grad: Tensor, inner: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
-        """Those of ``inner`` and of ``scales`` [n, 1] from that of ``scales`` times the result, which it overwrites."""
+        """Gradients of ``inner`` and of ``scales`` [n, 1], from that of ``scales`` times the result, ``grad``, which is
+        overwritten.
+        """
         ...
 
 
@@ -42,7 +44,7 @@ class GroupedLinear:
     sums: dict[Tensor, Tensor] | None = None
 
     def __call__(self, rows: Tensor, weight: Tensor, groups: Groups) -> Tensor:
-        """With f the identity. Without rows, too, the weight gets a gradient: zero."""
+        """The product of rows x [n, in] with f(x) = x. Without rows, too, the weight gets a gradient: zero."""
         if torch.is_grad_enabled() and weight.requires_grad and not rows.requires_grad:
             rows = rows.detach().requires_grad_()  # else there is no backward pass, as autograd doesn't see the weight
         return _Product.apply(rows, (weight,), self, groups)  # type: ignore[no-untyped-call, no-any-return]
@@ -57,14 +59,14 @@ class GroupedLinear:
         activation: Activation,
         keeps_activation: bool,
     ) -> Tensor:
-        """With f(x) = ``scales`` [n, 1] · ``activation`` of ``inner``. Kept are ``inner``, and f(x) if
+        """The product with f(x) = ``scales`` [n, 1] · ``activation`` of ``inner``. Kept are ``inner``, and f(x) if
         ``keeps_activation``; else it is computed again.
         """
         options = (activation, keeps_activation)
         return _ProductOfActivation.apply(inner, scales, (weight,), self, groups, options)  # type: ignore[no-untyped-call, no-any-return]
 
     def multiply(self, rows: Tensor, weight: Tensor, groups: Groups) -> Tensor:
-        """The product."""
+        """The product of each row with its group's weight."""
         in_generation = self.context.products.multiply is not None
         backend = self.backend.for_generation() if in_generation else self.backend
         return backend.multiply(rows, weight.detach().flatten(1, -2).transpose(1, 2), groups)
@@ -111,8 +113,8 @@ class GroupedLinear:
 
     @contextmanager
     def one_gradient(self) -> Iterator[None]:
-        """Inside, gradients of a weight are added up; at the end autograd accumulates the sum, as of one product: the
-        synchronization of gradients counts them.
+        """In the block, gradients of a weight are added up; at the end autograd accumulates the sum, as of one product:
+        the synchronization of gradients counts them.
         """
         self.sums = {}
         yield

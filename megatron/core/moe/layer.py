@@ -47,7 +47,7 @@ class SharedExperts(MLP):
         return out if self.gate is None else out * torch.sigmoid(self.gate(x))
 
     def costs(self, workload: Workload) -> Costs:
-        """The network's; with a gate its output, too."""
+        """Costs of the network; with a gate, of its output, too."""
         found = super().costs(workload)
         if self.gate is None:
             return found
@@ -115,8 +115,8 @@ class MoELayer(nn.Module):
         return self._recomputes_shared or self.shared_experts.gate is not None or not self._context.keeps_bytes
 
     def costs(self, workload: Workload) -> Costs:
-        """Its parts, the rows that it sends and their sums. The router keeps its input, which may be that of shared
-        experts, unless it casts it to another type.
+        """Costs of its parts, of the rows that it sends and their sums. The router keeps its input, which may be that
+        of shared experts, unless it casts it to another type.
         """
         parts, shared = total_of((self.router, self.experts), workload), costs_of(self.shared_experts, workload)
         given = workload.rows * self.router.weight.shape[1] * workload.itemsize

@@ -10,7 +10,7 @@ CHOICES = "experts"
 
 
 def tally_name(what: str, number: int) -> str:
-    """Of the ``CHOICES`` in layer ``number``, or of a loss."""
+    """Name under which layer ``number`` reports the ``CHOICES`` or a loss."""
     return f"{what} of layer {number}"
 
 
@@ -30,9 +30,10 @@ def log_line_and_curves(
 
 @dataclass(frozen=True)
 class Balance:
-    """Of one layer. ``max_violation``: choices of the busiest expert over the mean, minus 1 (MaxVio,
-    arXiv:2408.15664). ``entropy``: of the experts' shares, 1 when they are equal. ``dead``: experts that nothing chose.
-    ``dropped``: share of the choices. ``busiest_rank``: choices of the busiest expert-parallel rank over the mean.
+    """How evenly one layer's experts are chosen. ``max_violation``: choices of the busiest expert over the mean, minus
+    1 (MaxVio, arXiv:2408.15664). ``entropy``: of the experts' shares, 1 when they are equal. ``dead``: experts that
+    nothing chose. ``dropped``: share of the choices. ``busiest_rank``: choices of the busiest expert-parallel rank over
+    the mean.
     """
 
     max_violation: float
@@ -43,8 +44,8 @@ class Balance:
 
     @classmethod
     def of(cls, counts: Sequence[float], *, ranks: int) -> Balance:
-        """From the choices of each expert, the last number being those that were dropped. ``ranks``: that divide the
-        experts.
+        """The balance of a layer, from the choices of each expert, the last number being those that were dropped.
+        ``ranks``: that divide the experts.
         """
         *chosen, dropped = counts
         total, experts = sum(chosen), len(chosen)

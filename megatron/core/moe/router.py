@@ -93,7 +93,7 @@ class Router(nn.Module):
 
     @property
     def weight_bytes(self) -> int:
-        """Of the weight of a choice."""
+        """Bytes of one routing weight."""
         return torch.promote_types(self._dtype, torch.float32).itemsize
 
     @torch.no_grad()

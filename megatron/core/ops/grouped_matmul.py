@@ -70,7 +70,7 @@ class Backend(Protocol):
         ...
 
     def for_generation(self) -> Backend:
-        """The same where bits of a row may not depend on how many rows there are."""
+        """A backend whose bits of a row don't depend on how many rows there are."""
         ...
 
 
@@ -84,31 +84,31 @@ class Loop:
     in_generation: Backend | None = None
 
     def supports(self, dtype: torch.dtype, device: torch.device, widths: tuple[int, ...]) -> str | None:
-        """Everything."""
+        """None: every call is taken."""
         return None
 
     def multiply(self, rows: Tensor, matrices: Tensor, groups: Groups) -> Tensor:
-        """See ``Backend``."""
+        """Rows [n, in] times the matrix [e, in, out] of their group, one product for each group: [n, out]."""
         out = rows.new_empty(rows.shape[0], matrices.shape[2])
         for part, matrix, into in zip(groups.parts(rows), matrices.unbind(0), groups.parts(out)):
             into.copy_(self.product(part, matrix))
         return out
 
     def outer(self, grads: Tensor, rows: Tensor, groups: Groups) -> Tensor:
-        """See ``Backend``."""
+        """``gradsᵀ·rows`` of each group, [e, out, in], one product for each group."""
         out = rows.new_empty(len(groups.sizes), grads.shape[1], rows.shape[1])
         for grad, part, into in zip(groups.parts(grads), groups.parts(rows), out.unbind(0)):
             into.copy_(transposed_times(grad, part))
         return out
 
     def add_outer(self, total: Tensor, grads: Tensor, rows: Tensor, groups: Groups) -> None:
-        """See ``Backend``; no tensor is made of what is added."""
+        """Add ``gradsᵀ·rows`` of each group to ``total`` [e, out, in] in place, without a tensor of the products."""
         for grad, part, into in zip(groups.parts(grads), groups.parts(rows), total.unbind(0)):
             if len(part):
                 add_transposed_times(into, grad, part)
 
     def for_generation(self) -> Backend:
-        """See ``Backend``."""
+        """The backend that serves generation: ``in_generation``, or products by ``torch.mm``."""
         return self.in_generation or Loop(torch.mm)
 
 
@@ -129,21 +129,23 @@ class GroupedMM:
         return f"a width of {odd[0]} isn't a multiple of {_ALIGNMENT // dtype.itemsize}" if odd else None
 
     def multiply(self, rows: Tensor, matrices: Tensor, groups: Groups) -> Tensor:
-        """See ``Backend``."""
+        """Rows [n, in] times the matrix [e, in, out] of their group, in one call: [n, out]."""
         found: Tensor = _grouped_mm(_aligned(rows), matrices, offs=groups.ends)
         return found
 
     def outer(self, grads: Tensor, rows: Tensor, groups: Groups) -> Tensor:
-        """See ``Backend``."""
+        """``gradsᵀ·rows`` of each group, [e, out, in], in one call."""
         found: Tensor = _grouped_mm(_aligned(grads).t(), _aligned(rows), offs=groups.ends)
         return found
 
     def add_outer(self, total: Tensor, grads: Tensor, rows: Tensor, groups: Groups) -> None:
-        """See ``Backend``; the kernel cannot add, and a product for each group would wait for their sizes."""
+        """Add ``gradsᵀ·rows`` of each group to ``total``; the kernel cannot add, and a product for each group would
+        wait for their sizes.
+        """
         total.add_(self.outer(grads, rows, groups))
 
     def for_generation(self) -> Backend:
-        """See ``Backend``."""
+        """This backend."""
         return self
 
 
@@ -165,7 +167,7 @@ class Choice:
     refused: str | None = None
 
     def describe(self) -> str:
-        """For the start-up report."""
+        """The backend for the start-up report, with the reason if grouped_mm was refused."""
         return self.name if self.refused is None else f"{self.name} (grouped_mm refused: {self.refused})"
 
 

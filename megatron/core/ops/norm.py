@@ -126,7 +126,7 @@ def _gradients(
     average: Callable[[Tensor], Tensor] | None,
     trains: bool,
 ) -> tuple[Tensor, Tensor | None]:
-    """Those of ``x`` and, if it ``trains``, of ``weight``."""
+    """Gradients of ``x`` and, if it ``trains``, of ``weight``."""
     normalized = x * scale
     wide_grad = grad.to(scale.dtype)
     product = wide_grad * normalized

@@ -40,13 +40,15 @@ class Quantized:
     block: tuple[int, int] | None = None
 
     def transposed(self) -> Quantized:
-        """The same numbers as [k, rows]; where blocks aren't square, no product sums over its columns."""
+        """The transposed matrix [k, rows] without new numbers; where blocks aren't square, no product sums over its
+        columns.
+        """
         if self.block is None:
             return replace(self, data=self.data.t())
         return Quantized(self.data.t(), self.scales.t(), self.block[::-1])
 
     def contiguous(self) -> Quantized:
-        """With rows in memory one after the other."""
+        """A copy whose rows lie in memory one after the other, or this one if they do."""
         return (
             self
             if self.data.is_contiguous()

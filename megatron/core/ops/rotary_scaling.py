@@ -68,7 +68,7 @@ class DynamicNTK(Scaling):
     original_length: int
 
     def frequencies(self, width: int, base: float, *, length: int) -> Tensor:
-        """Those of a base that grows with ``length``."""
+        """Frequencies of a base that grows with ``length``."""
         stretch = self.factor * max(length, self.original_length) / self.original_length - (self.factor - 1.0)
         return super().frequencies(width, base * stretch ** (width / (width - 2)), length=length)
 

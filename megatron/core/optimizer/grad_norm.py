@@ -22,14 +22,14 @@ _CHUNK = 1 << 24
 
 @dataclass(frozen=True)
 class GradientStatistics:
-    """Of the whole model: L2 norm of the gradients, and, when asked for, how many of their elements are zero."""
+    """L2 norm of the whole model's gradients, and, when asked for, how many of their elements are zero."""
 
     norm: float
     num_zeros: int | None = None
 
     @classmethod
     def of(cls, sums: Sequence[float]) -> GradientStatistics:
-        """From the numbers of ``ModelStatistics.gradient_sums``."""
+        """The statistics from the numbers of ``ModelStatistics.gradient_sums``."""
         squares, *zeros = sums
         return cls(math.sqrt(squares), int(zeros[0]) if zeros else None)
 

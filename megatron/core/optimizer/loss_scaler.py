@@ -43,7 +43,7 @@ class DynamicLossScaler(LossScaler):
         self.hysteresis_tracker = self.hysteresis
 
     def update(self, *, overflow: bool) -> None:
-        """See ``LossScaler``."""
+        """Adapt the scale to whether the gradients of this step overflowed."""
         if overflow:
             self.growth_tracker = 0
             self.hysteresis_tracker -= 1

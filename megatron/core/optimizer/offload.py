@@ -31,7 +31,7 @@ class HostTransfer:
 
     @classmethod
     def of(cls, config: OptimizerConfig, device: torch.device) -> HostTransfer:
-        """As the flags ask for."""
+        """The transfers that the flags ask for."""
         overlaps = config.overlap_cpu_optimizer_d2h_h2d and device.type != "cpu"
         return cls(device, overlaps, config.pin_cpu_grads, config.pin_cpu_params)
 

@@ -70,7 +70,7 @@ class _Owned:
 
     @property
     def wide(self) -> torch.dtype:
-        """In which a step computes."""
+        """The type in which a step computes."""
         return torch.promote_types(self.buffer.params.dtype, torch.float32)
 
     @property
@@ -81,7 +81,9 @@ class _Owned:
         return in_place and all(kept.numbers.dtype == self.wide for kept in self.state.values())
 
     def gradients(self, parts: Sequence[Span]) -> Iterator[Tensor]:
-        """Of parts of the span, wide, where the step is taken; from a device the next ones are on their way."""
+        """Gradients of parts of the span, widened, where the step is taken; from a device, the next part is copied
+        meanwhile.
+        """
         gradients = self.span.of(self.buffer.grads)
         if self.transfer is None:
             yield from (part.of(gradients).to(self.wide) for part in parts)

@@ -144,7 +144,7 @@ class Schedule:
 
 
 def _falling(style: str, progress: float) -> float:
-    """From 1 at progress 0 to 0 at progress 1."""
+    """A factor that falls from 1 at progress 0 to 0 at progress 1."""
     if style == "linear":
         return 1.0 - progress
     if style == "cosine":

@@ -30,22 +30,22 @@ class StateStorage(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class PlainStateStorage:
-    """In the memory of ``numbers``, rounded to nearest where its format is narrower than ``wide``."""
+    """Storage in the memory of ``numbers``, rounded to nearest where its format is narrower than ``wide``."""
 
     numbers: Tensor
     wide: torch.dtype
 
     def read(self, part: Span) -> Tensor:
-        """See ``StateStorage``."""
+        """The numbers of ``part`` in the format of the step."""
         return part.of(self.numbers).to(self.wide)
 
     def write(self, part: Span, values: Tensor) -> None:
-        """See ``StateStorage``."""
+        """Round ``values`` to the format of the memory; in the format of the step, they are the memory itself."""
         if self.numbers.dtype != self.wide:
             part.of(self.numbers).copy_(values)
 
     def stored(self, part: Span) -> tuple[Tensor, Callable[[], None] | None]:
-        """See ``StateStorage``."""
+        """The memory itself, which a checkpoint writes and fills."""
         return part.of(self.numbers), None
 
 
@@ -56,11 +56,11 @@ class DeviceWeights(PlainStateStorage):
     transfer: HostTransfer
 
     def read(self, part: Span) -> Tensor:
-        """See ``StateStorage``."""
+        """A copy of the part's weights in main memory."""
         return self.transfer.fetch(part.of(self.numbers), purpose="weights")()
 
     def write(self, part: Span, values: Tensor) -> None:
-        """See ``StateStorage``."""
+        """Send ``values`` to the weights on the device."""
         self.transfer.send(values, part.of(self.numbers))
 
 
@@ -77,7 +77,7 @@ class StochasticallyRounded(PlainStateStorage):
     offset: int
 
     def write(self, part: Span, values: Tensor) -> None:
-        """See ``StateStorage``."""
+        """Store ``values`` rounded stochastically."""
         bits = values.float().view(torch.int32)
         bits.add_(_random_halves(self.offset + part.start, part.size, self.key(), values.device))
         part.of(self.numbers).view(torch.int16).copy_(bits.bitwise_right_shift_(16))
@@ -93,23 +93,23 @@ class MainParams:
 
     @classmethod
     def of(cls, weights: Tensor, transfer: HostTransfer | None = None) -> MainParams:
-        """Of weights as they are."""
+        """Main parameters with the values of ``weights``."""
         home = weights if transfer is None else weights.to(CPU)
         return cls(home.float(), weights, transfer)
 
     def read(self, part: Span) -> Tensor:
-        """See ``StateStorage``."""
+        """The fp32 numbers of ``part``: the memory itself."""
         return part.of(self.numbers)
 
     def write(self, part: Span, values: Tensor) -> None:
-        """See ``StateStorage``."""
+        """Round ``values`` to the weights."""
         if self.transfer is None:
             part.of(self.weights).copy_(values)
         else:
             self.transfer.send(values, part.of(self.weights))
 
     def stored(self, part: Span) -> tuple[Tensor, Callable[[], None] | None]:
-        """See ``StateStorage``."""
+        """The fp32 numbers themselves, which a checkpoint writes and fills."""
         return part.of(self.numbers), None
 
 
@@ -128,12 +128,12 @@ class Remainders:
 
     @classmethod
     def of(cls, weights: Tensor) -> Remainders:
-        """Of bf16 weights as they are, whose number is a multiple of eight."""
+        """Main parameters with the values of bf16 ``weights``, whose number is a multiple of eight."""
         low = torch.zeros(weights.shape, dtype=torch.int16, device=weights.device)
         return cls(weights, low, torch.zeros(weights.numel() // 8, dtype=torch.uint8, device=weights.device))
 
     def read(self, part: Span) -> Tensor:
-        """See ``StateStorage``."""
+        """The fp32 masters of ``part``, put together from the weights and the remainders."""
         bits = part.of(self.weights).view(torch.int16).to(torch.int32).bitwise_left_shift_(16)
         bits.add_(part.of(self.low))
         marks = (self._ties_of(part).unsqueeze(1) >> self._shifts()) & 1
@@ -141,7 +141,7 @@ class Remainders:
         return bits.view(torch.float32)
 
     def write(self, part: Span, values: Tensor) -> None:
-        """See ``StateStorage``."""
+        """Split fp32 ``values`` into the weights and the remainders."""
         weights = part.of(self.weights)
         weights.copy_(values)
         rest = values.view(torch.int32) - weights.view(torch.int16).to(torch.int32).bitwise_left_shift_(16)
@@ -150,7 +150,7 @@ class Remainders:
         self._ties_of(part).copy_((marks << self._shifts()).sum(1, dtype=torch.uint8))
 
     def stored(self, part: Span) -> tuple[Tensor, Callable[[], None] | None]:
-        """See ``StateStorage``. The masters themselves, in main memory, so that any run continues from them."""
+        """The fp32 masters, in main memory, so that any run continues from them."""
         whole = Span(part.start, min(-(-part.stop // ALIGNMENT) * ALIGNMENT, self.low.numel()))
         masters = self.read(whole).cpu()
         return masters[: part.size], lambda: self.write(whole, masters.to(self.low.device))

@@ -64,7 +64,7 @@ class SGD:
 
     @property
     def state_names(self) -> tuple[str, ...]:
-        """As of ``AdamW``: the decayed sum of gradients; nothing without momentum."""
+        """Name of the decayed sum of gradients; none without momentum."""
         return ("momentum",) if self._momentum else ()
 
     def apply(self, weights: Tensor, grads: Tensor, state: list[Tensor], step: Step) -> None:
@@ -86,4 +86,4 @@ class SGD:
 
 UpdateRule = AdamW | SGD
 UPDATE_RULES: dict[str, type[UpdateRule]] = {"adam": AdamW, "sgd": SGD}
-"""By the name that ``--optimizer`` and a parameter's policy have for them."""
+"""The update rules by their names in ``--optimizer`` and in a parameter's policy."""

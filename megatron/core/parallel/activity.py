@@ -11,7 +11,7 @@ from types import TracebackType
 
 @dataclass
 class Activity:
-    """Written by the rank's main thread, read by the thread that watches it.
+    """What a rank is doing: written by the rank's main thread, read by the thread that watches it.
 
     ``progress``: e.g. ``iteration 12``. ``part``: of that iteration, e.g. ``forward-backward``. ``action``: of the
     pipeline runner. ``collective``: in which the rank waits for the world ranks ``group``; empty outside of

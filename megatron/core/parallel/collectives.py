@@ -41,7 +41,9 @@ class Handle(Generic[T]):
         *,
         sent: Tensor | None = None,
     ) -> None:
-        """``waiting``: entered while ``wait`` blocks. ``sent``: a tensor to keep alive until then."""
+        """Hold the result of a collective in flight. ``waiting``: entered while ``wait`` blocks. ``sent``: a tensor to
+        keep alive until then.
+        """
         self._result, self._works, self._waiting, self._sent = result, works, waiting or nullcontext(), sent
 
     def wait(self) -> T:
@@ -188,7 +190,7 @@ class _WideSum(Handle[Tensor]):
         self._parts: Tensor | None = parts
 
     def wait(self) -> Tensor:
-        """As ``Handle.wait``."""
+        """Wait for the messages; the sum, accumulated in fp32."""
         out, parts = super().wait(), self._parts
         if parts is not None:
             out.copy_(parts.view(-1, len(out)).sum(0, dtype=torch.float32))

@@ -40,7 +40,7 @@ class ParallelContext:
     _of_layers: list[ParallelContext] = field(default_factory=list, compare=False, repr=False)
 
     def in_layer(self, number: int | None) -> ParallelContext:
-        """The same rank, as what layer ``number`` of the whole model is built with; None: what belongs to no layer."""
+        """The context for parts of layer ``number`` of the whole model; None: for parts that belong to no layer."""
         made = replace(self, layer=number)
         self._of_layers.append(made)
         return made
@@ -57,7 +57,8 @@ class ParallelContext:
 
     @contextmanager
     def whole_sequences(self) -> Iterator[None]:
-        """Without sequence parallelism inside the block, as for steps of generation, whose few tokens can't be divided.
+        """Turn off sequence parallelism inside the block, as for steps of generation, whose few tokens can't be
+        divided.
 
         The weights are the same with it and without. Forward passes only: gradients would need it off as well.
         """

@@ -54,7 +54,7 @@ class Workload:
         return self.context.dtype.itemsize
 
     def of_encoder(self) -> Workload:
-        """The same microbatch in modules that see the encoder's tokens."""
+        """The workload of modules that see the encoder's tokens."""
         return dataclasses.replace(self, length=self.encoder_length)
 
 
@@ -95,19 +95,19 @@ class Costs:
 
     @classmethod
     def of_product(cls, weight: Tensor, flops: float, *, kept: int = 0, working: int = 0) -> Costs:
-        """Of a product with ``weight``."""
+        """Costs of a product with ``weight``."""
         return cls(flops, kept, working, frozen_flops=0.0 if weight.requires_grad else flops)
 
     def recomputed(self, given: int, *, keeps_input: bool) -> Costs:
-        """Of a module that keeps ``given`` bytes, its input, and computes the rest again for its backward pass.
-        ``keeps_input``: whether the tensors that it keeps while computing include that input.
+        """Costs of this module if it keeps ``given`` bytes, its input, and computes the rest again for its backward
+        pass. ``keeps_input``: whether the tensors that it keeps while computing include that input.
         """
         again = self.kept - given * keeps_input
         return dataclasses.replace(self, kept=given + self.replayed, working=self.working + again)
 
     @property
     def training_flops(self) -> float:
-        """Of a forward and a backward pass, without recomputation.
+        """Model FLOPs of a forward and a backward pass, without recomputation.
 
         Each product of the forward pass has two in the backward pass, for the gradients of its two factors; one of
         them is missing where a factor is a frozen weight.

@@ -69,7 +69,8 @@ def launched_world_size(variables: Mapping[str, str] | None = None) -> int:
 
 @contextmanager
 def errors_once_per_node(variables: Mapping[str, str] | None = None) -> Iterator[None]:
-    """For what all processes do before they connect: local rank 0 reports a MegatronError, other ranks exit silently.
+    """Report errors from before the processes connect once per node: local rank 0 reports a MegatronError, other ranks
+    exit silently.
 
     Each node reports, as a file may be missing on one of them.
     """
@@ -100,7 +101,7 @@ _BEFORE_BLACKWELL = (9, 0)
 
 
 def needed_variables(parallel: ParallelConfig, *, deterministic: bool) -> tuple[NeededVariable, ...]:
-    """For a run on GPUs with these settings."""
+    """Environment variables that a run on GPUs needs with these settings."""
     found = []
     sizes = {
         "--tensor-model-parallel-size": parallel.tensor_model_parallel_size,

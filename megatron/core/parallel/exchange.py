@@ -43,11 +43,11 @@ class Team:
 
     @property
     def group(self) -> ProcessGroup | None:
-        """Their process group; None for one rank."""
+        """The members' process group; None for one rank."""
         return self.mesh.group_of(self.members)
 
     def waiting(self, what: str) -> AbstractContextManager[None]:
-        """Entered while this rank waits for the others in ``what``."""
+        """Note in the block that this rank waits for the others in ``what``."""
         return self.mesh.activity.waiting(what, self.members)
 
     def neighbours(self, size: int) -> Team:

@@ -1,4 +1,6 @@
-"""From environment to ParallelContext: process group, device, mesh. NCCL on GPUs if there are any, else gloo on CPU."""
+"""Start of a rank, from environment to ParallelContext: process group, device, mesh. NCCL on GPUs if there are any,
+else gloo on CPU.
+"""
 
 from __future__ import annotations
 
@@ -186,8 +188,8 @@ def store_of_this_attempt(store: Store, launch: LaunchEnvironment, *, timeout: t
 
 @contextmanager
 def leaving_with_launcher(launch: LaunchEnvironment, *, poll: float = 1.0) -> Iterator[None]:
-    """For a ``with`` block: end this process within ``poll`` seconds of its launcher's death. A killed launcher can't
-    end its ranks, and they would wait for each other until their time-outs.
+    """In the block, end this process within ``poll`` seconds of its launcher's death. A killed launcher can't end its
+    ranks, and they would wait for each other until their time-outs.
     """
     if launch.launcher is None:
         yield

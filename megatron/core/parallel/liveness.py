@@ -34,9 +34,9 @@ _STORE_ERRORS = (RuntimeError, dist.DistError)
 
 @dataclasses.dataclass(frozen=True)
 class Patience:
-    """Seconds. ``stall``: in one collective before the run is called off. ``poll``: between checks. ``leave``: that a
-    main thread has to end by itself. ``answer``: that other ranks have to store their reports. ``lingers``: whether
-    rank 0 waits up to ``leave`` for ranks that may still read the store, which it serves.
+    """Time limits in seconds. ``stall``: in one collective before the run is called off. ``poll``: between checks.
+    ``leave``: that a main thread has to end unaided. ``answer``: that other ranks have to store their reports.
+    ``lingers``: whether rank 0 waits up to ``leave`` for ranks that may still read the store, which it serves.
     """
 
     stall: float
@@ -86,7 +86,7 @@ class Liveness:
         return is_first
 
     def linger(self) -> None:
-        """On rank 0, which may serve the store: stay until the others no longer need it, or seem to be gone."""
+        """Stay on rank 0, which may serve the store, until the others no longer need it, or seem to be gone."""
         everyone = self._mesh.world_size
         if self._mesh.world_rank == 0 and self._patience.lingers:
             with suppress(*_STORE_ERRORS):
@@ -177,8 +177,8 @@ def _report_line(text: str) -> None:
 
 @contextmanager
 def watched(store: Store, mesh: Mesh, patience: Patience) -> Iterator[None]:
-    """For a ``with`` block: watch the ranks. The first error or Ctrl-C on any rank propagates, with its place in the
-    run; errors of other ranks that follow from it end their processes silently.
+    """Watch the ranks in a ``with`` block. The first error or Ctrl-C on any rank propagates, with its place in the run;
+    errors of other ranks that follow from it end their processes silently.
     """
     liveness = Liveness(store, mesh, patience)
     liveness.start()

@@ -43,7 +43,7 @@ class LowPrecision:
 
     @contextmanager
     def step(self, *, trains: bool) -> Iterator[None]:
-        """Around the passes of a step, during which no weight changes."""
+        """Mark the block as the passes of one step, during which no weight changes."""
         if not self.settings.is_on:
             yield
             return

@@ -47,7 +47,9 @@ class Messages:
         return self._failure
 
     def send(self, numbers: Sequence[int]) -> None:
-        """From rank 0. Waits until the message before has arrived. Raises ParallelError when a rank is lost."""
+        """Send a message from rank 0. Waits until the message before has arrived. Raises ParallelError when a rank is
+        lost.
+        """
         if self._failure is not None:
             raise self._failure
         if not self._others:
@@ -62,7 +64,7 @@ class Messages:
             raise self._lost(None, error) from error
 
     def receive(self) -> list[int]:
-        """On the other ranks: the next message, whenever it comes. Raises ParallelError when rank 0 is lost."""
+        """Wait for the next message on another rank than 0. Raises ParallelError when rank 0 is lost."""
         first = torch.empty(_FIRST + 1, dtype=torch.int64)
         try:
             self._group.recv([first], 0, _MESSAGE).wait()
@@ -77,7 +79,7 @@ class Messages:
         return numbers
 
     def close(self) -> None:
-        """After the last message: rank 0 stops to watch this rank; on rank 0, the message has arrived."""
+        """End after the last message: rank 0 stops watching this rank; on rank 0, the message has arrived."""
         if not self._others:
             return
         if self._mesh.world_rank:
@@ -91,7 +93,7 @@ class Messages:
         self._works = []
 
     def _watch(self, rank: int) -> None:
-        """On rank 0, a thread for each other rank: return when it says farewell, or know at once when it dies."""
+        """Watch another rank, in a thread of rank 0: return when it says farewell, or report at once when it dies."""
         try:
             self._group.recv([torch.zeros(1, dtype=torch.int64)], rank, _FAREWELL).wait()
         except RuntimeError as error:

@@ -15,7 +15,7 @@ Multiply = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 
 @dataclass(eq=False)
 class Products:
-    """``multiply``: what linear layers call in generation, and logits; None outside of it."""
+    """Products of generation. ``multiply``: what linear layers call in generation, and logits; None outside of it."""
 
     multiply: Multiply | None = None
 

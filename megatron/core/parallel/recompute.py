@@ -30,7 +30,7 @@ def recomputed(function: Callable[..., Tensor], *inputs: Any) -> Tensor:
 
 
 def will_be_recomputed() -> bool:
-    """In a forward pass: whether what is computed now is computed again in the backward pass."""
+    """Whether what is computed now is computed again in the backward pass."""
     return _inside.get()
 
 
@@ -72,7 +72,7 @@ class _Source:
         self._outputs: tuple[Tensor, ...] = ()
 
     def outputs(self) -> tuple[Tensor, ...]:
-        """Of another run."""
+        """What a second run of ``produce`` returned; it runs at the first call."""
         if not self._outputs:
             self.leaves = [each.detach().requires_grad_(each.requires_grad) for each in self.given]
             with torch.enable_grad():

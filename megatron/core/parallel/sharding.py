@@ -124,7 +124,7 @@ class Sharding:
         return tuple(found)
 
     def counted_pieces(self, mesh: Mesh) -> tuple[Piece, ...]:
-        """Of ``pieces``, those that this rank counts in a sum over all model-parallel ranks: replicas count once."""
+        """The pieces that this rank counts in a sum over all model-parallel ranks: replicas count once."""
         if not self.gradient_owner(mesh):
             return ()
         pieces, sharers = self.pieces(mesh), self.sharers(mesh)

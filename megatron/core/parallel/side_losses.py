@@ -80,7 +80,7 @@ class SideLosses:
 
 
 def sum_and_count(total: Tensor, count: float | Tensor) -> Tensor:
-    """Both in one tensor [2] of the type of ``total``, without a gradient."""
+    """Sum and count in one tensor [2] of the type of ``total``, without a gradient."""
     total = total.detach()
     return torch.stack((total, count.to(total.dtype) if isinstance(count, Tensor) else torch.full_like(total, count)))
 

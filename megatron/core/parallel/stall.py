@@ -21,7 +21,7 @@ class RankReport:
 
     @property
     def doing(self) -> str:
-        """In words."""
+        """What the rank is doing, in words."""
         return f"{self.place}: " + (f"waiting in {self.collective}" if self.collective else "not in a collective")
 
 

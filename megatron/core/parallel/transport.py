@@ -25,7 +25,7 @@ class Transport:
     """
 
     def __init__(self, mesh: Mesh, device: torch.device, *, routes: Iterable[tuple[int, int]] = ()) -> None:
-        """``routes``: the (source, target) pairs of the pipeline, the same on all of its ranks.
+        """Make the channels. ``routes``: the (source, target) pairs of the pipeline, the same on all of its ranks.
 
         Each is used once now, in order: NCCL connects at the first message, which waits for the other rank.
         """

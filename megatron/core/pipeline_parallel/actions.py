@@ -31,7 +31,7 @@ class Action:
 
     @property
     def words(self) -> str:
-        """For reports: ``forward of microbatch 3 in chunk 0``."""
+        """The action in words for reports: ``forward of microbatch 3 in chunk 0``."""
         return f"{_WORDS[self.kind]} of microbatch {self.microbatch} in chunk {self.chunk}"
 
 

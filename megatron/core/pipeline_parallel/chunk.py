@@ -68,7 +68,7 @@ class LossSum:
     tallies: Mapping[str, Tensor] = field(default_factory=dict)
 
     def detached(self) -> LossSum:
-        """The same numbers without their graph."""
+        """The sums without their autograd graph."""
         parts = {name: part.detach() for name, part in self.parts.items()}
         return LossSum(self.sum.detach(), self.count.detach(), parts, self.tallies)
 
@@ -124,7 +124,7 @@ class Chunk(Protocol):
 
     @property
     def incoming(self) -> Mapping[str, TensorSpec]:
-        """Its stage inputs, the same for every microbatch; none for the first stage."""
+        """The chunk's stage inputs, equal for every microbatch; none for the first stage."""
         ...
 
     def __call__(self, stage_inputs: StageInputs, microbatch: Microbatch) -> StageInputs | LossSum:

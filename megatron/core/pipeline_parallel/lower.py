@@ -1,4 +1,4 @@
-"""From a schedule to each rank's plan, transfers included, such that no plan can hang. Pure.
+"""Lowering of a schedule to each rank's plan, transfers included, such that no plan can hang. Pure.
 
 All plans are taken from one global order, the simulator's: a message moves when the action that makes it ends. Each
 rank's plan is its part of that order, so both ends of every message agree, and the messages from one rank to another
@@ -55,7 +55,7 @@ class HandOver(_Transfer):
 Instruction = Action | Send | Receive | Finish | HandOver
 Plan = tuple[Instruction, ...]
 Transfers = dict[int, list[Instruction]]
-"""Of a rank: the instructions before its action of each number; at the number of actions, those after all of them."""
+"""Instructions of one rank, by the index of the action they precede; the last index: those after all actions."""
 
 
 @dataclass
@@ -113,8 +113,8 @@ def _events(simulation: Simulation) -> list[_Rank]:
 
 
 def _blocking(rank: _Rank) -> Transfers:
-    """Both ends wait as soon as a message is made. The plans are parts of one order in which everything could run
-    serially, so none waits for ever.
+    """Transfers of which both ends wait as soon as a message is made. The plans are parts of one order in which
+    everything could run serially, so none waits for ever.
     """
     at: Transfers = defaultdict(list)
     for position, move in rank.moves:

@@ -23,7 +23,7 @@ class PipelineSettings:
 
     @classmethod
     def of(cls, config: RunConfig) -> PipelineSettings:
-        """Those of ``config``."""
+        """The pipeline settings of a run."""
         parallel = config.parallel
         return cls(
             schedule_name(config),

@@ -28,7 +28,7 @@ class Durations:
     transfer: float = 0.0
 
     def of(self, kind: Kind) -> float:
-        """Of one action."""
+        """Duration of one action."""
         if kind == "B":
             return self.input_backward + self.weight_backward
         return {"F": self.forward, "I": self.input_backward, "W": self.weight_backward}[kind]
@@ -53,7 +53,7 @@ class Simulation:
 
     @cached_property
     def makespan(self) -> float:
-        """From the first start to the last end."""
+        """Time from the first start to the last end."""
         return max((row[-1].end for row in self.rows if row), default=0.0)
 
     def busy(self, rank: int) -> float:

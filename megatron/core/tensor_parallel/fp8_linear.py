@@ -86,7 +86,7 @@ class Fp8Quantizer:
 
     @property
     def roles(self) -> tuple[Role, ...]:
-        """In the order of their numbers."""
+        """The three roles in the order of their numbers."""
         return self.input, self.weight, self.grad
 
     @property
@@ -95,8 +95,9 @@ class Fp8Quantizer:
         return {"blockwise": BLOCK, "mxfp8": MX_BLOCK}.get(self.recipe)
 
     def bytes_to_quantize(self, itemsize: int) -> int:
-        """Of a number of ``itemsize`` bytes, at most, beside itself: in fp32 and its code; where blocks have scales,
-        its scale in fp32, too, and in the second direction the code of the first and a transposed copy.
+        """Bytes that quantizing a number of ``itemsize`` bytes takes at most, beside itself: the number in fp32 and its
+        code; where blocks have scales, its scale in fp32, too, and in the second direction the code of the first and a
+        transposed copy.
         """
         return 4 + 1 if self.block is None else 4 + 4 + 1 + itemsize
 
@@ -184,7 +185,7 @@ def matrices_of(weight: Tensor) -> Tensor:
 
 
 def weight_quantizers(models: Iterable[nn.Module]) -> dict[nn.Parameter, Fp8Quantizer]:
-    """Of the weights that are multiplied in 8 bits."""
+    """Quantizers of the weights that are multiplied in 8 bits."""
     modules = [module for model in models for module in model.modules()]
     return {module.weight: found for module in modules if (found := _quantizer(module))}  # type: ignore[misc]
 
@@ -239,7 +240,7 @@ class Fp8Linear:
         return self.quantizer.wgrad and (block is None or not gathers or rows % block == 0)
 
     def bytes_kept(self, rows: int, width: int, *, itemsize: int, gathers: bool = False) -> int:
-        """Of an input [rows, width] whose elements have ``itemsize`` bytes, for the backward pass."""
+        """Bytes of an input [rows, width] that are kept for the backward pass; its elements have ``itemsize`` bytes."""
         block = self.quantizer.block
         if not self.keeps_bytes(rows, gathers=gathers):
             return rows * width * itemsize
@@ -342,7 +343,7 @@ def delayed_scaling(models: Iterable[nn.Module], context: ParallelContext) -> De
 
 
 def _quantizer(module: nn.Module) -> Fp8Quantizer | None:
-    """That of a linear layer, or of the experts of one."""
+    """The quantizer of a linear layer or of a layer's experts; None without one."""
     found = getattr(module, "fp8", None)
     found = found.quantizer if isinstance(found, Fp8Linear) else found
     return found if isinstance(found, Fp8Quantizer) else None

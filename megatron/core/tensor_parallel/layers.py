@@ -135,8 +135,8 @@ class ReplicatedLinear(nn.Module):
 def _product(
     weight: nn.Parameter, workload: Workload, *, kept: int, fp8: Fp8Linear | None = None, gathers: bool = False
 ) -> Costs:
-    """Of a product with ``weight`` that keeps ``kept`` rows, and needs memory for the weight's gradient unless it is
-    added to others at once.
+    """Costs of a product with ``weight`` that keeps ``kept`` rows, and needs memory for the weight's gradient unless it
+    is added to others at once.
     """
     outputs, inputs = sharding_of(weight).shape
     width, itemsize = weight.shape[1], workload.itemsize

@@ -106,7 +106,8 @@ def first_token(x: Tensor, context: ParallelContext) -> Tensor:
 
 
 def enter(x: Tensor, context: ParallelContext) -> Tensor:
-    """Before a column-split matmul: ``[s, b, h]`` to ``[S, b, h]``; gradients are summed on the way back.
+    """Enter a tensor-parallel region, before a column-split matmul: ``[s, b, h]`` to ``[S, b, h]``; gradients are
+    summed on the way back.
 
     The sum overwrites the incoming gradient, which a matmul has made and nothing else uses.
     """
@@ -116,7 +117,9 @@ def enter(x: Tensor, context: ParallelContext) -> Tensor:
 
 
 def leave(x: Tensor, context: ParallelContext) -> Tensor:
-    """After a row-split matmul: partial sums ``[S, b, h]`` to whole values ``[s, b, h]``, in place where it can be."""
+    """Leave a tensor-parallel region, after a row-split matmul: partial sums ``[S, b, h]`` to whole ``[s, b, h]``, in
+    place where possible.
+    """
     if context.mesh.size("tp") == 1:
         return x
     return _Leave.apply(x, context)  # type: ignore[no-untyped-call, no-any-return]

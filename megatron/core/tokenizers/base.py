@@ -45,7 +45,7 @@ class Tokenizer(Protocol):
         """
 
     def tokenize_parts(self, texts: Sequence[str]) -> list[list[int]]:
-        """As ``tokenize_batch``, without ids that some kinds put before or behind a whole text."""
+        """Ids of each text without those that some kinds put before or behind a whole text."""
         return self.tokenize_batch(texts)
 
     @abstractmethod
@@ -78,7 +78,7 @@ class SpanTokenizer(Tokenizer, Protocol):
 
     @abstractmethod
     def continuations(self) -> Sequence[bool]:
-        """For each id whether it continues the previous word."""
+        """Whether each id continues the previous word."""
 
 
 class MaskingTokenizer(SpanTokenizer, Protocol):

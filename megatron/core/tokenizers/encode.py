@@ -46,7 +46,9 @@ class Encoding:
 
 @dataclass(frozen=True)
 class EncodedTexts:
-    """``tokens``: all ids end to end. ``lengths``: ids of each sequence. ``sequences``: sequences of each document."""
+    """Token ids of many texts. ``tokens``: all ids end to end. ``lengths``: ids of each sequence. ``sequences``:
+    sequences of each document.
+    """
 
     tokens: NDArray[Any]
     lengths: NDArray[np.int32]
@@ -195,7 +197,7 @@ def _encode_texts(texts: Sequence[str], encoding: Encoding) -> EncodedTexts:
 
 
 def _get_ready(encoding: Encoding) -> None:
-    """In a worker: build the engine, which every batch needs."""
+    """Build the engine in a worker; every batch needs it."""
     _engine_of(encoding)
 
 

@@ -82,7 +82,7 @@ class HuggingFaceTokenizer(RustTokenizer):
         return super().detokenize(ids) if self._cleans_spaces else self.detokenize(ids)
 
     def continuations(self) -> Sequence[bool]:
-        """For each id whether it continues the previous word, judged by its spelling; added tokens never do."""
+        """Whether each id continues the previous word, judged by its spelling; added tokens never do."""
         own = self.pipeline.get_vocab(with_added_tokens=False)
         added = self.pipeline.get_added_tokens_decoder()
         prefix = json.loads(self.pipeline.to_str())["model"].get("continuing_subword_prefix")

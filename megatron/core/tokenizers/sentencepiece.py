@@ -109,7 +109,7 @@ class SentencePieceTokenizer(Tokenizer):
         return [self.tokenize(text) if self._cut.search(text) else next(encoded) for text in texts]
 
     def continuations(self) -> Sequence[bool]:
-        """For each id whether it continues the previous word: pieces that begin a word begin with a space."""
+        """Whether each id continues the previous word: pieces that begin a word begin with a space."""
         pieces = [self._model.id_to_piece(number) for number in range(self._model.get_piece_size())]
         own = [not piece.startswith(_SPACE) and not self._model.is_control(n) for n, piece in enumerate(pieces)]
         return [*own, *[False] * (self.vocab_size - len(own))]

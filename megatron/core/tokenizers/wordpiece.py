@@ -65,7 +65,7 @@ class WordPieceTokenizer(RustTokenizer):
         return super().special_ids.union((self.cls, self.sep, self.mask), self.sentinels)
 
     def continuations(self) -> Sequence[bool]:
-        """For each id whether it continues the previous word."""
+        """Whether each id continues the previous word."""
         found = [False] * self.vocab_size
         for piece, number in self._vocabulary.items():
             found[number] = piece.startswith(_PREFIX)

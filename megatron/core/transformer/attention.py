@@ -138,7 +138,9 @@ class Attention(nn.Module):
         )
 
     def _expansion(self) -> dict[str, Any]:
-        """Of ``attention``: how ranks compute keys and values from what others send, where that isn't these."""
+        """Arguments of ``attention`` where ranks send something narrower than keys and values, to compute these from
+        it.
+        """
         return {}
 
     def _options(self, query: Tensor, seen: Seen, *, drop: float, window: tuple[int, int] | None) -> AttentionOptions:
@@ -317,7 +319,7 @@ class SelfAttention(Attention):
         return self._mix(query, key, value, inputs.rng_key, seen)
 
     def costs(self, workload: Workload) -> Costs:
-        """Its matmuls, and attention of every token to the sequence."""
+        """Costs of the matmuls, and of attention of every token to the sequence."""
         has_bias = self._config.position_embedding_type == "relative"
         matmuls = total_of((self.linear_qkv, self.linear_proj), workload)
         return self._with_scores(
@@ -329,7 +331,9 @@ class SelfAttention(Attention):
         )
 
     def _scores(self, workload: Workload, *, keys: int) -> int:
-        """Also the inputs of the products of explicit scores (keys repeated for each head), and the causal mask."""
+        """Bytes of scores: also the inputs of the products of explicit scores (keys repeated for each head), and the
+        causal mask.
+        """
         wide = 4 if self._config.attention_softmax_in_fp32 else workload.itemsize
         given = workload.tokens * self._queries * (2 * wide + workload.itemsize)
         return super()._scores(workload, keys=keys) + given + keys**2
@@ -394,13 +398,15 @@ class CrossAttention(Attention):
         return key if self.k_layernorm is None else self.k_layernorm(key), fused[..., 1, :]
 
     def request(self, workload: Workload) -> AttentionRequest:
-        """To the encoder's tokens, without a bias."""
+        """The request of attention to the encoder's tokens, without a bias."""
         return dataclasses.replace(
             super().request(workload), key_length=workload.encoder_length, attention_mask=True, bias=False
         )
 
     def costs(self, workload: Workload) -> Costs:
-        """Its matmuls, and attention of every token to the encoder's; all layers share the encoder's output."""
+        """Costs of the matmuls, and of attention of every token to the encoder's; all layers share the encoder's
+        output.
+        """
         of_encoder, config = workload.of_encoder(), self._config
         shared = costs_of(self.linear_kv, of_encoder)
         shared = shared if self._context.keeps_bytes else dataclasses.replace(shared, kept=0)

@@ -136,7 +136,9 @@ class TransformerBlock(nn.Module):
         return dataclasses.replace(found, working=found.working + max(0, both - found.kept))
 
     def _offload(self, x: Tensor, inputs: LayerInputs) -> Offload:
-        """Of a forward pass. What all layers share stays: their inputs beside hidden states, and weights."""
+        """Offload of a forward pass's activations. What all layers share stays on the device: their inputs beside
+        hidden states, and weights.
+        """
         given = (getattr(inputs, field.name) for field in dataclasses.fields(inputs))
         stays = [*self.parameters(), *(each for each in given if isinstance(each, Tensor))]
         stays += [part for table in inputs.rotary.values() for part in (table.cos, table.sin)]

@@ -9,10 +9,12 @@ from megatron.core.tensor_parallel.initialize import Normal
 
 
 def input_init(config: ModelConfig) -> Normal:
-    """For embeddings, heads and every matrix that does not write to the residual stream."""
+    """Initialization of embeddings, heads and every matrix that does not write to the residual stream."""
     return Normal(config.init_method_std)
 
 
 def output_init(config: ModelConfig) -> Normal:
-    """For matrices that write to the residual stream: narrower, so that its variance doesn't grow with depth."""
+    """Initialization of matrices that write to the residual stream: narrower, so that its variance doesn't grow with
+    depth.
+    """
     return Normal(config.init_method_std / math.sqrt(2.0 * config.num_layers))

@@ -17,7 +17,8 @@ from megatron.core.parallel.side_losses import SideLosses
 
 @dataclass(frozen=True)
 class LayerInputs:
-    """``rng_key``: the microbatch's random streams. ``side_losses``: takes the losses of layers.
+    """What all layers of a forward pass share. ``rng_key``: the microbatch's random streams. ``side_losses``: takes the
+    losses of layers.
 
     ``rotary``: cos and sin for the positions, by how a layer turns its heads. ``document_ids``: ``[b, S]``; attention
     stays within a document. ``attention_mask``: ``[b, S]``, True where real. ``bias``: ``[n, s, S]``, added to the

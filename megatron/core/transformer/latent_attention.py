@@ -113,7 +113,7 @@ class LatentAttention(Attention):
         return travels and self._latent_width < self._keys + self._values
 
     def describe_sent(self) -> str | None:
-        """In words, where latents are sent."""
+        """What is sent, in words, where latents are sent."""
         if not self.sends_latents:
             return None
         return (
@@ -127,11 +127,13 @@ class LatentAttention(Attention):
 
     @property
     def _sent(self) -> int:
-        """See ``Attention``."""
+        """Numbers that a token sends to other ranks: its latent, or its keys and values."""
         return self._latent_width if self.sends_latents else super()._sent
 
     def _expansion(self) -> dict[str, Any]:
-        """See ``Attention``; where latents are sent, in place of keys, the shared key is sent in place of values."""
+        """Arguments of ``attention`` for keys and values made of latents. Where latents are sent in place of keys, the
+        shared key is sent in place of values.
+        """
         if not self.sends_latents:
             return {}
 
@@ -180,14 +182,14 @@ class LatentAttention(Attention):
         return CachedHeads(1, latent + self._config.qk_pos_emb_head_dim, latent, values_in_keys=True)
 
     def _keys_and_values(self, both: Tensor, shared_key: Tensor) -> tuple[Tensor, Tensor]:
-        """From what is computed from latents, and the key that heads share, to keys ``[S, b, n, d]`` and values."""
+        """Keys ``[S, b, n, d]`` and values, from what is computed from latents and the key that heads share."""
         widths = [self._config.qk_head_dim, self._config.v_head_dim]
         key, value = torch.split(both.view(*both.shape[:2], -1, sum(widths)), widths, dim=-1)
         return torch.cat((key, shared_key.expand(-1, -1, key.shape[2], -1)), dim=-1), value
 
     def costs(self, workload: Workload) -> Costs:
-        """Its matmuls, and attention of every token to the sequence. Both first matmuls keep the same input. Heads that
-        are computed again aren't kept, but for values that a kernel has widened.
+        """Costs of the matmuls, and of attention of every token to the sequence. Both first matmuls keep the same
+        input. Heads that are computed again aren't kept, but for values that a kernel has widened.
         """
         config = self._config
         latents = dataclasses.replace(workload, stream_itemsize=workload.itemsize)

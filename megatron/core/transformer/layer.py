@@ -103,9 +103,9 @@ class TransformerLayer(nn.Module):
         return self._branches[0].norm is not None
 
     def costs(self, workload: Workload) -> Costs:
-        """Its branches, and a mask of dropout for each of them, one byte an element. Branches in parallel keep the
-        same hidden states: those before a norm, or the norm's result, unless they keep copies in 8 bits. A branch that
-        is recomputed keeps its input, and none that a norm computes again.
+        """Costs of its branches, and of a mask of dropout for each of them, one byte an element. Branches in parallel
+        keep the same hidden states: those before a norm, or the norm's result, unless they keep copies in 8 bits. A
+        branch that is recomputed keeps its input, and none that a norm computes again.
         """
         elements, branches = workload.rows * self._hidden_size, Costs()
         for name, module in self.named_children():

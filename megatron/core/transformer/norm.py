@@ -47,7 +47,7 @@ class Norm(nn.Module):
         return rms_norm(x, self.weight, eps=self._eps, offset=self._offset).to(self._dtype)
 
     def costs(self, workload: Workload) -> Costs:
-        """On the residual stream: keeps its input."""
+        """Costs of a norm on the residual stream, which keeps its input."""
         return Costs(kept=workload.rows * self._size * workload.stream_itemsize)
 
     def _scale(self) -> Tensor | None:

@@ -156,8 +156,9 @@ class OutputLayer(nn.Module):
 
 
 def vocabulary_costs(weight: Tensor, workload: Workload, config: ModelConfig) -> Costs:
-    """Of ``vocabulary_output`` and its loss, which makes gradients on the way: those of hidden states and ``weight``
-    exist together, and logits by chunks, with the slopes of a soft cap; later a copy of the weight's for autograd.
+    """Costs of ``vocabulary_output`` and its loss, which makes gradients on the way: those of hidden states and
+    ``weight`` exist together, and logits by chunks, with the slopes of a soft cap; later a copy of the weight's for
+    autograd.
     """
     rows, hidden = weight.shape
     wide = max(workload.itemsize, 4)

@@ -36,7 +36,8 @@ class RotaryPositions:
         self._kinds = {kind for number in range(config.num_layers) if (kind := rotary_of(config, number)) is not None}
 
     def __call__(self, hidden: Tensor, position_ids: Tensor | None, *, length: int | None = None) -> RotaryTables:
-        """For ``hidden`` ``[s, b, h]`` at ``position_ids`` ``[b, S]``; None means 0, 1, … of the whole sequence.
+        """Rotary tables for ``hidden`` ``[s, b, h]`` at ``position_ids`` ``[b, S]``; None means 0, 1, … of the whole
+        sequence.
 
         ``length``: of the sequence, where it is not that of the call: generation computes it in parts.
         """

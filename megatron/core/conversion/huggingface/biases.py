@@ -31,7 +31,7 @@ BIASES = Feature(
     write=lambda model: {"attention_bias": model.add_qkv_bias, "mlp_bias": model.add_mlp_bias},
     refuse=_uneven,
 )
-"""Those of attention and of the MLP, each or none, as Llama and its relatives say them."""
+"""Biases of attention and of the MLP, each or none, in the settings of Llama and its relatives."""
 
 
 def attention_biases(*, default: bool = False, mlp: bool = False) -> Feature:

@@ -18,9 +18,9 @@ GELUS: dict[str, Activation] = {
     "gelu_fast": "gelu_tanh",
     "gelu": "gelu",
 }
-"""Their names of GELU, and ours."""
+"""Transformers' names of GELU -> ours."""
 UNGATED: dict[str, Activation] = {**GELUS, "relu": "relu", "relu2": "squared_relu"}
-"""Their names of activations without a gate, and ours."""
+"""Transformers' names of activations without a gate -> ours."""
 
 
 class Known:

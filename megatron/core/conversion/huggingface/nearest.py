@@ -81,7 +81,7 @@ class _Differences:
 
     @property
     def distance(self) -> tuple[bool, int, int]:
-        """To order types: by tensors, and by settings where equally many differ or most tensors have other names."""
+        """Sort key of types: by tensors, and by settings where equally many differ or most tensors have other names."""
         tensors = 0 if self.is_another_model else len(self.lacks) + len(self.more)
         return self.is_another_model, tensors, len(self.missing_settings) + len(self.more_settings)
 
@@ -143,7 +143,7 @@ def unread(config: Mapping[str, Any], read: Collection[str], within: str = "") -
 def _differences(
     config: Mapping[str, Any], tensors: Collection[str], known: HuggingFaceFormat, model_type: str
 ) -> _Differences | None:
-    """Those from one type; None where not even a small model of it can be described."""
+    """A model's differences from one type; None where not even a small model of it can be described."""
     described = known.types[model_type]
     held = {_NUMBER.sub("N", name) for name in described.current_names(tensors).values()}
     rows = [(row.theirs,) if isinstance(row.theirs, str) else row.theirs for row in described.table]

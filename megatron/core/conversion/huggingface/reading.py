@@ -171,7 +171,7 @@ def _check_tied_copies(
 
 
 def _digest(tensor: LazyTensor) -> bytes:
-    """Of its bytes, so that only one tensor is in memory at a time."""
+    """Digest of the tensor's bytes; a function of its own, so that only one tensor is in memory at a time."""
     return hashlib.blake2b(tensor.make().contiguous().view(-1).view(torch.uint8).numpy().data).digest()
 
 

@@ -49,7 +49,7 @@ class ShardFiles:
     stages: list[StageFiles]
 
     def names(self) -> Iterator[str]:
-        """Of all tensors."""
+        """Names of all tensors."""
         return (name for stage in self.stages for name in stage.ranks[0])
 
 
@@ -64,7 +64,7 @@ class DistFiles:
     version: float = 3.0
 
     def names(self) -> Iterator[str]:
-        """Of all tensors, those of the optimizer's state included."""
+        """Names of all tensors, those of the optimizer's state included."""
         return iter(self.stored.entries)
 
 
@@ -208,12 +208,12 @@ class _Grid:
         return absent or [f"tp {tensor} pp {stage}" for tensor, stage in dense if (tensor, stage) not in found]
 
     def _pairs(self) -> list[list[tuple[int, int]]]:
-        """For each expert-parallel rank, the tensor- and expert-parallel numbers of the files with its experts."""
+        """Tensor- and expert-parallel numbers of the files with the experts of each expert-parallel rank."""
         each = range(self.expert_tensor)
         return [[((rank * len(each) + part) % self.tensor, rank) for part in each] for rank in range(self.expert)]
 
     def dense(self, stage: int) -> list[Path]:
-        """For each tensor-parallel rank a file with its dense layers."""
+        """A file with the dense layers of each tensor-parallel rank."""
         held = ((tensor, rank) for tensor in range(self.tensor) for rank in range(self.expert))
         first: dict[int, Path] = {}
         for tensor, rank in held:
@@ -222,7 +222,7 @@ class _Grid:
         return list(first.values())
 
     def experts(self, stage: int) -> list[list[Path]]:
-        """For each expert-parallel rank the files that split its experts."""
+        """The files that split the experts of each expert-parallel rank."""
         return [[self.ranks[tensor, stage, rank] for tensor, rank in each] for each in self._pairs()]
 
 

@@ -43,12 +43,12 @@ def megatron_lm_answer(
 
 
 def future(length: int) -> Tensor:
-    """Added to scores ``[b, heads, queries, keys]``: none of what comes later."""
+    """Causal bias of scores ``[b, heads, queries, keys]``: minus infinity for keys that come later."""
     return torch.full((1, 1, length, length), -torch.inf).triu(1)
 
 
 def padding(real: Tensor) -> Tensor:
-    """The same for keys that are no padding, ``real`` ``[b, s]``."""
+    """Padding bias of scores ``[b, heads, queries, keys]``: minus infinity for keys that aren't ``real`` ``[b, s]``."""
     return torch.zeros(real.shape).masked_fill(~real, -torch.inf)[:, None, None, :]
 
 
@@ -115,7 +115,7 @@ def pick(shard: Shard, *endings: str) -> Tensor | None:
 
 
 def need(shard: Shard, *endings: str) -> Tensor:
-    """The same; CheckpointError where there is none."""
+    """The tensor whose name is, or ends with, one of ``endings``, in fp32; CheckpointError where there is none."""
     found = pick(shard, *endings)
     if found is None:
         raise CheckpointError(f"the checkpoint has no {' or '.join(endings)}")
@@ -340,7 +340,7 @@ class MegatronLMModel:
         )
 
     def _crossing(self, x: Tensor, layer: Layer, *, encoder_hidden_states: Tensor, scores: Tensor) -> Tensor:
-        """The same for attention to what an encoder made."""
+        """Attention to the encoder's output: every rank's heads, and the sum of their outputs."""
         ranks = layer.ranks
         parts, heads = [], self._heads // len(ranks)
         for shard in ranks:
@@ -423,7 +423,9 @@ class MegatronLMModel:
         )
 
     def network(self, x: Tensor, ranks: list[Shard], first: tuple[str, ...], second: tuple[str, ...]) -> Tensor:
-        """The same with matrices of other names, ``first`` and ``second``."""
+        """An MLP with matrices of other names, ``first`` and ``second``: every rank's part, and the sum of their
+        outputs.
+        """
         inner = [self._activated(_linear(x, shard, *first)) for shard in ranks]
         parts = [_linear(mine, shard, *second, bias=False) for mine, shard in zip(inner, ranks)]
         return _sum(parts, pick(ranks[0], *(f"{name}.bias" for name in second)))

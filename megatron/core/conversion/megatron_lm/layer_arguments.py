@@ -28,7 +28,7 @@ YARN = {
     "mscale": "yarn_mscale",
     "mscale_all_dim": "yarn_mscale_all_dim",
 }
-"""By field of ours, the argument that holds a setting of YaRN."""
+"""Our field -> Megatron-LM's argument, for the settings of YaRN."""
 _PLAIN_ROTARY = {"rotary_percent": 1.0, "rotary_interleaved": False, "use_rope_scaling": False}
 FIELDS = ("window_size", "window_attn_skip_freq", "softmax_type", "softmax_scale", "qk_l2_norm", "no_rope_freq")
 """Fields of our architecture that are made here."""

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 LAYER = re.compile(r"\b(\w+)\.layers\.(\d+)\.")
-"""In our names: the stack, and the layer's number."""
+"""Pattern of our names of layers' tensors: the stack, and the layer's number."""
 
 _NUMBER = re.compile(r"\blayers\.(\d+)\.")
 _EXPERT = re.compile(r"(local_experts\.|experts\.experts\.|\.experts\.linear_fc[12]\.(?:weight|bias))(\d+)")
@@ -20,7 +20,8 @@ _EXPERT = re.compile(r"(local_experts\.|experts\.experts\.|\.experts\.linear_fc[
 
 @dataclass(frozen=True)
 class Spelling:
-    """``core``: with norms as modules of their own. ``fused``: with norms inside the matrix that follows them.
+    """Names of one tensor. ``core``: with norms as modules of their own. ``fused``: with norms inside the matrix that
+    follows them.
 
     ``legacy``: of the models before core, as today's checkpoints spell them; see ``_todays`` for older ones.
     ``copy``: a second name in core, under which files hold the same numbers again. ``others``: further names in core,
@@ -180,7 +181,7 @@ class Names:
         return ours.format(n=int(layer[1]) + (first_layers or {}).get(ours.split(".")[0], 0))
 
     def core_names(self, ours: str) -> list[str]:
-        """Their core models' names, with ``{e}`` for the number of an expert."""
+        """Names of our tensor in Megatron-LM's core models, with ``{e}`` for the number of an expert."""
         (row, *_), layer = self._rows_of(ours)
         return [name.replace("{n}", layer) for name in (row.core, row.copy) if name]
 
@@ -207,7 +208,9 @@ class Names:
 
 
 def expert_number(theirs: str) -> int | None:
-    """Of the expert that a tensor belongs to, among those of a rank, or among all in torch_dist; None without one."""
+    """Number of the expert that a tensor belongs to, among those of a rank, or among all in torch_dist; None without
+    one.
+    """
     found = _EXPERT.search(theirs)
     return int(found[2]) if found else None
 

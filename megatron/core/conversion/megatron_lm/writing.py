@@ -128,7 +128,7 @@ def _write_dist(
 
 
 def _kinds_of_layers(tensors: Iterable[str]) -> dict[str, set[frozenset[str]]]:
-    """By stack, the sets of names that its layers have: one where layers are all alike."""
+    """The sets of names that the layers of each stack have: one set where layers are all alike."""
     found: dict[str, dict[str, set[str]]] = {}
     for name in tensors:
         if layer := LAYER.match(name):

@@ -30,7 +30,7 @@ class BertConfig(SentenceConfig):
     )
 
     def rules(self) -> Sequence[Rule]:
-        """Those of sentences, and its own."""
+        """Rules of the families that learn from sentences, and BERT's own."""
         from megatron.core.models.bert.rules import RULES
 
         return (*super().rules(), *RULES)

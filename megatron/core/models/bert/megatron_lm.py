@@ -20,7 +20,7 @@ _TOKEN_TYPES = "embedding.tokentype_embeddings.weight"
 
 
 class BertFormat(MegatronLMFormat):
-    """Without the second head, today's Megatron-LM has no token types either."""
+    """BERT's checkpoints. Without the second head, today's Megatron-LM has no token types either."""
 
     names = Names(
         WORDS,
@@ -41,7 +41,7 @@ class BertFormat(MegatronLMFormat):
     def groups_from_arguments(
         self, args: Arguments, model: ModelConfig, stored: Collection[str], *, legacy: bool
     ) -> tuple[object, ...]:
-        """With the second head where there are tensors of one."""
+        """BERT's settings: with the second head where there are tensors of one."""
         exact = has_exact_head(args, legacy=legacy) and model.activation != "gelu"
         head = BertConfig(bert_binary_head="binary_head.weight" in stored, exact_gelu_head=exact)
         return (head, TokenTypesConfig())
@@ -55,7 +55,9 @@ class BertFormat(MegatronLMFormat):
         return {_TOKEN_TYPES: LazyTensor(shape, like.dtype, lambda: torch.zeros(shape, dtype=like.dtype))}
 
     def unsupported(self, portable: PortableModel) -> dict[str, bool]:
-        """Other positions than learned ones, and the tanh approximation in the head."""
+        """What Megatron-LM's BERT doesn't have, such as other positions than learned ones, and whether this model has
+        it.
+        """
         model, group = portable.model, group_among(portable.groups, BertConfig)
         types = token_types(portable.groups)
         positions, is_exact = model.position_embedding_type, model.activation == "gelu" or group.exact_gelu_head
@@ -71,7 +73,7 @@ class BertFormat(MegatronLMFormat):
         return {"bert_binary_head": group_among(portable.groups, BertConfig).bert_binary_head}
 
     def tensors_to_write(self, portable: PortableModel) -> dict[str, LazyTensor]:
-        """Without the second head, none of token types."""
+        """Tensors to write: without the second head, none of token types."""
         tensors = dict(portable.tensors)
         if group_among(portable.groups, BertConfig).bert_binary_head:
             return tensors

@@ -31,8 +31,9 @@ from megatron.core.transformer.stack import StackConfig
 
 @dataclass(frozen=True)
 class BertOutput:
-    """``words``: logits of the masked tokens. ``order`` ``[b, 2]``: logits of the order of two texts, 1 for exchanged;
-    None without a binary head. Of context-parallel ranks only the first has the token that ``order`` is made of.
+    """Results of BERT's heads. ``words``: logits of the masked tokens. ``order`` ``[b, 2]``: logits of the order of two
+    texts, 1 for exchanged; None without a binary head. Of context-parallel ranks only the first has the token that
+    ``order`` is made of.
     """
 
     words: VocabularyOutput
@@ -92,7 +93,7 @@ class BertBody(nn.Module):
         return out
 
     def costs(self, workload: Workload) -> Costs:
-        """Of the body: embeddings and layers, and on the last stage hidden states with their gradient."""
+        """Costs of the body: embeddings and layers, and on the last stage hidden states with their gradient."""
         working = 2 * workload.rows * self._config.hidden_size * workload.itemsize * self._is_last
         return total_of((self.embedding, self.encoder), workload) + Costs(working=working)
 

@@ -33,7 +33,7 @@ class MaskedQuestion:
 
     @property
     def auto_class(self) -> str:
-        """That with all heads, or without the second."""
+        """Transformers' class of the model with both heads, or with the head for masked tokens alone."""
         return "AutoModelForPreTraining" if self.binary_head else "AutoModelForMaskedLM"
 
     def ask_theirs(self, model: Any) -> Answer:
@@ -45,7 +45,7 @@ class MaskedQuestion:
         return {"words": output.prediction_logits[self.real], "order": output.seq_relationship_logits}
 
     def ask_megatron_lm(self, model: MegatronLMModel) -> Answer:
-        """The same, over the padded vocabulary."""
+        """Logits of words over the padded vocabulary, and of the order, by Megatron-LM's formulas."""
         x = model.embedded(self.tokens, self.types)
         (stack,) = model.stacks
         x = model.run(stack, x, padding(self.real))
@@ -59,7 +59,7 @@ class MaskedQuestion:
         return {**words, "order": model.linear(pooled, "binary_head")}
 
     def ask_ours(self, stage: nn.Module, handed: Mapping[str, Tensor]) -> Answer:
-        """The same."""
+        """Logits of words and of the order from our model; before the last stage, its hidden states."""
         output: BertOutput | Tensor = stage(self.tokens, self.types, attention_mask=self.real, **handed)
         if not isinstance(output, BertOutput):
             return {"hidden": output}
@@ -68,7 +68,7 @@ class MaskedQuestion:
 
 
 def question_for(model: ModelConfig, groups: Sequence[object]) -> MaskedQuestion:
-    """The same one every time."""
+    """The question for this model: fixed tokens, of which some are padding."""
     tokens = tokens_for(model)
     length = tokens.shape[1]
     real = real_tokens(length)

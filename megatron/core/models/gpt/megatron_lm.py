@@ -64,7 +64,8 @@ class GPTFormat(MegatronLMFormat):
     def groups_from_arguments(
         self, args: Arguments, model: ModelConfig, stored: Collection[str], *, legacy: bool
     ) -> tuple[object, ...]:
-        """Its experts. Tensors alone tell whether shared experts have a gate in releases without an argument for it.
+        """Settings of the model's experts. Tensors alone tell whether shared experts have a gate in releases without an
+        argument for it.
 
         Raises CheckpointError for choices that a router can't make, or makes in another way here.
         """
@@ -113,7 +114,7 @@ class GPTFormat(MegatronLMFormat):
         }
 
     def arguments(self, portable: PortableModel) -> dict[str, Any]:
-        """Those of experts; none for a dense model."""
+        """Arguments that describe experts; none for a dense model."""
         moe = experts_of(portable.groups)
         if not moe.has_experts:
             return {}
@@ -128,7 +129,7 @@ class GPTFormat(MegatronLMFormat):
         }
 
     def flags(self, groups: Sequence[object]) -> dict[str, Any]:
-        """Those of routers and shared experts."""
+        """Flags of routers and shared experts that --use-checkpoint-args doesn't take, unless they are the defaults."""
         moe, usual = experts_of(groups), MoEConfig()
         found = {name: getattr(moe, name) for name in _NOT_TAKEN} if moe.has_experts else {}
         return {name: value for name, value in found.items() if value != getattr(usual, name)}

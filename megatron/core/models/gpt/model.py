@@ -142,13 +142,13 @@ class GPTModel(nn.Module):
 
     @property
     def cached_layers(self) -> dict[int, CachedHeads]:
-        """See ``GenerativeModel``."""
+        """What each layer with attention keeps of each token, by the layer's number."""
         return cached_layers(self.decoder)
 
     def continue_texts(
         self, tokens: Tensor | None, position_ids: Tensor, *, cache: AttentionCache, hidden: Tensor | None = None
     ) -> VocabularyOutput | Tensor:
-        """See ``GenerativeModel``."""
+        """Continue texts: the vocabulary output, or before the last stage the hidden states."""
         return self.forward(tokens, position_ids, cache=cache, hidden=hidden)
 
     def costs(self, workload: Workload) -> Costs:

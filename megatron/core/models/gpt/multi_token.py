@@ -27,7 +27,7 @@ where both are of the position's own text.
 
 
 def loss_name(depth: int) -> str:
-    """Of the loss of ``depth``, counted from 0, as Megatron-LM reports it."""
+    """Megatron-LM's name of the loss of ``depth``, counted from 0."""
     return f"mtp_{depth + 1} loss"
 
 
@@ -97,7 +97,7 @@ class MultiTokenLayer(nn.Module):
         return normed
 
     def costs(self, workload: Workload) -> Costs:
-        """Its parts. Recomputed, it keeps its two inputs."""
+        """Costs of the parts. A recomputed layer keeps its two inputs."""
         found = total_of(self.children(), workload)
         if not self._recompute:
             return found

@@ -28,17 +28,17 @@ class CausalQuestion:
         return {"words": model(self.tokens, use_cache=False).logits}
 
     def ask_megatron_lm(self, model: MegatronLMModel) -> Answer:
-        """The same, over the padded vocabulary."""
+        """Logits of every position over the padded vocabulary, by Megatron-LM's formulas."""
         x = model.embedded(self.tokens)
         (stack,) = model.stacks - {"mtp"}
         return {"words": model.words(model.run(stack, x, future(x.shape[1]), routed=partial(experts, model=model)))}
 
     def ask_ours(self, stage: nn.Module, handed: Mapping[str, Tensor]) -> Answer:
-        """The same."""
+        """Logits of every position from our model; before the last stage, its hidden states."""
         output: VocabularyOutput | Tensor = stage(self.tokens, **handed)
         return {"words": output.logits()} if isinstance(output, VocabularyOutput) else {"hidden": output}
 
 
 def question_for(model: ModelConfig, groups: Sequence[object]) -> CausalQuestion:
-    """The same one every time."""
+    """The question for this model, with fixed tokens."""
     return CausalQuestion(tokens_for(model))

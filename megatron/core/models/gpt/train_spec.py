@@ -49,7 +49,7 @@ class GPTSpec(TrainSpec):
     }
 
     def loss_names(self, run: RunConfig) -> tuple[str, ...]:
-        """That of the next token, of each depth of multi-token prediction, and those of routers."""
+        """Names of the losses: of the next token, of each depth of multi-token prediction, and of routers."""
         later = map(loss_name, range(run.model.mtp_num_layers))
         return ("lm loss", *later, *experts_of(run.groups()).loss_names)
 
@@ -83,7 +83,9 @@ class GPTSpec(TrainSpec):
         return frozenset(name for name, is_needed in needed.items() if is_needed)
 
     def completed(self, batch: Mapping[str, Tensor], run: RunConfig) -> Mapping[str, Tensor]:
-        """With the later tokens of multi-token prediction, and where there is padding, which positions are text."""
+        """The batch with the tokens that multi-token prediction predicts and, where there is padding, which positions
+        are text.
+        """
         depths, found = run.model.mtp_num_layers, dict(batch)
         if batch and depths:
             found |= shifted_fields(batch, depths)

@@ -58,7 +58,7 @@ class T5Config(SentenceConfig):
     )
 
     def resolved(self, model: ModelConfig, data: DataConfig) -> Self:
-        """Unless given: as many decoder layers as encoder layers, and sequences a quarter as long."""
+        """The group with defaults filled in: as many decoder as encoder layers, and sequences a quarter as long."""
         layers, length = self.decoder_num_layers, self.decoder_seq_length
         return dataclasses.replace(
             self,
@@ -67,7 +67,7 @@ class T5Config(SentenceConfig):
         )
 
     def rules(self) -> Sequence[Rule]:
-        """Those of sentences, and its own."""
+        """Rules of the families that learn from sentences, and T5's own."""
         from megatron.core.models.t5.rules import RULES
 
         return (*super().rules(), *RULES)

@@ -199,7 +199,7 @@ class T5Format(HuggingFaceFormat):
         return (group,)
 
     def table(self, model_type: str, model: ModelConfig, groups: Sequence[object] = ()) -> Sequence[Row]:
-        """By the kind of MLP."""
+        """Rows of the model's modules, with a gated MLP or a plain one."""
         return GATED_TABLE if model.gated else T5.table
 
     def complete(self, model: ModelConfig, tensors: dict[str, LazyTensor]) -> ModelConfig:

@@ -39,7 +39,9 @@ _SAME_FIELDS = ("decoder_seq_length", "relative_attention_num_buckets", "relativ
 
 
 class T5Format(MegatronLMFormat):
-    """Before core a T5's decoder had a number of layers of its own; core saves that argument and doesn't read it."""
+    """T5's checkpoints. Before core, the decoder had a number of layers of its own; core saves that argument and
+    doesn't read it.
+    """
 
     names = Names(
         WORDS,
@@ -92,7 +94,7 @@ class T5Format(MegatronLMFormat):
         }
 
     def arguments(self, portable: PortableModel) -> dict[str, Any]:
-        """Both stacks' sizes, and relative positions."""
+        """Arguments for both stacks' sizes and relative positions."""
         group = group_among(portable.groups, T5Config)
         same_fields = {name: getattr(group, name) for name in ("decoder_num_layers", *_SAME_FIELDS)}
         return {

@@ -159,11 +159,13 @@ class T5Model(nn.Module):
 
     @property
     def cached_layers(self) -> dict[int, CachedHeads]:
-        """See ``GenerativeModel``; none before the decoder."""
+        """What each layer of the decoder keeps of each token, by the layer's number; nothing on stages before the
+        decoder.
+        """
         return {} if self.decoder is None else cached_layers(self.decoder)
 
     def encode(self, tokens: Tensor, hidden: Tensor | None = None) -> Tensor:
-        """See ``EncoderDecoder``."""
+        """Token ids through the stage's part of the encoder, to hidden states ``[T, 1, h]``."""
         if self._stage.is_first:
             hidden = self._embedded(tokens, StreamKey(0), "embedding")
         assert hidden is not None, "a later stage needs the hidden states of the one before"
@@ -179,7 +181,9 @@ class T5Model(nn.Module):
     def continue_texts(
         self, tokens: Tensor, position_ids: Tensor, *, cache: AttentionCache, hidden: Tensor | None = None
     ) -> VocabularyOutput | Tensor:
-        """Of the decoder, see ``GenerativeModel``; stages before it return zeros."""
+        """Continue texts with the decoder: the vocabulary output or hidden states; stages before the decoder return
+        zeros.
+        """
         if self.decoder is None:
             assert self.encoder is not None, "a stage has layers"
             dtype = self._context.dtype
@@ -204,8 +208,8 @@ class T5Model(nn.Module):
         return hidden
 
     def costs(self, workload: Workload) -> Costs:
-        """Of the encoder over its tokens and the decoder over ``workload.length``. Every stage of
-        the decoder keeps the encoder's output.
+        """Costs of the encoder over its tokens and the decoder over ``workload.length``. Every stage of the decoder
+        keeps the encoder's output.
         """
         encoding, decoding = workload.of_encoder(), dataclasses.replace(workload, has_padding=False)
         found = total_of((self.encoder_positions, self.encoder), encoding)

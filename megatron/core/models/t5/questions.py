@@ -36,7 +36,7 @@ class DecoderQuestion:
         return {"words": model(**asked, use_cache=False).logits}
 
     def ask_megatron_lm(self, model: MegatronLMModel) -> Answer:
-        """The same, over the padded vocabulary."""
+        """Logits of every position of the decoder over the padded vocabulary, by Megatron-LM's formulas."""
         seen, x = padding(self.real), model.embedded(self.tokens)
         encoder_hidden_states = model.run("encoder", x, seen + _relative("encoder", x.shape[1], model))
         x = model.embedded(self.decoder_tokens)
@@ -46,7 +46,7 @@ class DecoderQuestion:
         }
 
     def ask_ours(self, stage: nn.Module, handed: Mapping[str, Tensor]) -> Answer:
-        """The same."""
+        """Logits of every position of the decoder from our model; before the last stage, what it hands on."""
         output: VocabularyOutput | dict[str, Tensor] = stage(
             self.tokens, self.decoder_tokens, attention_mask=self.real, **handed
         )
@@ -65,7 +65,7 @@ def _relative(stack: str, length: int, model: MegatronLMModel) -> Tensor:
 
 
 def question_for(model: ModelConfig, groups: Sequence[object]) -> DecoderQuestion:
-    """The same one every time."""
+    """The question for this model: fixed tokens, of which some of the encoder's are padding."""
     tokens = tokens_for(model, _LENGTH)
     length = tokens.shape[1]
     return DecoderQuestion(tokens, tokens.flip(0, 1)[:, : length * 7 // 8], real_tokens(length))

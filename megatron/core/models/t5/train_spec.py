@@ -41,7 +41,7 @@ class T5Spec(TrainSpec):
     }
 
     def loss_names(self, run: RunConfig) -> tuple[str, ...]:
-        """One."""
+        """Name of the one loss."""
         return ("lm loss",)
 
     def fields(self, run: RunConfig, stages: Sequence[Stage]) -> frozenset[str]:

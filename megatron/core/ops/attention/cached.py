@@ -49,7 +49,7 @@ class AttentionCache(Protocol):
         ...
 
     def with_bias(self, bias: Callable[[Tensor, Tensor], Tensor]) -> AttentionCache:
-        """The same cache, whose ``attend`` adds ``bias(query_positions, key_positions)`` [n, queries, keys] to the
+        """A view of the cache whose ``attend`` adds ``bias(query_positions, key_positions)`` [n, queries, keys] to the
         scores of each text.
         """
         ...

@@ -93,7 +93,7 @@ class Kernel:
     takes_texts = True
 
     def supports(self, k: Tensor, v: Tensor, options: AttentionOptions) -> str | None:
-        """See ``CachedBackend``."""
+        """None, or why torch's kernel cannot compute the call."""
         if options.soft_cap is not None or options.sinks is not None:
             return "it has neither soft caps nor sinks"
         if k.shape[-1] != v.shape[-1]:
@@ -107,7 +107,7 @@ class Kernel:
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions, bias: Tensor | None, *, causal: bool
     ) -> Tensor:
-        """See ``CachedBackend``."""
+        """Attention of a call by torch's kernel."""
         if q.dim() == 4:
             return F.scaled_dot_product_attention(q, k, v, bias, scale=options.scale)
         mask = None if bias is None else bias[None]
@@ -123,13 +123,13 @@ class Grouped:
     takes_texts = False
 
     def supports(self, k: Tensor, v: Tensor, options: AttentionOptions) -> str | None:
-        """See ``CachedBackend``."""
+        """None: every call is taken."""
         return None
 
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions, bias: Tensor | None, *, causal: bool
     ) -> Tensor:
-        """See ``CachedBackend``."""
+        """Attention of a call by matrix products over groups of query heads."""
         if q.dim() == 4:
             bias = None if bias is None else bias[0].expand(-1, q.shape[2], -1)
             return self.attend(q[0], k[0], v[0], options, bias, causal=causal)[None]

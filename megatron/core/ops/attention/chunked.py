@@ -39,7 +39,7 @@ def bytes_of_scores(*, heads: int, queries: int, keys: int, itemsize: int, is_ba
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Tensor:
-    """See ``attention``."""
+    """The result of ``attention``, with scores of one block of queries at a time."""
 
     def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return _Chunked.apply(q, k, v, options.bias, options)  # type: ignore[no-untyped-call, no-any-return]
@@ -74,7 +74,7 @@ class _Chunked(torch.autograd.Function):
 
 
 def attend_partly(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> PartialResult:
-    """See ``partial_attention``."""
+    """The result of ``partial_attention``, with scores of one block of queries at a time."""
     out = q.new_empty(*q.shape[:3], v.shape[3])
     lse = torch.empty(q.shape[:3], dtype=torch.promote_types(q.dtype, torch.float32), device=q.device)
     for block in _blocks(q, k, v, options):
@@ -89,7 +89,7 @@ def attend_partly(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) ->
 def gradients_of_part(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, whole: PartialResult | None, options: AttentionOptions
 ) -> Gradients:
-    """See ``partial_attention_gradients``. ``whole`` is None when these are all keys.
+    """The result of ``partial_attention_gradients``, block by block. ``whole`` is None when these are all keys.
 
     With it, the sums over all keys are known: the softmax's from ``whole.lse``, and rowsum(dP∘P) is dout·out.
     """
@@ -205,7 +205,7 @@ class _Block:
         return scores, steepness
 
     def softmax(self, scores: Tensor) -> Tensor:
-        """Over these keys, [B, r·rows, keys]; zeros for a query that sees none of them."""
+        """Probabilities of these keys, [B, r·rows, keys]; zeros for a query that sees none of them."""
         probabilities = scores.softmax(dim=-1)
         return probabilities if self.blind is None else probabilities.masked_fill_(self.blind, 0.0)
 

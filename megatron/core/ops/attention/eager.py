@@ -33,7 +33,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Tensor
 
 
 def attend_partly(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> PartialResult:
-    """See ``partial_attention``; computed in fp32 or fp64."""
+    """The result of ``partial_attention``, computed in fp32 or fp64."""
     scores, _ = _visible_scores(q, k, options)
     lse = scores.logsumexp(dim=-1)
     probabilities = _probabilities(scores, lse)
@@ -45,7 +45,7 @@ def attend_partly(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) ->
 def gradients_of_part(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, whole: PartialResult, options: AttentionOptions
 ) -> Gradients:
-    """See ``partial_attention_gradients``; the formulas are those of ``chunked``."""
+    """The result of ``partial_attention_gradients``; the formulas are those of ``chunked``."""
     scores, steepness = _visible_scores(q, k, options)
     query, key, value = (_repeated(x, q).to(scores.dtype) for x in (q, k, v))
     upstream, out = (_by_head(x).to(scores.dtype) for x in (grad, whole.out))
@@ -100,7 +100,9 @@ def _scores(q: Tensor, k: Tensor, options: AttentionOptions, dtype: torch.dtype)
 
 
 def _visible_scores(q: Tensor, k: Tensor, options: AttentionOptions) -> tuple[Tensor, Tensor | float]:
-    """As ``_scores``, in fp32 or fp64, minus infinity where a query may not see a key."""
+    """Scores [b, n, sq, sk] in fp32 or fp64, minus infinity where a query may not see a key, and the derivative of the
+    soft cap.
+    """
     scores, steepness = _scores(q, k, options, torch.promote_types(q.dtype, torch.float32))
     allowed = allowed_keys(q, k, options)
     return (scores if allowed is None else scores.masked_fill(~allowed, -torch.inf)), steepness

@@ -105,13 +105,13 @@ class FlashBackend:
         return self.capabilities.refusal(request)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Tensor:
-        """See ``attention``."""
+        """The result of ``attention`` by the package's kernel."""
         alone = dataclasses.replace(options, sinks=None)
         out: Tensor = _Flash.apply(q, k, v, options.sinks, alone, self)  # type: ignore[no-untyped-call]
         return out.flatten(2)
 
     def attend_partly(self, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> PartialResult:
-        """See ``partial_attention``."""
+        """The result of ``partial_attention`` by the package's kernel."""
         return self.run(q, k, v, options)[0]
 
     def gradients_of_part(
@@ -124,7 +124,7 @@ class FlashBackend:
         options: AttentionOptions,
         state: Tensor | None = None,
     ) -> Gradients:
-        """See ``partial_attention_gradients``; ``state`` as ``run`` returned it."""
+        """The result of ``partial_attention_gradients``; ``state`` is what ``run`` returned."""
         band = _band(options, queries=q.shape[0], keys=k.shape[0])
         grads = [torch.zeros(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v)]
         if band is not None:

@@ -22,7 +22,7 @@ class _Kernel:
     is_2: bool
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, call: FlashCall) -> tuple[Tensor, Tensor, Tensor | None]:
-        """See ``FlashKernel``."""
+        """Result, log-sum-exp, and with flash-attn 2 the state of dropout's generator."""
         if not self.is_2:
             out, lse, *_ = self._run("forward", call, q=q, k=k, v=v)
             return out, lse, None
@@ -41,7 +41,7 @@ class _Kernel:
         state: Tensor | None,
         call: FlashCall,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """See ``FlashKernel``."""
+        """Gradients of q, k and v."""
         found = (torch.empty_like(q), torch.empty_like(k), torch.empty_like(v))
         gradients = dict(zip(("dq", "dk", "dv"), found))
         drawn = {"rng_state": state} if self.is_2 else {}

@@ -23,14 +23,14 @@ class OnlineSoftmax:
 
     @classmethod
     def over_nothing(cls, q: Tensor, v: Tensor) -> OnlineSoftmax:
-        """Before any key has been seen by the queries ``q`` [s, b, n, d]."""
+        """The state before any key has been seen by the queries ``q`` [s, b, n, d]."""
         wide = torch.promote_types(q.dtype, torch.float32)
         out = torch.zeros(*q.shape[:3], v.shape[3], dtype=wide, device=q.device)
         return cls(out, torch.full_like(out[..., 0], -torch.inf))
 
     @classmethod
     def uninitialized(cls, q: Tensor, v: Tensor) -> OnlineSoftmax:
-        """For the queries ``q``, with any numbers: the first result is written to it."""
+        """The state for the queries ``q`` with arbitrary numbers: the first result is written to it."""
         wide = torch.promote_types(q.dtype, torch.float32)
         out = torch.empty(*q.shape[:3], v.shape[3], dtype=wide, device=q.device)
         return cls(out, torch.empty_like(out[..., 0]))
@@ -60,7 +60,7 @@ def with_sinks(whole: PartialResult, sinks: Tensor) -> PartialResult:
 
 
 def sinks_gradient(grad: Tensor, whole: PartialResult, sinks: Tensor) -> Tensor:
-    """With respect to the ``sinks`` [n], for ``grad`` [sq, b, n, d] of ``whole``, which includes them.
+    """Gradient of the ``sinks`` [n], for ``grad`` [sq, b, n, d] of ``whole``, which includes them.
 
     Of p = exp(sink - lse):  dsink = -Σ p·(dout·out), since the value is zero.
     """

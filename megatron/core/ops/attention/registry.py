@@ -46,7 +46,7 @@ class Backend(Protocol):
 
 
 class GpuBackend(Backend, Protocol):
-    """``takes_sinks``: its ``attend`` computes sinks; else they are made of partial calls."""
+    """A backend for GPUs. ``takes_sinks``: its ``attend`` computes sinks; else they are made of partial calls."""
 
     @property
     def capabilities(self) -> Capabilities:
@@ -55,7 +55,7 @@ class GpuBackend(Backend, Protocol):
 
     @property
     def takes_sinks(self) -> bool:
-        """See above."""
+        """Whether ``attend`` computes sinks; else they are made of partial calls."""
         ...
 
     def missing(self) -> str | None:
@@ -103,7 +103,7 @@ class Choice:
     refused: dict[str, str] = field(default_factory=dict)
 
     def describe(self) -> str:
-        """For the start-up report, e.g. ``chunked (sdpa refused: …)``."""
+        """The choice for the start-up report, e.g. ``chunked (sdpa refused: …)``."""
         reasons = "; ".join(f"{name} refused: {reason}" for name, reason in self.refused.items())
         return f"{self.name} ({reasons})" if reasons else self.name
 

@@ -128,7 +128,7 @@ class PartialResult:
 
 @dataclass(frozen=True)
 class Gradients:
-    """With respect to the three inputs of attention and its bias, each shaped like its input."""
+    """Gradients of the three inputs of attention and of its bias, each shaped like its input."""
 
     q: Tensor
     k: Tensor

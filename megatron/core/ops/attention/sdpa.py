@@ -74,7 +74,9 @@ def _refuses_window(request: AttentionRequest, window: tuple[int, int]) -> str |
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Tensor:
-    """See ``attention``. On a GPU never torch's kernel that keeps all scores, except in fp64, which has no other."""
+    """The result of ``attention`` by torch's ``scaled_dot_product_attention``. On a GPU, never torch's kernel that
+    keeps all scores, except in fp64, which has no other.
+    """
     if q.device.type == "cpu" or q.dtype == torch.float64:
         return attend_with(q, k, v, options, ())
     efficient = SDPBackend.EFFICIENT_ATTENTION  # with masks, and for fp32
@@ -133,7 +135,7 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Tenso
 
 
 def attend_partly(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> PartialResult:
-    """See ``partial_attention``. Torch's flash kernels return the log-sum-exp that its public function hides."""
+    """The result of ``partial_attention`` by torch's flash kernels, which return the log-sum-exp."""
     query, key, value = (_fold(x) for x in widened(q, k, v))
     out, lse = _kernel(query, key, value, options, causal=options.causal)
     return PartialResult(_unfold(out, q)[..., : v.shape[3]], _unfold(lse.unsqueeze(-1), q).squeeze(-1))
@@ -142,7 +144,9 @@ def attend_partly(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) ->
 def gradients_of_part(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, whole: PartialResult, options: AttentionOptions
 ) -> Gradients:
-    """See ``partial_attention_gradients``: the kernels take result and log-sum-exp as given, so they may be merged."""
+    """The result of ``partial_attention_gradients``: the kernels take result and log-sum-exp as given, so they may be
+    merged.
+    """
     lse = _fold(whole.lse.unsqueeze(-1)).squeeze(-1)
     upstream, query, key, value, out = (_fold(x) for x in widened(grad, q, k, v, whole.out))
     found = _kernel_gradients(upstream, query, key, value, out, lse, options, causal=options.causal)
@@ -150,7 +154,7 @@ def gradients_of_part(
 
 
 class _Whole(torch.autograd.Function):
-    """On a CPU, by the kernel itself. Keeps q, k, v, the result and its log-sum-exp."""
+    """Attention on a CPU by the kernel's own two passes. Keeps q, k, v, the result and its log-sum-exp."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions, causal: bool) -> Tensor:
@@ -186,7 +190,7 @@ class _Part:
     backwards: bool = False
 
     def queries(self, x: Tensor) -> Tensor:
-        """Those of ``x`` [s, b, n, d], as a view [blocks, length, b, n, d]."""
+        """The queries of this part among ``x`` [s, b, n, d], as a view [blocks, length, b, n, d]."""
         return x[self.rows].unflatten(0, (self.blocks, -1))[:, self.asking or slice(None)]  # type: ignore[no-untyped-call, no-any-return]
 
     def visible(self, x: Tensor) -> Tensor:
@@ -286,7 +290,7 @@ def _band(rows: slice, keys: slice, window: int, q: Tensor) -> Tensor | None:
 
 
 class _Masked(torch.autograd.Function):
-    """On a CPU. Keeps q, k, v, the result and its log-sum-exp."""
+    """Masked attention on a CPU. Keeps q, k, v, the result and its log-sum-exp."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Tensor:
@@ -356,7 +360,7 @@ def _kernel_gradients(
     causal: bool,
     mask: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Of query, key and value, for the result ``out`` and log-sum-exp ``lse`` over these and other keys."""
+    """Gradients of query, key and value, for the result ``out`` and log-sum-exp ``lse`` over these and other keys."""
     kernels, scale = torch.ops.aten, options.scale
     given = (upstream, query, key, value, out, lse.contiguous())
     if query.device.type == "cpu":

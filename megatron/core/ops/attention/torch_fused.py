@@ -48,13 +48,13 @@ class FusedBackend:
         return self.capabilities.refusal(request)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Tensor:
-        """See ``attention``."""
+        """The result of ``attention`` by this kernel of torch's."""
         # cuDNN's kernel takes no call to one key, which a document may be.
         kernels = (self.kernel, SDPBackend.FLASH_ATTENTION) if self.kernel == _CUDNN else (self.kernel,)
         return sdpa.attend_with(q, k, v, options, kernels)
 
     def attend_partly(self, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> PartialResult:
-        """See ``partial_attention``."""
+        """The result of ``partial_attention`` by cuDNN's kernel."""
         if k.shape[0] == 1:
             return sdpa.attend_partly(q, k, v, options)
         out, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(
@@ -72,7 +72,7 @@ class FusedBackend:
     def gradients_of_part(
         self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, whole: PartialResult, options: AttentionOptions
     ) -> Gradients:
-        """See ``partial_attention_gradients``."""
+        """The result of ``partial_attention_gradients`` by cuDNN's kernel."""
         if k.shape[0] == 1:
             return sdpa.gradients_of_part(grad, q, k, v, whole, options)
         upstream, query, key, value, out = (_heads_first(x) for x in sdpa.widened(grad, q, k, v, whole.out))

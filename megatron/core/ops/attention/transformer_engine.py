@@ -22,7 +22,9 @@ CAPABILITIES = Capabilities(
 
 
 class _Backend:
-    """Its parts of the keys and its sinks are inside: the module keeps the log-sum-exp, and owns its sinks."""
+    """Transformer Engine's attention. Partial results and sinks are internal: its module keeps the log-sum-exp, and
+    owns its sinks.
+    """
 
     capabilities = CAPABILITIES
     takes_sinks = False
@@ -36,7 +38,7 @@ class _Backend:
         return self.capabilities.refusal(request)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Tensor:
-        """See ``attention``."""
+        """The result of ``attention`` by Transformer Engine's module."""
         module = _module(
             num_attention_heads=q.shape[2],
             kv_channels=q.shape[3] if q.shape[3] == v.shape[3] else (q.shape[3], v.shape[3]),
@@ -71,13 +73,13 @@ class _Backend:
         return out.unflatten(0, (samples, -1)).transpose(0, 1)  # type: ignore[no-untyped-call, no-any-return]
 
     def attend_partly(self, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> PartialResult:
-        """Refused by ``capabilities``."""
+        """Never called: ``capabilities`` refuses partial results."""
         raise AssertionError("Transformer Engine gives no log-sum-exp")
 
     def gradients_of_part(
         self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, whole: PartialResult, options: AttentionOptions
     ) -> Gradients:
-        """Refused by ``capabilities``."""
+        """Never called: ``capabilities`` refuses partial results."""
         raise AssertionError("Transformer Engine gives no log-sum-exp")
 
 

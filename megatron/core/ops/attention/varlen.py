@@ -24,7 +24,7 @@ class _Kernel:
     """Causal by its window. Deterministic where ``torch.use_deterministic_algorithms`` asks for it."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, call: FlashCall) -> tuple[Tensor, Tensor, Tensor | None]:
-        """See ``FlashKernel``."""
+        """Result and log-sum-exp by torch's flash kernel; it draws no dropout."""
         out, lse, *_ = torch.ops.aten._flash_attention_forward(
             q, k, v, *_ends_and_lengths(q, k, call), 0.0, False, False, **_named(call)
         )
@@ -41,7 +41,7 @@ class _Kernel:
         state: Tensor | None,
         call: FlashCall,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """See ``FlashKernel``."""
+        """Gradients of q, k and v by torch's flash kernel."""
         unused = torch.empty(2, dtype=torch.uint64, device=q.device)  # the state of dropout's generator
         found: tuple[Tensor, Tensor, Tensor] = torch.ops.aten._flash_attention_backward(
             *(grad, q, k, v, out, lse), *_ends_and_lengths(q, k, call), 0.0, False, unused, unused, **_named(call)

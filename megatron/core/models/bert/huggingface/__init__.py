@@ -16,12 +16,12 @@ from megatron.errors import CheckpointError
 
 
 class BertFormat(HuggingFaceFormat):
-    """Every BERT."""
+    """The published formats of BERT, RoBERTa and ModernBERT."""
 
     types: Mapping[str, ModelType] = {**bert.TYPES, **roberta.TYPES, **modernbert.TYPES}
 
     def classes(self, model_type: str) -> tuple[str, ...]:
-        """With the head for masked tokens, and of BERT before it the one with both heads."""
+        """Classes with the head for masked tokens; for BERT, the class with both heads comes first."""
         heads = ("PreTraining", "MaskedLM") if model_type in bert.TYPES else ("MaskedLM",)
         return tuple(f"{self.types[model_type].architecture}For{each}" for each in heads)
 
@@ -52,7 +52,7 @@ class BertFormat(HuggingFaceFormat):
         return found if types else [*found, "there are no token types"]
 
     def groups_from_config(self, known: Known, tensors: Collection[str], *, where: str) -> tuple[object, ...]:
-        """With a head for the order of texts where there are tensors of one."""
+        """BERT's settings: with a head for the order of texts where there are tensors of one."""
         model_type = known("model_type")
         described = self.types[model_type]
         if not any(name.startswith(described.heads[0]) for name in tensors):
@@ -80,7 +80,7 @@ class BertFormat(HuggingFaceFormat):
         return model
 
     def is_unused(self, name: str, model_type: str) -> bool:
-        """Also the pooler of a model without the head that reads it."""
+        """Whether a tensor isn't read: also the pooler of a model without the head that reads it."""
         return super().is_unused(name, model_type) or name.startswith(f"{self.types[model_type].prefix}pooler.")
 
 

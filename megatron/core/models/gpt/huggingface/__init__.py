@@ -65,7 +65,7 @@ _KINDS = (
 
 
 class DecoderFormat(HuggingFaceFormat):
-    """Of two types that fit a model the first is written."""
+    """Decoders of all published types; of two types that fit a model, the first is written."""
 
     unknown_tokens: Mapping[str, Any] = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
     types: Mapping[str, ModelType] = {name: each for kind in _KINDS for name, each in kind.TYPES.items()}
@@ -81,21 +81,21 @@ class DecoderFormat(HuggingFaceFormat):
         return (described.experts(known),) if isinstance(described, ExpertType) else ()
 
     def settings_of_groups(self, groups: Sequence[object], model_type: str, model: ModelConfig) -> dict[str, Any]:
-        """Those of the experts."""
+        """Settings of the experts."""
         described = self.types[model_type]
         if not isinstance(described, ExpertType):
             return {}
         return described.write_experts(experts_of(groups), model)
 
     def differences(self, model_type: str, model: ModelConfig, groups: Sequence[object]) -> list[str]:
-        """Those of the experts."""
+        """What a type can't express about the model's experts."""
         described, moe = self.types[model_type], experts_of(groups)
         if isinstance(described, ExpertType):
             return described.expert_differences(moe, model)
         return ["it has experts"] if moe.has_experts else []
 
     def table(self, model_type: str, model: ModelConfig, groups: Sequence[object] = ()) -> Sequence[Row]:
-        """With the rows of the experts."""
+        """Rows of the model's modules, those of experts included."""
         described, moe = self.types[model_type], experts_of(groups)
         of_experts = described.expert_rows(moe) if isinstance(described, ExpertType) and moe.has_experts else ()
         return (*super().table(model_type, model, groups), *of_experts)

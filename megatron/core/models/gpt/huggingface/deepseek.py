@@ -83,7 +83,7 @@ LATER_ROWS = (
     Row(f"{LATER}.eh_proj", f"{THEIR_LATER}.eh_proj"),
     Row(f"{LATER}.final_layernorm", f"{THEIR_LATER}.shared_head.norm"),
 )
-"""Around the layer of a depth of multi-token prediction, which comes after the others."""
+"""Rows around the layer of a depth of multi-token prediction, which comes after the others."""
 
 
 def later_copies(model: ModelConfig) -> dict[str, str]:
@@ -266,7 +266,7 @@ def written_biased(moe: MoEConfig, model: ModelConfig) -> dict[str, Any]:
 
 
 def biased_rows(moe: MoEConfig) -> Sequence[Row]:
-    """Of the layers, and of that of multi-token prediction."""
+    """Rows of experts with a bias for the choice, in layers and in that of multi-token prediction."""
     bias = Row(f"{OURS}.mlp.router.expert_bias", f"{THEIRS}.mlp.gate.e_score_correction_bias", is_parameter=True)
     rows = (*_rows(moe), bias)
     return (*rows, *later_layer(rows))
