@@ -48,7 +48,7 @@ def seconds(work: Callable[[], object]) -> float:
 
 
 def tensors_of(megabytes: int) -> dict[str, Tensor]:
-    """As many fp32 numbers, in 16 tensors."""
+    """Random fp32 numbers of ``megabytes`` MiB in all, in 16 tensors."""
     size = megabytes * (1 << 20) // 4 // 16
     return {f"model.{number}": torch.randn(size) for number in range(16)}
 
@@ -76,7 +76,7 @@ def plain_write(tensors: dict[str, Tensor], path: Path) -> None:
 
 
 def plain_read(tensors: dict[str, Tensor], path: Path) -> None:
-    """Back into the tensors."""
+    """Read the file back into the tensors."""
     with path.open("rb") as file:
         for tensor in tensors.values():
             file.readinto(tensor.numpy().data.cast("B"))
@@ -150,7 +150,7 @@ def planned_state(mesh: Mesh) -> list[ShardedState]:
 
 
 def planning(num_ranks: int) -> None:
-    """One row of the second table: what a rank does by itself, what all exchange, and what each works out of that."""
+    """One row of the second table: what a rank computes alone, what all exchange, and what each computes from that."""
     tp, pp = JOBS[num_ranks]
     plans: list[SavePlan] = []
     local, planners = [], []

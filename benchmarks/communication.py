@@ -81,7 +81,7 @@ _GROUPS: dict[str, tuple[Axis, ...]] = {
     "cp": ("cp",),
     "tp": ("tp",),
 }
-"""Of several names that mean the same ranks, the last one counts."""
+"""Axes that each group of ranks spans; of several names that mean the same ranks, the last one counts."""
 
 
 def config_of(layout: str) -> RunConfig:

@@ -40,7 +40,7 @@ class Shape:
 
 
 def models(shape: Shape, folder: Path) -> tuple[Any, Any]:
-    """The same weights as transformers has them and as ours, from one conversion."""
+    """Transformers' model and ours with equal weights, from one conversion."""
     import transformers
 
     from megatron.config.run import RunConfig
@@ -84,7 +84,7 @@ def samples_of_work(kind: str, shape: Shape, count: int) -> list[Any]:
 
 
 def by_us(model: Any, *, compare: bool) -> Score:
-    """``Evaluator.evaluate``."""
+    """Score by ``Evaluator.evaluate``."""
     from megatron.training.evaluation.metrics import Likelihoods
 
     return lambda samples: float(model.evaluate(samples, Likelihoods(compare))[:, 0].sum())
@@ -144,7 +144,7 @@ def report(kind: str, tokens: int, seconds: dict[str, list[float]]) -> None:
 
 
 def main() -> None:
-    """Both kinds of work, all contenders."""
+    """Measure both kinds of work with all contenders."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layers", type=int, default=6)
     parser.add_argument("--hidden", type=int, default=384)

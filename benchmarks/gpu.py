@@ -211,7 +211,7 @@ class Contender:
 
 
 def our_contenders(size: Size, options: argparse.Namespace, memory: float) -> list[Contender]:
-    """With and without --compile, with all settings of which the estimate says that they fit."""
+    """Contenders: this program with and without --compile, with all settings that fit according to the estimate."""
     fitting = [way for way in fitting_ways(size, options) if way.estimated <= USABLE * memory]
 
     def take(flags: list[str]) -> Taken:
@@ -231,7 +231,7 @@ def fitting_ways(size: Size, options: argparse.Namespace) -> list[Way]:
 
 
 def plain_contenders(size: Size, options: argparse.Namespace) -> list[Contender]:
-    """Without and with torch.compile; what fits is found out by trying."""
+    """Contenders: PlainLlama without and with torch.compile; what fits is found out by trying."""
 
     def take(settings: PlainSettings) -> Taken:
         arguments = size, settings, options.steps, 3, options.backend, options.precision
@@ -308,7 +308,7 @@ def compare_speed(options: argparse.Namespace, report: Report) -> None:
 
 
 def _errors(problems: Iterable[str]) -> list[str]:
-    """Those that aren't lack of memory."""
+    """The problems other than lack of memory."""
     return [problem for problem in problems if not problem.startswith("out of memory")]
 
 
@@ -321,7 +321,7 @@ def _too_large(size: Size, options: argparse.Namespace, memory: float) -> str:
 
 
 def table(rows: Sequence[Mapping[str, Any]]) -> str:
-    """In Markdown."""
+    """The rows as a table in Markdown."""
     lines = [f"| {' | '.join(HEADINGS)} |", f"|---|---|---|{'--:|' * (len(HEADINGS) - 3)}"]
     formats = {"MFU": ".1%", "peak GB": ".2f", "estimate": ".2f", "TFLOP/s/GPU": ".4g", "speed over best plain": ".2f"}
     for row in rows:

@@ -100,7 +100,7 @@ def attention_options(case: str, device: torch.device) -> AttentionOptions:
 
 
 def attention_error(name: str, case: str, device: torch.device, dtype: torch.dtype) -> float:
-    """Of the result and the gradients, from explicit scores in fp64."""
+    """Distance of a backend's result and gradients from those of explicit scores in fp64."""
     results = []
     for backend, own in ((name, dtype), ("eager", torch.float64)):
         inputs = attention_inputs(case, device, own)

@@ -33,7 +33,7 @@ class Size:
 
     @property
     def flags(self) -> list[str]:
-        """The same model as settings of a run. The tokenizer adds an id."""
+        """Command line of a run with this model. The tokenizer adds an id."""
         words = (
             f"--num-layers {self.layers} --hidden-size {self.hidden} --ffn-hidden-size {self.ffn} "
             f"--num-attention-heads {self.heads} --group-query-attention --num-query-groups {self.groups} "
@@ -56,7 +56,7 @@ SIZES = {
 
 
 class CastLinear(nn.Linear):
-    """Without bias, in the type of its input."""
+    """A linear layer without bias that multiplies in the type of its input."""
 
     def __init__(self, inputs: int, outputs: int) -> None:
         super().__init__(inputs, outputs, bias=False)
@@ -102,7 +102,7 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 class Block(nn.Module):
-    """A layer."""
+    """A transformer layer."""
 
     def __init__(self, size: Size) -> None:
         super().__init__()

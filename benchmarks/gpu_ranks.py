@@ -21,11 +21,11 @@ class WorkerError(Exception):
 
 
 class WorkerMemoryError(WorkerError):
-    """Its device has no memory left."""
+    """A worker whose device has no memory left."""
 
 
 def warm_processes() -> ForkServerContext:
-    """They are forked from one that has imported what ranks need, and has touched no device."""
+    """Processes forked from one that has imported what ranks need, and has touched no device."""
     processes = multiprocessing.get_context("forkserver")
     processes.set_forkserver_preload(PRELOADED)
     return processes

@@ -67,7 +67,7 @@ def take_steps(step: Callable[[], float], number: int, device: torch.device, *, 
 
 
 def our_steps(flags: Sequence[str], number: int, unmeasured: int) -> Taken:
-    """Of ``pretrain_gpt.py FLAGS``: its model, data, loop of microbatches, optimizer."""
+    """Time steps of ``pretrain_gpt.py FLAGS``: its model, data, loop of microbatches, optimizer."""
     launch = launch_environment()
     config = run_of(flags, launch.world_size)
     precision, seed = config.precision.params_dtype, config.training.seed
@@ -130,7 +130,7 @@ def plain_step(size: Size, settings: PlainSettings, device: torch.device, dtype:
 def plain_steps(
     size: Size, settings: PlainSettings, number: int, unmeasured: int, backend: str | None, precision: str
 ) -> Taken:
-    """Those of PlainLlama, in bf16 or fp32."""
+    """Time steps of PlainLlama, in bf16 or fp32."""
     launch = launch_environment()
     device = choose_device(backend, launch)
     without_tf32()
@@ -172,14 +172,14 @@ def ways(size: Size, *, ranks: int, samples: int, precision: Sequence[str]) -> l
 
 @dataclass(frozen=True)
 class Scale:
-    """Of a size: parameters, and model FLOPs of a sample, forward and backward."""
+    """Parameters of a model size, and its model FLOPs for a sample, forward and backward."""
 
     parameters: int
     flops: float
 
 
 def scale_of(size: Size) -> Scale:
-    """The same for both programs."""
+    """Parameters and model FLOPs of ``size``, used for both programs."""
     run = run_of([*size.flags, "--micro-batch-size", "1", "--global-batch-size", "1"], 1)
     return Scale(model_parameters(run, SPEC), flops_per_sample(run, SPEC))
 

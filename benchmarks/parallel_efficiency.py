@@ -81,7 +81,9 @@ class TimedActivity(Activity):
 
 @dataclass(frozen=True)
 class Steps:
-    """Of one rank: seconds of each step and those it waited of them, waits and bytes sent in a step, bytes a second."""
+    """Measured steps of one rank: seconds of each step and how many of them it waited, waits and bytes sent in a step,
+    bytes a second.
+    """
 
     seconds: list[float]
     waited: list[float]

@@ -46,8 +46,8 @@ SCHEDULES = [("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("interleaved", 4), 
 
 @dataclass(frozen=True)
 class Job:
-    """What every rank is told. ``stage_ms``: forward pass of a rank's whole part for one microbatch; ``link_ms``: delay
-    of a message.
+    """Settings that every rank gets. ``stage_ms``: forward pass of a rank's whole part for one microbatch; ``link_ms``:
+    delay of a message.
     """
 
     ranks: int
@@ -214,7 +214,7 @@ def report(job: Job) -> None:
 
 
 def simulated_bubble(job: Job, settings: PipelineSettings) -> float:
-    """With messages that are always overlapped; times are in forward passes of a chunk."""
+    """The simulated bubble, with messages that are always overlapped; times are in forward passes of a chunk."""
     transfer = job.link_ms / (job.stage_ms / settings.num_chunks)
     return simulate(settings.schedule(job.microbatches), Durations(transfer=transfer)).bubble
 

@@ -104,7 +104,7 @@ def ratio(way: str, rounds: int) -> float:
 
 
 def main() -> None:
-    """The table."""
+    """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("ways", nargs="*", default=[*WAYS], metavar="WAY", help="all without one")
     parser.add_argument("--rounds", type=int, default=5, help="steps of each way (default 5)")

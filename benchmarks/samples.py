@@ -50,7 +50,7 @@ TARGETS = "targets: BERT and T5 under 0.5 ms; no step waits"
 
 
 class Tokenizer:
-    """As much of BERT's as data sets look at: 30,624 ids, a fifth of which go on with a word."""
+    """A stand-in for BERT's tokenizer, as far as data sets use it: 30,624 ids, a fifth of which continue a word."""
 
     name, fingerprint, vocab_size = "BertWordPieceLowerCase", "", 30_624
     pad, cls, sep, mask, bos, eos, eod = 0, 101, 102, 103, 30_522, 30_523, 102

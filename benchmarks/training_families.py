@@ -32,7 +32,8 @@ class Shape:
 
 @dataclass(frozen=True)
 class Case:
-    """``ours``: of shape, settings of the model and context, the model and its loss. ``settings``: beyond the shape's.
+    """One family's models to compare. ``ours``: of a shape and settings of the model and context, the model and its
+    loss. ``settings``: beyond the shape's.
 
     ``peers``: by name, of a shape the model and its loss. ``dense``: ours without experts, with as many products.
     """

@@ -37,7 +37,7 @@ PROGRAMS = {
 }
 """Command -> its file, below the folder of programs."""
 BY_FILE = {Path(path).stem.replace("_", "-"): path for path in PROGRAMS.values() if path != "tasks/main.py"}
-"""Their other names, those of the files: documents say ``python tools/text_generation_cli.py``."""
+"""Command named after its file -> the file: documents say ``python tools/text_generation_cli.py``."""
 
 
 def programs_folder() -> Path:

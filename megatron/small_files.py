@@ -103,7 +103,7 @@ def has_file(path: AnyFile, *, error: type[MegatronError]) -> bool:
 
 
 def read_text(path: OpenedByPath, *, where: str, error: type[MegatronError], most_bytes: int = SETTINGS_BYTES) -> str:
-    """As ``read_bytes``, decoded from UTF-8, with or without a byte order mark."""
+    """The file's text, decoded from UTF-8, with or without a byte order mark."""
     return _text(read_bytes(path, where=where, error=error, most_bytes=most_bytes), where, error)
 
 

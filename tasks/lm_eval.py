@@ -63,14 +63,14 @@ class MegatronLM(TemplateLM):  # type: ignore[misc]
 
     @classmethod
     def create_from_arg_string(cls, arg_string: str, additional_config: dict[str, Any] | None = None) -> MegatronLM:
-        """From ``--model_args``."""
+        """The model that ``--model_args`` describes."""
         return cls.create_from_arg_obj(simple_parse_args_string(arg_string), additional_config)
 
     @classmethod
     def create_from_arg_obj(
         cls, arg_dict: dict[str, Any], additional_config: dict[str, Any] | None = None
     ) -> MegatronLM:
-        """From model arguments; ``additional_config``: the harness's own flags."""
+        """The model that a dictionary of arguments describes; ``additional_config``: the harness's own flags."""
         more = additional_config or {}
         config = run_of(arg_dict, batch_size=more.get("batch_size"), device=more.get("device"))
         precision, seed = config.precision.params_dtype, config.training.seed

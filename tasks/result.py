@@ -29,7 +29,8 @@ _READ_SIZE = 1 << 20
 
 @dataclass(frozen=True, kw_only=True)
 class TaskResult:
-    """``lines``: to print. ``metrics``: the same numbers by name. ``data``: every file that was read.
+    """Results of a task. ``lines``: to print. ``metrics``: the same numbers by name. ``data``: every file that was
+    read.
 
     ``checkpoint``: of the model; None for weights that were trained just now and not saved.
     """

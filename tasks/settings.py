@@ -44,7 +44,7 @@ class OwnDataConfig(Purpose, FamilyConfig):
 
     @property
     def reads_own_data(self) -> bool:
-        """From ``--train-data`` and ``--valid-data``, or from the harness."""
+        """Whether samples are the task's own: always, from ``--train-data`` and ``--valid-data`` or the harness."""
         return True
 
     def rules(self) -> Sequence[Rule]:
@@ -120,17 +120,17 @@ class TaskConfig(OwnDataConfig):
 
     @property
     def only_evaluates(self) -> bool:
-        """Without epochs of training."""
+        """Whether nothing is trained: no fine-tuning, or no epochs of it."""
         return self.only_reads or not self.epochs
 
     @property
     def only_reads(self) -> bool:
-        """Where nothing is fine-tuned."""
+        """Whether nothing is fine-tuned."""
         return self.answers is None
 
     @property
     def trains_in_epochs(self) -> bool:
-        """As all fine-tuning does."""
+        """Whether the run trains in epochs, as all fine-tuning does."""
         return self.answers is not None
 
     @property
@@ -140,7 +140,7 @@ class TaskConfig(OwnDataConfig):
 
     @property
     def usual_tokenizer(self) -> str:  # type: ignore[override]
-        """That of the model."""
+        """The tokenizer of the model that the task uses."""
         return "GPT2BPETokenizer" if self.answers is None else "BertWordPieceLowerCase"
 
     @property

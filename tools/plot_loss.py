@@ -114,7 +114,7 @@ def read_events(path: Path, *, name: str | None = None) -> Losses:
 
 
 def summary(run: Losses) -> str:
-    """From what to what the losses went; the training loss as the trend that is drawn, without a step's noise."""
+    """First and last losses in words; the training loss as the trend that is drawn, without a step's noise."""
     parts = []
     for kind, curve, smooth in (("training", run.train, True), ("validation", run.validation, False)):
         if curve:

@@ -94,7 +94,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def prompts_of(config: GenerateConfig) -> list[str]:
-    """Those of ``--prompt``, and lines of ``--prompt-file``, empty ones left out."""
+    """Prompts of ``--prompt``, then the lines of ``--prompt-file``, empty lines left out."""
     path = config.prompt_file
     if path is None:
         return list(config.prompt)

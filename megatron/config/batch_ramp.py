@@ -32,7 +32,7 @@ class BatchRamp:
 
     @classmethod
     def growing(cls, *, start: int, increment: int, samples: int, full: int) -> BatchRamp:
-        """From ``start`` by ``increment`` to ``full``, evenly over the first ``samples`` samples."""
+        """A batch size that grows from ``start`` by ``increment`` to ``full``, evenly over ``samples`` samples."""
         sizes = range(start, full + 1, increment) or range(full, full + 1)
         return cls(sizes, partial(_start_of_growth, len(sizes) - 1, samples))
 

@@ -35,8 +35,9 @@ class Told:
 
 
 Computed = Callable[[list[str], Told], Mapping[str, Any]]
-"""From a flag's words the fields that it means, with their values; None takes back what is given of a field. Raises
-ConfigError with what is wrong."""
+"""A function from a flag's words to the fields that it means, with their values; None unsets a field. Raises
+ConfigError with what is wrong.
+"""
 
 
 def _number(words: list[str], *, least: float = 1) -> float:
@@ -80,7 +81,7 @@ def _length_in_tokens(field: str) -> Computed:
 
 
 def _sliding_window(words: list[str], told: Told) -> Mapping[str, Any]:
-    """As many keys as a query sees, its own among them."""
+    """The window of ``--sliding-window N``, where N keys are visible to a query, its own among them."""
     return {"window_size": (_whole_number(words) - 1, 0)}
 
 
@@ -173,4 +174,4 @@ COMPUTED: dict[str, Computed] = {
     "rope-scaling-type": _scaled_positions,
     "spec": _layers_of_a_module,
 }
-"""By flags, without dashes."""
+"""Computed flags by their names, without dashes."""

@@ -46,8 +46,8 @@ _KINDS: Mapping[str, Any] = {
 
 @dataclass(frozen=True)
 class DeepSpeedSettings:
-    """``asked``: key of the file, field and value, None for a field that must not be given. ``refused``: sentences.
-    ``without_effect``: sections that have no effect.
+    """What a DeepSpeed file asks for. ``asked``: key of the file, field and value, None for a field that must not be
+    given. ``refused``: sentences. ``without_effect``: sections that have no effect.
     """
 
     asked: tuple[tuple[str, str, Any], ...]

@@ -93,7 +93,7 @@ class FamilyConfig(Settings):
         return ()
 
     def resolved(self, model: ModelConfig, data: DataConfig) -> Self:
-        """This group with the values that follow from other groups."""
+        """The group with the values that follow from other groups."""
         return self
 
     def num_layers(self, model: ModelConfig) -> int:

@@ -14,7 +14,7 @@ _LONGEST = 10_000  # layers that a list may have
 
 @lru_cache(maxsize=64)  # every layer asks
 def marked_layers(pattern: str, num_layers: int, *, flag: str) -> tuple[bool, ...]:
-    """For each of ``num_layers`` layers whether ``pattern`` marks it.
+    """Whether ``pattern`` marks each of ``num_layers`` layers.
 
     A number N marks every N-th layer, counted from 1. A list has a 1 for each marked layer and a 0 for the others; it
     may be written with ``+`` and ``*`` and is repeated when it is shorter than the stack and divides it.
@@ -33,8 +33,8 @@ def marked_layers(pattern: str, num_layers: int, *, flag: str) -> tuple[bool, ..
 
 @lru_cache(maxsize=64)
 def every_or_listed(pattern: str, num_layers: int, *, flag: str) -> tuple[bool, ...]:
-    """As ``marked_layers``, but a number N marks layers 0, N, 2N, …, and a list is as long as the stack: so
-    Megatron-LM reads ``--moe-layer-freq``.
+    """Whether ``pattern`` marks each layer, as Megatron-LM reads ``--moe-layer-freq``: a number N marks layers 0, N,
+    2N, …, and a list is as long as the stack.
     """
     value = _number_or_list(pattern, flag=flag)
     if isinstance(value, int):
@@ -48,8 +48,8 @@ def every_or_listed(pattern: str, num_layers: int, *, flag: str) -> tuple[bool, 
 
 @lru_cache
 def window_layers(pattern: str | None, num_layers: int) -> tuple[bool, ...]:
-    """For each layer whether it sees a window only (``--window-attn-skip-freq``): where a list has a 1, and all but
-    every N-th layer for a number N; all without a pattern.
+    """Whether each layer sees a window only (``--window-attn-skip-freq``): where a list has a 1, and all but every N-th
+    layer for a number N; all without a pattern.
     """
     if pattern is None:
         return (True,) * num_layers

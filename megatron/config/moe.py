@@ -181,7 +181,7 @@ class MoEConfig(FamilyConfig):
         return by_name[self.moe_router_group_score]
 
     def expert_layers(self, num_layers: int) -> tuple[bool, ...]:
-        """For each layer whether it has experts; ConfigError for a pattern that isn't one."""
+        """Whether each layer has experts; ConfigError for a pattern that isn't one."""
         if not self.has_experts:
             return (False,) * num_layers
         return every_or_listed(self.moe_layer_freq, num_layers, flag="--moe-layer-freq")
@@ -200,7 +200,7 @@ class MoEConfig(FamilyConfig):
         return (*(LOSS_NAMES[kind] for kind in self.balancing_losses), *((Z_LOSS,) if self.moe_z_loss_coeff else ()))
 
     def more_parts(self, model: ModelConfig) -> Sequence[str]:
-        """Its experts."""
+        """Words about the experts for the line about the model in reports."""
         if not self.has_experts:
             return ()
         layers = sum(self.expert_layers(model.num_layers))
@@ -212,7 +212,7 @@ class MoEConfig(FamilyConfig):
         )
 
     def shrunk(self, model: ModelConfig, *, num_layers: int, seq_length: int, multiple: int) -> tuple[int, Self]:
-        """As many experts, narrower; the first layer and the last ones keep their kinds."""
+        """A small model with as many experts, narrower; the first layer and the last ones keep their kinds."""
         layers, _ = super().shrunk(model, num_layers=num_layers, seq_length=seq_length, multiple=multiple)
         if not self.has_experts:
             return layers, self
@@ -227,7 +227,7 @@ class MoEConfig(FamilyConfig):
         return layers, small
 
     def rules(self) -> Sequence[Rule]:
-        """Those about experts."""
+        """Rules about experts."""
         from megatron.config.rules.moe import RULES
 
         return RULES
@@ -239,7 +239,9 @@ class MoEConfig(FamilyConfig):
         return REMARKS
 
     def resolved(self, model: ModelConfig, data: DataConfig) -> Self:
-        """Unless given: experts, if there are any, as wide as the dense network. Spellings of the same become equal."""
+        """The group with defaults filled in: experts are as wide as the dense network. Spellings with one meaning
+        become equal.
+        """
         changes: dict[str, Any] = {"num_experts": self.num_experts or None}
         if self.moe_expert_capacity_factor is not None and self.moe_expert_capacity_factor < 0:
             changes["moe_expert_capacity_factor"] = None

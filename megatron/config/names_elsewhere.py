@@ -55,10 +55,10 @@ _ADVICE = {
     "dp dp-size data-parallel": "the data-parallel size is the number of ranks divided by the other sizes",
 }
 ADVICE = {parts_of(name): advice for names, advice in _ADVICE.items() for name in names.split()}
-"""By the parts of a flag that no flag here means alone: what to do instead."""
+"""Advice for flags that no single flag here replaces, by the parts of the flag's name."""
 SAME = {
     parts_of(name): flag
     for flag, _, names in (line.strip().partition(": ") for line in _SAME.strip().splitlines())
     for name in names.split()
 }
-"""By the parts of a flag: the flag that means the same here."""
+"""The flag that means the same here, by the parts of the other flag's name."""

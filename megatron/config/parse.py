@@ -1,4 +1,4 @@
-"""From a command line to a checked run: every failure is collected, so that a user sees all of them at once."""
+"""Parsing of a command line to a checked run: every failure is collected, so that a user sees all of them at once."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def parse_run(
     published_config: PublishedReader | None,
     defaults: Mapping[str, Any],
 ) -> RunConfig:
-    """See ``RunConfig.parse``."""
+    """Parse a command line to a checked run; ``RunConfig.parse`` describes the arguments."""
     groups = (*CORE_GROUPS, *extra_groups, CommandConfig)
     _answer_help(argv, groups, prog, about, defaults=defaults)
     intake = Intake(groups, owner_of=owner_of)

@@ -71,7 +71,7 @@ class MemoryEstimate:
 
     @property
     def total(self) -> int:
-        """The peak."""
+        """The peak in bytes."""
         return self.states + self.copies + max(self.kept + self.working, self.updating)
 
 
@@ -89,7 +89,7 @@ def model_parameters(run: RunConfig, train_spec: TrainSpec) -> int:
 
 
 def active_parameters(run: RunConfig, train_spec: TrainSpec) -> int:
-    """Those of ``model_parameters`` that take part for one token: of experts, as many as a token chooses."""
+    """Parameters that take part for one token: of experts, as many as a token chooses."""
     sizes = {
         sharding.tied or name: (math.prod(sharding.shape), getattr(parameter, "active_share", 1.0))
         for name, parameter, sharding in sharded_parameters(whole_model(run, train_spec))
@@ -98,7 +98,7 @@ def active_parameters(run: RunConfig, train_spec: TrainSpec) -> int:
 
 
 def frozen_parameters(run: RunConfig, train_spec: TrainSpec) -> int:
-    """Those of ``model_parameters`` that ``--freeze`` excludes from training."""
+    """Parameters that ``--freeze`` excludes from training."""
     sizes = parameter_sizes(run, train_spec)
     return sum(size for name, size in sizes.items() if matches(name, run.optimizer.freeze))
 
@@ -242,14 +242,16 @@ def _tied_gradients(run: RunConfig, train_spec: TrainSpec, pipeline_rank: int) -
 
 
 def _master_bits(run: RunConfig, weight_bytes: int) -> int:
-    """Of a weight's fp32 master; with the precision-aware optimizer, of what it is more than its bf16 weight."""
+    """Bits of master storage per parameter: none for fp32 weights, else 32, or 17 with the precision-aware optimizer in
+    bf16.
+    """
     if weight_bytes >= 4:
         return 0
     return 17 if run.optimizer.use_precision_aware_optimizer and run.precision.bf16 else 32
 
 
 def _moment_bytes(run: RunConfig) -> int:
-    """Of a weight's optimizer state."""
+    """Bytes of optimizer state per parameter."""
     config = run.optimizer
     if config.optimizer == "sgd":
         return 4 if config.sgd_momentum else 0
@@ -268,7 +270,9 @@ def _in_fp8(run: RunConfig, train_spec: TrainSpec, pipeline_rank: int) -> list[n
 
 
 def _copied_bytes(run: RunConfig) -> int:
-    """Of a weight, while it is updated: fp32 copies of narrow numbers, and two of integers to make those narrow."""
+    """Bytes of temporary copies per parameter that is updated: fp32 copies of narrow numbers, and two of integers to
+    make those narrow.
+    """
     config = run.optimizer
     remainders = config.use_precision_aware_optimizer and run.precision.bf16
     narrow = [remainders, config.exp_avg_dtype == "bf16", config.exp_avg_sq_dtype == "bf16"]

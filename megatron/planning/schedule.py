@@ -15,7 +15,9 @@ from megatron.core.pipeline_parallel.simulate import Simulation, simulate
 
 @dataclass(frozen=True)
 class ScheduleFacts:
-    """``bubble``: waiting time over computing time. ``peaks``: the most bytes that each rank keeps at a time."""
+    """Figures of a simulated schedule. ``bubble``: waiting time over computing time. ``peaks``: the most bytes that
+    each rank keeps at a time.
+    """
 
     bubble: float
     peaks: tuple[float, ...]
@@ -63,7 +65,7 @@ class _Held:
     received: Sequence[float]
 
     def most(self, plan: Plan, rank: int) -> float:
-        """At the highest point of a plan."""
+        """Most bytes that are held at once during a plan."""
         held = highest = 0.0
         for each in plan:
             if isinstance(each, Action):

@@ -58,7 +58,7 @@ def without_files(run: RunConfig, *, vocab_size: int, steps: int) -> RunConfig:
 
 
 def on_one_rank(run: RunConfig) -> RunConfig:
-    """The same model and batches on a single rank that keeps all activations."""
+    """The run with its model and batches on a single rank that keeps all activations."""
     training = dataclasses.replace(
         run.training, recompute_granularity=None, recompute_method=None, recompute_num_layers=None
     )

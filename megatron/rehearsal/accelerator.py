@@ -113,7 +113,7 @@ def register(*, memory: int) -> torch.device:
 
 
 Observer = Callable[[Any, Sequence[Any], Mapping[str, Any], Any], None]
-"""Called after each operator with the operator, its arguments by place and by name, and its result."""
+"""A function called after each operator with the operator, its arguments by place and by name, and its result."""
 
 
 @contextmanager

@@ -117,7 +117,7 @@ def stuck(ranks: Mapping[int, Sequence[Operation]], *, one_queue: bool = False) 
 
 
 def _greetings(ranks: Mapping[int, Sequence[Operation]]) -> dict[int, list[int]]:
-    """By rank the numbers of single messages that are the first of their pair and way: NCCL connects the two then, and
+    """Numbers of each rank's single messages that are the first of their pair and way: NCCL connects the two then, and
     the host waits until both have come.
     """
     found: dict[int, list[int]] = {}

@@ -18,7 +18,7 @@ from megatron.rehearsal.accelerator import Waits
 
 @contextmanager
 def balanced(mesh: Mesh, waits: Waits) -> Iterator[None]:
-    """In the block each expert gets its share of a call's choices."""
+    """In the block, each expert gets its share of a call's choices."""
     choices = experts = 0
 
     def counted(ids: Tensor, size: int) -> Tensor:

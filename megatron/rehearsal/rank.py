@@ -134,7 +134,7 @@ def rehearse(task: Task, *, failed: Callable[[Exception], None]) -> Rehearsed:
 
 
 def _bytes(tensors: Sequence[Tensor | None]) -> int:
-    """Of the storages in which they lie."""
+    """Bytes of the tensors' storages, each counted once."""
     storages = [each.untyped_storage() for each in tensors if each is not None]
     return sum({each._cdata: each.nbytes() for each in storages}.values())
 
@@ -222,7 +222,7 @@ def _plan_save(run: Run, recorder: Recorder) -> SavePlan:
 
 @contextmanager
 def _answers(config: RunConfig, train_spec: TrainSpec) -> Iterator[None]:
-    """In the block the other ranks say what this one would say in their place."""
+    """In the block, the other ranks say what this one would say in their place."""
     stages = range(config.parallel.pipeline_model_parallel_size)
 
     def world(mesh: Mesh, by_stage: Sequence[Any]) -> list[Any]:

@@ -48,7 +48,7 @@ def rehearse_ranks(
 
 
 def rehearse_tasks(tasks: Sequence[Task], processes: BaseContext) -> list[Rehearsed | str]:
-    """For each task what its rank did, or a sentence that says where it failed."""
+    """What the rank of each task did, or a sentence that says where it failed."""
     count = min(len(tasks), os.cpu_count() or 1)
     outcomes: dict[int, Rehearsed | str] = {}
     workers: dict[Any, tuple[Any, list[int]]] = {}

@@ -81,7 +81,7 @@ class Operation:
 
     @property
     def describe(self) -> str:
-        """For messages."""
+        """The operation in words, for messages."""
         where = f" {'to' if self.name == 'send' else 'from'} rank {self.peer}" if self.peer is not None else ""
         name = f"{self.name} ({self.reduction})" if self.reduction not in (None, "SUM") else self.name
         return f"{name}{where} of {self.elements:,} x {str(self.dtype).removeprefix('torch.')} at {self.place}"
@@ -97,7 +97,7 @@ class _Bytes:
 
     @classmethod
     def of(cls, x: Tensor) -> _Bytes:
-        """From the first to the last element of ``x``."""
+        """The bytes from the first to the last element of ``x``."""
         last = sum((int(size) - 1) * stride for size, stride in zip(x.shape, x.stride()))
         start = int(x.storage_offset()) * x.element_size()
         stop = start + (int(last) + 1) * x.element_size() if x.numel() else start
@@ -132,7 +132,7 @@ class Recorder:
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        """In the block each wait for an operation is recorded; ``see`` records the operations."""
+        """In the block, each wait for an operation is recorded; ``see`` records the operations."""
         begin, wait, grouped = Handle.__init__, Handle.wait, dist.batch_isend_irecv
         owned: dict[int, tuple[Handle[Any], list[_InFlight]]] = {}  # with the handle, so that no other gets its id
 

@@ -139,7 +139,7 @@ class _Process:
 
 
 def answer_lines(start: Callable[[Any], Callable[[Any], dict[str, Any]]], *, most_memory: int) -> None:
-    """In such a process: answer lines until there are no more, with at most ``most_memory`` bytes.
+    """In a bounded process, answer lines until there are no more, with at most ``most_memory`` bytes.
 
     ``start`` makes of the first line what answers all others, or raises what the answer to them would be.
     """

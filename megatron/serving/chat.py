@@ -108,7 +108,7 @@ class ChatAnswer(Answer):
         return {"index": index, "message": message, **self._rest(part.tokens, part.finish, first=True)}
 
     def chunks(self, index: int, update: Update) -> Iterator[dict[str, Any]]:
-        """The chunks of an update of choice ``index``: the role, the text, and the end by itself."""
+        """The chunks of an update of choice ``index``: the role, the text, and the end as a chunk of its own."""
         tokens = update.tokens
         if index not in self._begun:
             self._begun.add(index)

@@ -21,7 +21,7 @@ _IDLE_SECONDS = 0.5
 _COMPILERS = 2  # grammars at once
 _TOKENS_AT_ONCE = 1 << 15  # of prompts that the engine takes before a step: neighbours wait for no more of them
 _Command = Submission | Abort | list[Update]
-"""For the engine's thread; updates are of requests that never reach the engine."""
+"""A command for the engine's thread; updates are of requests that never reach the engine."""
 
 
 class EngineLoop:
@@ -75,7 +75,7 @@ class EngineLoop:
             self._raised = self._raised or error
 
     def _next_commands(self) -> list[_Command]:
-        """Those that have come; without work, wait a little for one."""
+        """Commands that have arrived; without work, wait a little for one."""
         found, block = list[_Command](), self.failure is not None or not (self.engine.has_work or self._arrived)
         while True:
             try:

@@ -110,7 +110,7 @@ class _EngineNumbers(Collector):
     prefix: str
 
     def collect(self) -> Iterator[Metric]:
-        """The numbers."""
+        """Collect the current numbers."""
         numbers = self.engine.statistics
         waiting = self.engine.unfinished - numbers.running  # also those that the engine hasn't got yet
         for name, about, value in (

@@ -24,7 +24,8 @@ _LONGEST_CUT = 1 << 20  # characters of a prompt of which only the end is kept
 
 @dataclass(frozen=True, kw_only=True)
 class ServedModel:
-    """``max_length``: tokens of a prompt and its generated text together. ``vocab_size``: ids that prompts may have.
+    """The model that a server serves. ``max_length``: tokens of a prompt and its generated text together.
+    ``vocab_size``: ids that prompts may have.
 
     ``fingerprint``: says which checkpoint and tokenizer the answers come from. ``end_ids``: tokens that end a text.
     ``templates``: None where no chat template is known. ``decoder_start``: what texts of an encoder-decoder model begin

@@ -132,7 +132,7 @@ def start(
 
 @contextmanager
 def _blocked_signals() -> Iterator[None]:
-    """In the block no signal that ends a server reaches this thread or what it starts."""
+    """In the block, no signal that ends a server reaches this thread or what it starts."""
     resource_tracker.ensure_running()  # its own start, within that of the process, would unblock signals
     before = signal.pthread_sigmask(signal.SIG_BLOCK, (*_ENDING, END))
     try:

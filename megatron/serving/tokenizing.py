@@ -65,7 +65,7 @@ def tokenizer_info(model: ServedModel) -> dict[str, Any]:
 
 
 def _special_tokens(model: ServedModel) -> dict[str, int | None]:
-    """By role; ``eos_token``: what ends the texts that the model writes."""
+    """Special tokens by role; ``eos_token``: what ends the texts that the model writes."""
     tokenizer = model.tokenizer
     is_decoder_text = model.decoder_start is not None and tokenizer.eos is not None
     end = tokenizer.eos if is_decoder_text else tokenizer.eod

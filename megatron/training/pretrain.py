@@ -119,7 +119,8 @@ def parse(
 
 
 def parse_any_family(argv: Sequence[str], *groups: type, prog: str, about: str = "") -> RunConfig:
-    """As ``parse``, for tools: a run of the family that ``--model-type`` names, on the command line or in a file.
+    """Parse the command line of a tool: a run of the family that ``--model-type`` names, on the command line or in a
+    file.
 
     ``groups``: the tool's settings. Raises ConfigError for a family that isn't known.
     """

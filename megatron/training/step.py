@@ -37,7 +37,7 @@ class GlobalLoss:
     def of(
         cls, sums: Sequence[float], names: Sequence[str], *, tallies: Mapping[str, list[float]] | None = None
     ) -> GlobalLoss:
-        """From the numbers of ``loss_sums``, row by row."""
+        """The losses from the numbers of ``loss_sums``, row by row."""
         (_, count), *named = zip(sums[::2], sums[1::2])
         return cls(dict(zip(names, named)), max(count, 1.0), dict(tallies or {}))
 
@@ -55,7 +55,7 @@ def global_loss(loss: LossSum | None, names: Sequence[str], context: ParallelCon
 
 
 def waiting_for_device(context: ParallelContext) -> AbstractContextManager[None]:
-    """Entered where a GPU's host waits for everything queued so far, collectives included."""
+    """A context for code in which a GPU's host waits for everything queued so far, collectives included."""
     return context.mesh.activity.waiting("the device's work", range(context.mesh.world_size))
 
 

@@ -157,7 +157,7 @@ class EpochsDataset:
         return [f"{line}; {self._epochs} epochs" for line in self._samples.describe()]
 
     def with_samples(self, num_samples: int) -> EpochsDataset:
-        """Called when a run continues with other data, whose epochs would not be whole: raises DataError."""
+        """Raise DataError: a run that continues with other data would not have whole epochs."""
         raise DataError(
             f"the checkpoint's run trained on other files than {self.prefix}, or with another --seq-length, --seed "
             "or --global-batch-size, and cannot continue in the middle of an epoch: give its values, or --finetune "

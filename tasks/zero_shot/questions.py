@@ -37,7 +37,7 @@ class Asked:
 
     @classmethod
     def of(cls, words: Mapping[str, Any]) -> Asked:
-        """From the harness's normalized settings; ConfigError for those that are not supported."""
+        """The request from the harness's normalized settings; ConfigError for those that are not supported."""
         rest = dict(words)
         until = tuple(end for end in rest.pop("until", ()) if end)
         tokens, samples = rest.pop("max_gen_toks"), rest.pop("do_sample", False)

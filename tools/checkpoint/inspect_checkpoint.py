@@ -1,4 +1,4 @@
-"""See what is in a checkpoint, whether it is whole, how two differ, and whether a run could load it.
+"""Show what is in a checkpoint, whether it is whole, how two differ, and whether a run could load it.
 
 Looks at one checkpoint or at a folder of them, in one process; numbers are read only to be compared or checked.
 """

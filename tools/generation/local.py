@@ -150,7 +150,7 @@ class Generator:
             raise DataError(str(result.finish.error))
 
     def _until_interrupted(self, work: Callable[[], None]) -> None:
-        """Run ``work``; a mistake of the user is told, and Ctrl-C ends the text alone."""
+        """Run ``work``; print a user's mistake; Ctrl-C ends the text alone."""
         self._interrupted, before = False, signal.signal(signal.SIGINT, lambda *_: setattr(self, "_interrupted", True))
         try:
             work()

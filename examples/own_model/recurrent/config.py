@@ -26,7 +26,7 @@ class RecurrentConfig(FamilyConfig):
     )
 
     def rules(self) -> Sequence[Rule]:
-        """Checked with those of every run, before anything starts."""
+        """Rules of this family, checked with those of every run before anything starts."""
         return (layers_read_whole_sequences,)
 
 

@@ -18,7 +18,9 @@ from recurrent.model import recurrent_model
 
 
 class RecurrentSpec(GPTSpec):
-    """For data of one's own, override ``build_datasets``; for another loss, ``loss`` and ``counts``."""
+    """Next-token prediction with the recurrent model. For data of one's own, override ``build_datasets``; for another
+    loss, ``loss`` and ``counts``.
+    """
 
     name = "recurrent"
 
@@ -29,7 +31,9 @@ class RecurrentSpec(GPTSpec):
     def build_model(
         self, model: ModelConfig, groups: Sequence[object], context: ParallelContext, **part: Any
     ) -> nn.Module:
-        """``part``: which stage, what is recomputed, and the seed of initial weights."""
+        """Build the model, or one stage of it. ``part``: which stage, what is recomputed, and the seed of initial
+        weights.
+        """
         return recurrent_model(model, context, forget_floor=group_among(groups, RecurrentConfig).forget_floor, **part)
 
 

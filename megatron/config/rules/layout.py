@@ -62,7 +62,7 @@ def _splits(run: RunConfig, flag: str, size: int) -> str | None:
 
 
 def sequence_divides_over_tensor_ranks(run: RunConfig) -> str | None:
-    """With sequence parallelism each tensor-parallel rank holds an equal part of the sequence."""
+    """With sequence parallelism, each tensor-parallel rank holds an equal part of the sequence."""
     ranks, length = run.parallel.tensor_model_parallel_size, run.data.seq_length
     if not run.parallel.sequence_parallel or run.parallel.context_parallel_size > 1 or length % ranks == 0:
         return None

@@ -105,8 +105,8 @@ def _load_from(run: Run, folder: CheckpointFolder, *, weights_only: bool) -> Non
 
 
 def stored_scales(run: Run, folder: CheckpointFolder) -> list[ShardedState]:
-    """Of the scales and largest values of --fp8-recipe delayed, those that the checkpoint has; the log says when it
-    lacks any, which then start anew. A collective.
+    """The scales and largest values of --fp8-recipe delayed that the checkpoint has; the log says when it lacks any,
+    which then start anew. A collective.
     """
     if not run.config.fp8.is_on or run.config.fp8.fp8_recipe != "delayed":
         return []

@@ -98,7 +98,7 @@ class Saver:
         return f"the checkpoint of iteration {saved} is kept in {self._root}; iterations lost: {now - saved:,}"
 
     def settle(self) -> None:
-        """At a step boundary: finish a background save that every rank has written; otherwise let it go on.
+        """At a step boundary, finish a background save that every rank has written; otherwise let it go on.
 
         Raises CheckpointError when a rank could not write, or another run saves there now.
         """

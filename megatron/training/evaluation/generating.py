@@ -32,7 +32,7 @@ _BLOCK_SIZE = 64
 def generation_engine(
     trained: TrainedModel, config: InferenceConfig, *, releases: bool = False
 ) -> Iterator[Engine | None]:
-    """On rank 0 an engine; on other ranks None, after they have computed its steps until rank 0 leaves the block.
+    """An engine on rank 0; on other ranks None, after they have computed its steps until rank 0 leaves the block.
 
     ``releases``: the process does nothing else with the model; see ``CachedRunner.warm_up``.
     """

@@ -29,7 +29,8 @@ class Metric(Protocol):
 
 @dataclass(frozen=True)
 class Likelihoods:
-    """Over the scored labels: negative log-likelihood in nats, number of wrong greedy predictions, number of labels.
+    """Likelihoods over the scored labels: negative log-likelihood in nats, number of wrong greedy predictions, number
+    of labels.
 
     ``compare``: whether wrong predictions are counted; otherwise they are 0.
     """
@@ -37,11 +38,11 @@ class Likelihoods:
     compare: bool
 
     def width(self, config: RunConfig) -> int:
-        """Three."""
+        """Numbers of a sample: three."""
         return 3
 
     def __call__(self, output: VocabularyOutput, labels: Tensor, wanted: Tensor, rows: Tensor) -> None:
-        """See the class."""
+        """Add the likelihoods of this rank's scored labels to ``rows`` ``[b, 3]``."""
         here, targets, owners = output.where(wanted), labels[wanted], wanted.nonzero()[:, 0]
         columns = [here.token_losses(targets[None])[0].double(), torch.zeros_like(targets), torch.ones_like(targets)]
         if self.compare:
@@ -59,5 +60,5 @@ class Logits:
         return config.model.vocab_size
 
     def __call__(self, output: VocabularyOutput, labels: Tensor, wanted: Tensor, rows: Tensor) -> None:
-        """See the class."""
+        """Add the logits of this rank's scored positions to ``rows`` ``[b, vocabulary]``."""
         rows.index_add_(0, wanted.nonzero()[:, 0], output.where(wanted).logits()[0].double())

@@ -20,7 +20,7 @@ from megatron.training.run.run import build_run
 from megatron.training.step import global_loss, global_tallies, learn_from_tallies, ready_to_learn
 
 TOLERANCE = 1e-9
-"""In fp64 the error of a wrong collective is far above rounding errors."""
+"""Tolerance in fp64, where the error of a wrong collective is far above rounding errors."""
 
 
 @dataclass(frozen=True)

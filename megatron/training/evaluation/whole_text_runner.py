@@ -52,4 +52,4 @@ class WholeTextRunner:
         return RunningStep(Handle([self._evaluator.evaluate(samples, Logits())]))
 
     def close(self) -> None:
-        """Nothing: no rank waits for plans."""
+        """Do nothing: no rank waits for plans."""

@@ -55,11 +55,11 @@ class ReportingRank:
 
 
 TallyReport = Callable[[Mapping[str, Sequence[float]]], tuple[str, Mapping[str, float]]]
-"""From sums of what layers report, a log line and numbers for curves."""
+"""A function from sums of what layers report to a log line and numbers for curves."""
 
 
 class Reporter:
-    """Called by the loop on every rank; only the last rank prints.
+    """Writes the log lines and curves of a run. The loop calls it on every rank; only the last rank prints.
 
     ``step`` and ``aside`` gather times and memory from all ranks, so they are collectives.
     """

@@ -55,7 +55,7 @@ class WandbWriter:
             self._run.log({tag: scalar_value}, step=global_step)
 
     def add_text(self, tag: str, text_string: str, global_step: int) -> None:
-        """At step 0 a setting of the run, later a text of an iteration."""
+        """Keep a text: at step 0 a setting of the run, later a text of an iteration."""
         if global_step == 0:
             self._run.config[tag] = text_string
         else:
@@ -63,7 +63,7 @@ class WandbWriter:
             self._run.log({tag: self._wandb.Html(f"<pre>{html.escape(text_string)}</pre>")}, step=global_step)
 
     def flush(self) -> None:
-        """Nothing: wandb writes in the background."""
+        """Do nothing: wandb writes in the background."""
 
     def close(self) -> None:
         """End the wandb run."""

@@ -21,7 +21,7 @@ def check_fp8(config: RunConfig, device: torch.device) -> None:
 
 
 def describe_fp8(config: RunConfig, device: torch.device) -> str:
-    """For the start-up report; empty for a run without FP8."""
+    """Text about FP8 for the start-up report; empty for a run without it."""
     fp8, layers = config.fp8, range(config.num_layers)
     if not fp8.is_on:
         return ""
