@@ -47,6 +47,11 @@ RIDDLE = re.compile(
     r"\b(does not|do not|doesn't|don't) divide (by|over)\b|exclude each other|\bas (it|they) likes?\b"
     r"|\bstands? behind\b|\bmend (the|it)\b"
 )
+DOCUMENTED = ("megatron/", "tools/", "tasks/", "benchmarks/", "examples/", "pretrain_")
+FRAGMENT = re.compile(r"(See|Of|Those|That|As|Its|Their|The same)\b|``[A-Za-z_]\w*``:\s")
+# Sentences may begin so as well; in them a comma or a colon follows.
+OPENING = "At|After|Also|Around|Back|Before|By|Called|Entered|For|From|In|Inside|Made|On|Over|To|Unless|With|Without"
+LOOSE_FRAGMENT = re.compile(rf"({OPENING})\b[^,:;]*?([.;]\s|[.;]?\Z)")
 MACHINE_PATH = re.compile(r"(?<![\w.~$}>])/(work|root|home|opt|Users)/")
 _OTHER_BERTS = "(?!WordPiece|Tokenizer|Normalizer|Pre)"  # kinds of tokenizers
 NAMES = {
@@ -167,6 +172,19 @@ def stub(source: Source) -> list[str]:
         body = [statement for statement in function.body if not isinstance(statement, ast.Expr)]
         if len(body) == 1 and isinstance(body[0], ast.Raise) and "NotImplemented" in ast.unparse(body[0]):
             found.append(f"{source.at(function)} {function.name}: a stub")
+    return found
+
+
+def fragment_as_docstring(source: Source) -> list[str]:
+    """A docstring's first line is read alone, in a tooltip: it is a sentence or a noun phrase, and finishes no name."""
+    if not source.path.startswith(DOCUMENTED):
+        return []
+    found = []
+    for node in source.nodes:
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
+            first, *_ = node.value.value.strip().split("\n\n")
+            if FRAGMENT.match(first) or LOOSE_FRAGMENT.match(first):
+                found.append(f"{source.at(node)} begins with a fragment: {first.splitlines()[0][:60]}")
     return found
 
 
@@ -374,6 +392,7 @@ EVERYWHERE: tuple[Guard, ...] = (
     long_function,
     untyped,
     global_statement,
+    fragment_as_docstring,
     vague_name,
     shadows_the_standard_library,
     cuda_outside_device_code,

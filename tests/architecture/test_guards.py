@@ -19,6 +19,11 @@ BAD: list[tuple[Guard, str, str, str]] = [
     (guards.untyped, "tools/x.py", "def f():\n    def g() -> None: ...", "f: no type for the result"),
     (guards.global_statement, "tests/x.py", "def f() -> None:\n    global a", ":2 global"),
     (guards.stub, "megatron/x.py", 'def f() -> None:\n    """Do."""\n    raise NotImplementedError', "f: a stub"),
+    (guards.fragment_as_docstring, "megatron/x.py", '"""See what is here."""', ":1 begins with a fragment: See what"),
+    (guards.fragment_as_docstring, "tools/x.py", 'def f() -> int:\n    """Of one rank.\n\n    More."""', ":2 begins"),
+    (guards.fragment_as_docstring, "tasks/x.py", 'class A:\n    """``b``: a number."""', ":2 begins"),
+    (guards.fragment_as_docstring, "examples/x.py", 'A = 1\n"""By name; sorted, too."""', ":2 begins"),
+    (guards.fragment_as_docstring, "pretrain_x.py", 'async def f() -> int:\n    """The same."""', ":2 begins"),
     (guards.vague_name, "megatron/core/utils.py", "", "utils names no idea"),
     (guards.shadows_the_standard_library, "tools/checkpoint/inspect.py", "", "inspect is a module of Python's"),
     (guards.cuda_outside_device_code, "megatron/core/models/gpt/model.py", "x = tensor.to('cuda:0')", "names cuda"),
@@ -80,6 +85,9 @@ BAD: list[tuple[Guard, str, str, str]] = [
 ]
 GOOD: list[tuple[Guard, str, str]] = [
     (guards.untyped, "megatron/x.py", "class A:\n    def f(self, *, b: int = 1) -> int: ..."),
+    (guards.fragment_as_docstring, "tests/x.py", '"""See above."""'),
+    (guards.fragment_as_docstring, "megatron/x.py", '"""Offers of ranks. Of one rank, the first."""'),
+    (guards.fragment_as_docstring, "megatron/x.py", '"""With one rank, nothing is sent."""\nx = "See what is here."'),
     (guards.cuda_outside_device_code, "megatron/core/device.py", "torch.cuda.set_device(0)"),
     (guards.cuda_outside_device_code, "megatron/config/x.py", "advice = 'CUDA_DEVICE_MAX_CONNECTIONS must be cuda'"),
     (guards.distributed_outside_parallel, "megatron/core/parallel/mesh.py", "import torch.distributed as dist"),
