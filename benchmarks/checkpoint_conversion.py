@@ -72,7 +72,7 @@ def with_transformers(source: Path, target: Path) -> Callable[[], object]:
 
 
 def converted(source: str, load: Path, target: str, save: Path, *, proof: bool = False) -> Callable[[], object]:
-    """Our converter."""
+    """A conversion by our converter, to be timed."""
     from megatron.core.conversion.convert import Conversion, convert
 
     if proof:

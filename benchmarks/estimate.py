@@ -99,7 +99,7 @@ def tasks_of(run: RunConfig, ranks: Iterable[int] | None = None) -> list[Task]:
 
 
 def compared(tasks: Mapping[str, Sequence[Task]]) -> dict[str, list[Compared]]:
-    """Rehearse them. Raises ParallelError where one fails."""
+    """Rehearse the tasks, and compare their memory with the estimate. Raises ParallelError where one fails."""
     flat = [(name, task) for name, each in tasks.items() for task in each]
     found: dict[str, list[Compared]] = {name: [] for name in tasks}
     outcomes = rehearse_tasks([task for _, task in flat], multiprocessing.get_context("forkserver"))

@@ -275,7 +275,7 @@ def take_turns(contenders: dict[str, Contender], prompts: Prompts, count: int, *
 
 
 def prompts_of(batch: int, shape: Shape, *, unequal: bool, length: int) -> Prompts:
-    """Random ids: ``length`` for each, or of 1/8 to 8 times as many, evenly on a logarithmic scale."""
+    """Prompts of random ids: ``length`` for each, or of 1/8 to 8 times as many, evenly on a logarithmic scale."""
     generator = torch.Generator().manual_seed(batch)
     lengths = [length] * batch
     if unequal:
@@ -284,7 +284,7 @@ def prompts_of(batch: int, shape: Shape, *, unequal: bool, length: int) -> Promp
 
 
 def report(turns: dict[str, Turns], tokens: int) -> None:
-    """A table; ratios are our rate to that of others."""
+    """Print a table; ratios are our rate to that of others."""
     first, *_ = turns.values()
     middle, best = statistics.median(first.seconds), min(first.seconds)
     for name, each in turns.items():

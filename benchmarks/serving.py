@@ -282,7 +282,7 @@ def main() -> None:
 
 
 def prompt_of(seed: int, length: int, shape: Shape) -> list[int]:
-    """Random ids."""
+    """A prompt of ``length`` random ids."""
     generator = torch.Generator().manual_seed(seed)
     ids: list[int] = torch.randint(shape.vocabulary, (length,), generator=generator).tolist()
     return ids

@@ -162,7 +162,9 @@ def _parsed(body: bytes) -> dict[str, Any]:
 
 
 async def _whole_body(request: HttpRequest, most_bytes: int) -> bytes:
-    """The body. One that is too large is read to its end and thrown away, or its client would not see the answer."""
+    """The request's body. One that is too large is read to its end and thrown away, or its client would not see the
+    answer.
+    """
     body, size = bytearray(), 0
     async for chunk in request.stream():
         size += len(chunk)

@@ -99,7 +99,7 @@ def summarize(folder: CheckpointFolder) -> Summary:
 
 
 def short(dtype: torch.dtype) -> str:
-    """``bf16``, ``fp32``; torch's own name for others."""
+    """Short name of a dtype, such as ``bf16`` and ``fp32``; torch's own name for others."""
     names = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.float64: "fp64"}
     return names.get(dtype, str(dtype).removeprefix("torch."))
 

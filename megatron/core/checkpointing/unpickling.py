@@ -168,7 +168,7 @@ def _kind(value: Any) -> str:
 
 
 def mapping_of(items: Any = ()) -> dict[Any, Any]:
-    """An OrderedDict; only Python 2 gave it items."""
+    """A dictionary in place of an OrderedDict; only Python 2 gave it items."""
     return {key_of(key): value for key, value in items}
 
 

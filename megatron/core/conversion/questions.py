@@ -46,12 +46,12 @@ def question_for(model: ModelConfig, groups: Sequence[object] = ()) -> Question:
 
 
 def tokens_for(model: ModelConfig, longest: int = 48) -> Tensor:
-    """``[b, s]``: ids over the whole vocabulary, of at most ``longest`` positions."""
+    """Token ids ``[b, s]`` over the whole vocabulary, of at most ``longest`` positions."""
     assert model.vocab_size is not None and model.max_position_embeddings is not None
     length = min(longest, model.max_position_embeddings)
     return (torch.arange(_SAMPLES * length).view(_SAMPLES, length) * 7919 + 13) % model.vocab_size
 
 
 def real_tokens(length: int) -> Tensor:
-    """``[b, s]``: the second sample's last quarter is padding."""
+    """Mask ``[b, s]`` of tokens that are no padding: the second sample's last quarter is padding."""
     return torch.arange(length) < torch.tensor([[length], [length * 3 // 4]])

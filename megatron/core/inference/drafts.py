@@ -17,7 +17,7 @@ from megatron.core.inference.step_plan import ModelRunner, PlanRow, StepPlan
 
 
 class Drafter(Protocol):
-    """Guesses tokens."""
+    """A source of guessed tokens for speculative decoding."""
 
     def propose(self, rows: Sequence[ScheduledRow], states: Sequence[SamplerState]) -> None:
         """Set ``drafts`` of the rows of a step, up to ``room`` of them. ``states``: of the rows' requests."""

@@ -244,7 +244,7 @@ class GenerationProducts:
         self._packed: dict[int, tuple[Any, Tensor | None]] = {}
 
     def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """Multiply."""
+        """The product ``x·weightᵀ + bias``: [..., in] -> [..., out]."""
         shape = x.shape
         if 0 in shape:
             return F.linear(x, weight, bias)

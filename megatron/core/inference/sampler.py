@@ -215,7 +215,7 @@ def _precise(logits: Tensor) -> Tensor:
 
 
 def _rows_of(scores: Tensor, numbers: Sequence[int]) -> Tensor:
-    """Some rows; the tensor itself if they are all."""
+    """The rows of ``scores`` with these numbers; the tensor itself if they are all."""
     return scores if len(numbers) == len(scores) else scores[numbers]
 
 

@@ -49,7 +49,7 @@ class Sample:
 
     @property
     def length(self) -> int:
-        """Input tokens."""
+        """Number of input tokens."""
         return len(self.tokens) - 1
 
     @property

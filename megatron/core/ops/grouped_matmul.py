@@ -66,7 +66,7 @@ class Backend(Protocol):
         ...
 
     def add_outer(self, total: Tensor, grads: Tensor, rows: Tensor, groups: Groups) -> None:
-        """Add that to ``total`` [e, out, in], whose type may be wider."""
+        """Add ``gradsᵀ·rows`` of each group to ``total`` [e, out, in], whose type may be wider."""
         ...
 
     def for_generation(self) -> Backend:

@@ -174,7 +174,7 @@ class Fp8Quantizer:
     def multiply(
         self, a: Quantized | None, b: Quantized | None, dtype: torch.dtype, *, is_fast: bool = False
     ) -> Tensor:
-        """``a·bᵀ``."""
+        """The product ``a·bᵀ`` of two quantized matrices."""
         assert a is not None and b is not None, "an operand was not quantized in this direction"
         return multiply(a, b, dtype, by=self.by, is_fast=is_fast)
 

@@ -124,7 +124,7 @@ class ReplicatedLinear(nn.Module):
         self.fp8 = fp8_linear(context, inputs=divided, grads=divided)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Multiply."""
+        """Multiply ``x`` by the whole weight, which every rank holds."""
         return linear(x, self.weight, self.bias, self._context, fp8=self.fp8)
 
     def costs(self, workload: Workload) -> Costs:

@@ -30,7 +30,7 @@ _SCALINGS = ("default", "linear", "llama3", "yarn")
 
 
 def read_rotaries(known: Known, *, has_windows: bool) -> dict[str, Any]:
-    """``FIELDS``; without ``rope_local_base_freq`` the base of windows is that of the other layers."""
+    """The settings ``FIELDS``; without ``rope_local_base_freq`` the base of windows is that of the other layers."""
     parts = known.within("rope_parameters")
     full, window = parts.get(_FULL), parts.within(_WINDOW)
     scaling = known.within("rope_scaling")

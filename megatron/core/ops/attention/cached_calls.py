@@ -88,7 +88,7 @@ def is_fast_in_bf16() -> bool:
 
 
 class Kernel:
-    """Torch's kernel."""
+    """Calls by torch's attention kernel."""
 
     takes_texts = True
 
@@ -116,8 +116,8 @@ class Kernel:
 
 
 class Grouped:
-    """Matrix products; serves every call. Keys are not repeated for the query heads that share them. 16-bit numbers are
-    multiplied in fp32 on processors without instructions for them.
+    """Calls by matrix products, which serve every call. Keys are not repeated for the query heads that share them.
+    16-bit numbers are multiplied in fp32 on processors without instructions for them.
     """
 
     takes_texts = False

@@ -36,8 +36,8 @@ _FEWEST_QUERIES, _MOST_QUERIES = 64, 256
 
 
 def supports(request: AttentionRequest) -> str | None:
-    """Plain scores: the fast kernels compute no gradient of a bias and have no window. Torch draws dropout from its
-    global generator, so that no layer could be replayed. Sinks need the log-sum-exp, as partial calls do.
+    """None, or why torch's fast kernels can't compute the call. They compute no gradient of a bias. Torch draws dropout
+    from its global generator, so that no layer could be replayed. Sinks need the log-sum-exp, as partial calls do.
     """
     for feature, is_asked in {
         "bias": request.bias,

@@ -129,7 +129,7 @@ def expert_rows(
 
 
 def shared_rows(ours: str, theirs: str) -> tuple[Row, ...]:
-    """Shared experts."""
+    """Rows of the two matrices of shared experts."""
     pair = (f"{theirs}.gate_proj", f"{theirs}.up_proj")
     return (
         Row(f"{ours}.mlp.shared_experts.linear_fc1", pair, stacked(2)),

@@ -18,7 +18,9 @@ OURS, THEIRS = "decoder.layers.{n}", "transformer.h.{n}"
 
 
 def _read(known: Known) -> dict[str, Any]:
-    """Positions; norms, branches and key/value heads, which the newer decoder says otherwise than the older one."""
+    """Settings of positions, norms, branches and key/value heads, which differ between the newer decoder and the older
+    one.
+    """
     newer, parallel = bool(known.get("new_decoder_architecture")), bool(known("parallel_attn"))
     norms, heads, groups = known.get("num_ln_in_parallel_attn"), known("num_attention_heads"), known.get("num_kv_heads")
     shared = 1 if known.get("multi_query") else heads
