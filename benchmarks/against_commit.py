@@ -18,7 +18,6 @@ import sys
 if not __package__:  # started as a script: take megatron and the like from this checkout, whatever is installed
     sys.path[0] = os.path.dirname(os.path.dirname(os.path.realpath(__file__)))
 
-import argparse
 import contextlib
 import math
 import re
@@ -30,12 +29,15 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from benchmarks import results
+
 HERE = Path(__file__).resolve().parents[1]
 FLAGS = (
     "--mock-data --vocab-size 2000 --tokenizer-type NullTokenizer --num-layers 4 --hidden-size 256 "
     "--num-attention-heads 8 --seq-length 256 --micro-batch-size 2 --global-batch-size 4 --train-iters 25 --lr 1e-3 "
     "--log-interval 1 --eval-iters 0 --num-workers 0"
 )
+QUICK = "--num-layers 1 --hidden-size 64 --seq-length 64 --train-iters 8"
 WARM_UP = 5  # iterations that don't count
 _LINE = re.compile(r"elapsed time per iteration \(ms\): ([\d.]+).*?lm loss: (\S+)")
 
@@ -97,26 +99,37 @@ def both(folders: Sequence[Path], script: str, flags: Sequence[str], *, ranks: i
         return [run.result() for run in runs]
 
 
+def divided(argv: Sequence[str]) -> tuple[list[str], list[str]]:
+    """This program's own words, and those after the first ``--``, which both commands get."""
+    at = argv.index("--") if "--" in argv else len(argv)
+    return [*argv[:at]], [*argv[at + 1 :]]
+
+
 def main() -> None:
     """Print each round, and what follows from all."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("commit")
+    parser = results.parser_of(__doc__)
+    parser.add_argument("commit", nargs="?", default="HEAD", help="the earlier one (default HEAD, the last one)")
     parser.add_argument("--rounds", type=int, default=11)
     parser.add_argument("--ranks", type=int, default=1)
     parser.add_argument("--script", default="pretrain_gpt.py")
-    parser.add_argument("flags", nargs="*")
-    asked = parser.parse_args()
+    own, flags = divided(sys.argv[1:])
+    asked = results.parse(parser, own, rounds=1)
+    flags = flags or (QUICK.split() if asked.quick else [])
+    if shutil.which("git") is None or not (HERE / ".git").exists():
+        results.skip(asked, f"{HERE} is no checkout of git, so it has no earlier commit")
+        return
     ratios = []
     with checkout(asked.commit) as earlier:
         for number in range(asked.rounds):
             order = (earlier, HERE) if number % 2 else (HERE, earlier)
-            found = dict(zip(order, both(order, asked.script, asked.flags, ranks=asked.ranks)))
+            found = dict(zip(order, both(order, asked.script, flags, ranks=asked.ranks)))
             (now, losses), (before, earlier_losses) = found[HERE], found[earlier]
             ratios.append(now / before)
             same = "equal losses" if losses == earlier_losses else f"other losses: {losses[-1]}, {earlier_losses[-1]}"
             print(f"round {number + 1}: {now:.1f} ms, {before:.1f} ms before: {now / before:.3f} ({same})", flush=True)
     low, high = interval(ratios)
     print(f"now / before: median {statistics.median(ratios):.3f}, 95 % interval {low:.3f} to {high:.3f}")
+    results.save(asked, {f"{asked.script}, median of {len(ratios)} rounds": statistics.median(ratios)})
 
 
 if __name__ == "__main__":

@@ -14,7 +14,6 @@ import sys
 if not __package__:  # started as a script: take megatron and the like from this checkout, whatever is installed
     sys.path[0] = os.path.dirname(os.path.dirname(os.path.realpath(__file__)))
 
-import argparse
 import statistics
 import time
 from collections.abc import Sequence
@@ -22,6 +21,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from benchmarks import results
 from megatron.core.ops.attention import AttentionOptions, AttentionRequest, attention, choose
 
 HEADS, WIDTH = 8, 64
@@ -46,14 +46,15 @@ def backend(inputs: Sequence[Tensor], window: int | None) -> str:
 
 def main() -> None:
     """Measure and print a table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = results.parser_of(__doc__)
     parser.add_argument("--lengths", type=int, nargs="+", default=[512, 1024, 4096, 16384])
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--dtype", choices=["fp32", "bf16"], default="fp32")
-    arguments = parser.parse_args()
+    arguments = results.parse(parser, lengths=[256], rounds=1)
     torch.set_num_threads(1)
     dtype = torch.float32 if arguments.dtype == "fp32" else torch.bfloat16
     print(f"{arguments.dtype}, {HEADS} heads of {WIDTH}, one thread, {arguments.rounds} rounds")
+    found: dict[str, float] = {}
     for length in arguments.lengths:
         inputs = [torch.randn(length, 1, HEADS, WIDTH, dtype=dtype, requires_grad=True) for _ in range(3)]
         shares = (1 / 32, 1 / 16, 1 / 8, 1 / 4, 1 / 2, 3 / 4, 0.97)
@@ -67,6 +68,9 @@ def main() -> None:
         for window in windows[1:]:
             ratio = statistics.median(taken[window]) / full
             print(f"  window {window:>6}  {ratio:.2f} of full ({backend(inputs, window)})")
+            found[f"{length} tokens, window {window}"] = ratio
+    narrowest = {f"{length} tokens, window {length // 32}" for length in arguments.lengths}
+    results.save(arguments, found, watched=found.keys() - narrowest)
 
 
 if __name__ == "__main__":

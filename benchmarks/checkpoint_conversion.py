@@ -29,6 +29,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from benchmarks import results
+
 REPOSITORY = Path(__file__).resolve().parents[1]
 SIZES = {
     "vocab_size": 32000,
@@ -39,20 +41,23 @@ SIZES = {
     "num_hidden_layers": 1,
 }
 OF_GPT2 = {"vocab_size": 32000, "n_embd": 1024, "n_inner": 4096, "n_head": 16, "n_layer": 1}
+QUICK = {"vocab_size": 1000, "hidden_size": 64, "intermediate_size": 128, "n_embd": 64, "n_inner": 128}
 PEER = "transformers: load, save"
+NAMES = [PEER, "hf to megatron", "megatron to hf", "megatron to megatron-lm", "hf to megatron, proven"]
 
 
-def write_model(folder: Path, megabytes: int, model_type: str) -> int:
+def write_model(folder: Path, megabytes: int, model_type: str, *, quick: bool = False) -> int:
     """A random model of about the size asked; its size in bytes."""
     import torch
     import transformers
 
     sizes = OF_GPT2 if model_type == "gpt2" else SIZES
+    sizes = {name: QUICK.get(name, size) if quick else size for name, size in sizes.items()}
     layers = "n_layer" if model_type == "gpt2" else "num_hidden_layers"
 
     def build(number: int) -> Any:
         config = transformers.AutoConfig.for_model(model_type, **{**sizes, layers: number})
-        return transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+        return transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)  # type: ignore[no-untyped-call]
 
     with torch.device("meta"):
         one, two = (sum(each.numel() for each in build(number).parameters()) for number in (1, 2))
@@ -147,42 +152,48 @@ def run(name: str, folder: Path) -> dict[str, float] | None:
     return found
 
 
-def report(size: int, results: dict[str, list[dict[str, float]]]) -> None:
-    """A row for each contender."""
-    print(f"{size / 1e6:.0f} MB, {len(results[PEER])} rounds")
+def report(size: int, turns_of: dict[str, list[dict[str, float]]]) -> dict[str, float]:
+    """A row for each contender; how many times as fast as the peer each of ours is."""
+    ratios: dict[str, float] = {}
+    print(f"{size / 1e6:.0f} MB, {len(turns_of[PEER])} rounds")
     print("| | MB/s | MB/s of processor time | times the peer | peak MB |")
     print("|---|--:|--:|--:|--:|")
-    for name, rounds in results.items():
+    for name, rounds in turns_of.items():
         middle = {key: statistics.median(each[key] for each in rounds) for key in rounds[0]}
-        ratio = statistics.median(peer["seconds"] / mine["seconds"] for peer, mine in zip(results[PEER], rounds))
+        ratio = statistics.median(peer["seconds"] / mine["seconds"] for peer, mine in zip(turns_of[PEER], rounds))
+        ratios |= {} if name == PEER else {name: ratio}
         speed, cpu_speed = size / 1e6 / middle["seconds"], size / 1e6 / middle["cpu"]
         print(f"| {name} | {speed:.0f} | {cpu_speed:.0f} | {ratio:.2f} | {middle['memory']:.0f} |")
+    return ratios
 
 
 def main() -> None:
     """Measure all contenders in turns."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = results.parser_of(__doc__)
     parser.add_argument("--megabytes", type=int, default=500)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--model-type", default="llama", help="as in config.json")
     parser.add_argument("--folder", type=Path, help="where to work; a temporary folder unless given")
+    parser.add_argument("--contenders", nargs="+", choices=NAMES, default=NAMES, metavar="NAME", help="default all")
     parser.add_argument("--contender", help=argparse.SUPPRESS)
-    options = parser.parse_args()
+    options = results.parse(parser, megabytes=2, rounds=1, contenders=[PEER, "hf to megatron"])
     if options.contender:
         work = contenders(options.folder, options.folder / "target")[options.contender]()
         touch_memory(options.folder)
         print(json.dumps(measure(work)))
         return
+    names = dict.fromkeys([PEER, *options.contenders])
     with tempfile.TemporaryDirectory(dir=options.folder) as name:
         folder = Path(name)
-        size = write_model(folder / "model", options.megabytes, options.model_type)
+        size = write_model(folder / "model", options.megabytes, options.model_type, quick=options.quick)
         converted("hf", folder / "model", "megatron", folder / "ours")()
-        first = {name: run(name, folder) for name in contenders(folder, folder)}
-        results = {name: [turn] for name, turn in first.items() if turn is not None}
+        first = {name: run(name, folder) for name in names}
+        turns_of = {name: [turn] for name, turn in first.items() if turn is not None}
         for _ in range(options.rounds - 1):
-            for name, turns in results.items():
+            for name, turns in turns_of.items():
                 turns += [turn for turn in [run(name, folder)] if turn is not None]
-        report(size, results)
+        ratios = report(size, turns_of)
+    results.save(options, ratios, watched=["hf to megatron, proven"])
 
 
 if __name__ == "__main__":

@@ -14,7 +14,6 @@ import sys
 if not __package__:  # started as a script: take megatron and the like from this checkout, whatever is installed
     sys.path[0] = os.path.dirname(os.path.dirname(os.path.realpath(__file__)))
 
-import argparse
 import pickle
 import shutil
 import statistics
@@ -28,6 +27,7 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.planner import SavePlan
 
+from benchmarks import results
 from megatron.core.checkpointing.find import find_checkpoint
 from megatron.core.checkpointing.load import load_checkpoint
 from megatron.core.checkpointing.save import SavePlanner, begin_save, save_checkpoint
@@ -82,8 +82,8 @@ def plain_read(tensors: dict[str, Tensor], path: Path) -> None:
             file.readinto(tensor.numpy().data.cast("B"))
 
 
-def throughput(megabytes: int, folder: Path, rounds: int) -> None:
-    """The first table."""
+def throughput(megabytes: int, folder: Path, rounds: int) -> dict[str, float]:
+    """The table of speed; ours as ratios to torch's."""
     tensors, mesh = tensors_of(megabytes), Mesh.single()
     state = state_of(tensors)
     root, other, plain = folder / "ours", folder / "torch.pt", folder / "plain.bin"
@@ -111,11 +111,15 @@ def throughput(megabytes: int, folder: Path, rounds: int) -> None:
         began = time.perf_counter()
         take("background save, in all", background)
         shutil.rmtree(root)
-    for name, taken in times.items():
-        median = statistics.median(taken)
+    medians = {name: statistics.median(taken) for name, taken in times.items()}
+    for name, median in medians.items():
         print(f"  {name:28}{median * 1e3:8.0f} ms{megabytes * 1.048576 / median:8.0f} MB/s")
-    share = statistics.median(times["pause of a background save"]) / statistics.median(times["save: ours"])
+    share = medians["pause of a background save"] / medians["save: ours"]
     print(f"  a background save stops training for {share:.0%} of what a save takes")
+    return {
+        "save": medians["save: torch.save"] / medians["save: ours"],
+        "load": medians["load: torch.load"] / medians["load: ours, found before"],
+    }
 
 
 def model_on(mesh: Mesh) -> dict[str, Sharding]:
@@ -173,17 +177,21 @@ def planning(num_ranks: int) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = results.parser_of(__doc__)
     parser.add_argument("--megabytes", type=int, default=512)
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--ranks", type=int, nargs="+", choices=JOBS, default=[*JOBS], help="of jobs that are planned")
     parser.add_argument("--folder", type=Path, help="where files are written; default: the system's temporary folder")
-    options = parser.parse_args()
+    options = results.parse(parser, megabytes=4, rounds=1, ranks=[8])
     print("planning      all ranks     one rank   exchanged  together")
-    for num_ranks in JOBS:  # first: in a process that has held much memory, a hundred thousand small objects cost more
+    for (
+        num_ranks
+    ) in options.ranks:  # first: in a process that has held much memory, a hundred thousand small objects cost more
         planning(num_ranks)
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
         print(f"{options.megabytes} MiB of parameters, one process")
-        throughput(options.megabytes, Path(folder), options.rounds)
+        ratios = throughput(options.megabytes, Path(folder), options.rounds)
+    results.save(options, ratios)
 
 
 if __name__ == "__main__":

@@ -15,7 +15,6 @@ import sys
 if not __package__:  # started as a script: take megatron and the like from this checkout, whatever is installed
     sys.path[0] = os.path.dirname(os.path.dirname(os.path.realpath(__file__)))
 
-import argparse
 import contextlib
 import dataclasses
 import itertools
@@ -28,6 +27,7 @@ from unittest import mock
 import torch.distributed as dist
 from torch import Tensor
 
+from benchmarks import results
 from megatron.config.pipeline import chunks_per_rank, model_stages
 from megatron.config.run import RunConfig
 from megatron.core.models.gpt.train_spec import GPTSpec
@@ -122,7 +122,7 @@ def counting(mesh: Mesh) -> Iterator[Counter[str]]:
         sent[f"reduce-scatter {where(options['group'])}"] += x.nbytes - out.nbytes
         return original_scatter(out, x, **options)
 
-    def exchange(out: Tensor, x: Tensor, *splits: list[int], group: dist.ProcessGroup, **options: Any) -> Any:
+    def exchange(out: Tensor, x: Tensor, *splits: Any, group: dist.ProcessGroup, **options: Any) -> Any:
         rows = splits[1] if splits else [1] * group.size()
         sent[f"all-to-all {where(group)}"] += x.nbytes * (sum(rows) - rows[group.rank()]) // max(sum(rows), 1)
         return original_exchange(out, x, *splits, group=group, **options)
@@ -135,7 +135,8 @@ def counting(mesh: Mesh) -> Iterator[Counter[str]]:
         sent["messages"] += x.nbytes * (kind is send)
         return original_operation(original_send if kind is send else kind, x, *peer)
 
-    original_reduce, original_exchange = dist.all_reduce, dist.all_to_all_single
+    original_reduce: Any = dist.all_reduce
+    original_exchange: Any = dist.all_to_all_single
     original_send, original_operation = dist.isend, dist.P2POp
     original_gather, original_scatter = collectives._gather_tensor, collectives._scatter_tensor
     with (
@@ -248,10 +249,11 @@ def _data_parallel(config: RunConfig, mesh: Mesh) -> Counter[str]:
 
 def main() -> None:
     """Print a row a layout, of the rank that sends most, and say whether all ranks agree with the textbook."""
-    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
+    options = results.parse(results.parser_of(__doc__))
+    ratios = {}
     print("| layout | KiB | textbook | by call |")
     print("|---|--:|--:|---|")
-    for layouts in worlds():
+    for layouts in worlds()[:1] if options.quick else worlds():
         for layout, counted in measured(layouts).items():
             expected = [textbook(layout, rank) for rank in range(len(counted))]
             most = max(range(len(counted)), key=lambda rank: counted[rank].total())
@@ -259,6 +261,8 @@ def main() -> None:
             verdict = "" if counted == expected else " DIFFERENT"
             sizes = f"{counted[most].total() / 1024:,.1f} | {expected[most].total() / 1024:,.1f}{verdict}"
             print(f"| {layout} | {sizes} | {parts} |", flush=True)
+            ratios[layout] = max(sent.total() / wanted.total() for sent, wanted in zip(counted, expected))
+    results.save(options, ratios)
 
 
 if __name__ == "__main__":

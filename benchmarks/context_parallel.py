@@ -1,5 +1,6 @@
 """What context parallelism costs and saves: bytes that ranks send, against textbook figures, and memory.
 
+    python -m benchmarks.context_parallel --ranks 2
     torchrun --standalone --nproc_per_node 2 -m benchmarks.context_parallel
     torchrun --standalone --nproc_per_node 4 -m benchmarks.context_parallel --no-memory
 
@@ -16,17 +17,18 @@ import sys
 if not __package__:  # started as a script: take megatron and the like from this checkout, whatever is installed
     sys.path[0] = os.path.dirname(os.path.dirname(os.path.realpath(__file__)))
 
-import argparse
 import ctypes
 import dataclasses
 import gc
+import subprocess
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
+from benchmarks import results
 from benchmarks.communication import counting
 from megatron.config.model import ModelConfig
 from megatron.config.parallel import CpCommType, ParallelConfig
@@ -88,9 +90,10 @@ def bytes_sent(context: ParallelContext, shape: Shape, way: Way) -> Counter[str]
     return sent
 
 
-def compare_bytes(context: ParallelContext, say: Callable[[str], None]) -> None:
-    """A table of counted against textbook bytes."""
+def compare_bytes(context: ParallelContext, say: Callable[[str], None]) -> dict[str, float]:
+    """A table of counted against textbook bytes; their ratios."""
     shape, ranks = Shape(), context.mesh.size("cp")
+    ratios = {}
     ways = [Way("p2p"), Way("all_gather"), Way("a2a")]
     ways += [Way("a2a+p2p", (size, ranks // size)) for size in range(2, ranks) if ranks % size == 0]
     say(f"{shape}, {ranks} ranks; KiB sent by a rank, forward and backward")
@@ -102,6 +105,8 @@ def compare_bytes(context: ParallelContext, say: Callable[[str], None]) -> None:
         (total,) = totals
         parts = ", ".join(f"{name} {size / 1024:.0f}" for name, size in everyone[0].items())
         say(f"{way!s:<16} {total / 1024:>9.0f} {textbook(shape, way, ranks) / 1024:>9.0f}  {parts}")
+        ratios[f"{way}, {ranks} ranks"] = total / textbook(shape, way, ranks)
+    return ratios
 
 
 def peak_growth(step: Callable[[], None]) -> int:
@@ -147,23 +152,35 @@ def step_memory(context: ParallelContext, length: int) -> int:
     return peak_growth(step)
 
 
-def compare_memory(launch: LaunchEnvironment, sliced: ParallelContext, say: Callable[[str], None]) -> None:
-    """A table of memory by length, for a rank alone with its sample and for all ranks on one."""
+def compare_memory(
+    launch: LaunchEnvironment, sliced: ParallelContext, lengths: Sequence[int], say: Callable[[str], None]
+) -> dict[str, float]:
+    """A table of memory by length, for a rank alone with its sample and for all ranks on one; their ratios."""
+    ratios = {}
     ranks = launch.world_size
     apart = dataclasses.replace(sliced, mesh=mesh_of(ParallelConfig(), world_size=ranks, rank=launch.rank))
     say(f"\n{'length':>8} {'cp 1, MiB':>11} {f'cp {ranks}, MiB':>11} {'ratio':>6}")
-    for length in (2048, 4096, 8192, 16384):
+    for length in lengths:
         alone, together = step_memory(apart, length), step_memory(sliced, length)
         highest = [max(both) / 2**20 for both in zip(*gather_objects((alone, together), sliced.mesh))]
         say(f"{length:>8} {highest[0]:>11.0f} {highest[1]:>11.0f} {highest[1] / highest[0]:>6.2f}")
+        ratios[f"memory of {length} tokens"] = highest[1] / highest[0]
+    return ratios
 
 
 def main() -> None:
     """Print both tables on the first rank."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = results.parser_of(__doc__)
     parser.add_argument("--no-memory", action="store_true", help="count bytes only")
-    options = parser.parse_args()
+    parser.add_argument(
+        "--lengths", type=int, nargs="+", default=[2048, 4096, 8192, 16384], help="of samples in memory"
+    )
+    parser.add_argument("--ranks", type=int, default=2, help="started where torchrun doesn't (default 2)")
+    options = results.parse(parser, lengths=[256])
     launch = launch_environment()
+    if launch.world_size == 1:
+        on_ranks(options.ranks)
+        return
     torch.set_num_threads(1)
     parallel = ParallelConfig(context_parallel_size=launch.world_size, distributed_backend="gloo")
 
@@ -172,9 +189,19 @@ def main() -> None:
             print(text, flush=True)
 
     with parallel_context(parallel, launch, params_dtype="fp32", seed=1) as context:
-        compare_bytes(context, say)
-        if not options.no_memory:
-            compare_memory(launch, context, say)
+        ratios = compare_bytes(context, say)
+        memory = {} if options.no_memory else compare_memory(launch, context, options.lengths, say)
+    if launch.rank == 0:
+        results.save(options, ratios | memory, watched=memory.keys())
+
+
+def on_ranks(number: int) -> None:
+    """Run this command again on as many ranks; ends the program where they fail."""
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={number}"]
+    root = Path(__file__).resolve().parents[1]
+    command = [*launcher, "-m", "benchmarks.context_parallel", *sys.argv[1:]]
+    if code := subprocess.run(command, cwd=root, check=False).returncode:
+        sys.exit(code)
 
 
 if __name__ == "__main__":

@@ -16,16 +16,17 @@ import sys
 if not __package__:  # started as a script: take megatron and the like from this checkout, whatever is installed
     sys.path[0] = os.path.dirname(os.path.dirname(os.path.realpath(__file__)))
 
-import argparse
 import dataclasses
 import multiprocessing
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from benchmarks import results
 from megatron.config.run import RunConfig
 from megatron.core.models.registry import FAMILIES, family_of
 from megatron.errors import ParallelError
 from megatron.planning.estimate import rank_peak
+from megatron.rehearsal.accelerator import unavailable
 from megatron.rehearsal.ranks import Task, rehearse_tasks
 from megatron.rehearsal.settings import rehearsed
 from tests.golden.regenerate_examples import FLAG_FILES, example
@@ -113,9 +114,13 @@ def compared(tasks: Mapping[str, Sequence[Task]]) -> dict[str, list[Compared]]:
 
 def main() -> None:
     """Print the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = results.parser_of(__doc__)
     parser.add_argument("names", nargs="*", metavar="NAME", help="a layout or an example; all without one")
-    names = parser.parse_args().names or [*LAYOUTS, *EXAMPLES]
+    options = results.parse(parser, names=["cp2"])
+    names, ratios = options.names or [*LAYOUTS, *EXAMPLES], {}
+    if reason := unavailable():
+        results.skip(options, reason)
+        return
     if unknown := {*names} - {*LAYOUTS, *EXAMPLES}:
         parser.error(f"{', '.join(sorted(unknown))}: not one of {', '.join([*LAYOUTS, *EXAMPLES])}")
     print("| run | rank | between steps, GB | estimated | at most, GB | estimated | counted/estimated |")
@@ -125,6 +130,8 @@ def main() -> None:
             sizes = (each.states, each.estimated_states, each.highest, each.estimated_highest)
             columns = " | ".join(f"{size / 1e9:.2f}" for size in sizes)
             print(f"| {name} | {each.rank:,} | {columns} | {each.share:.3f} |", flush=True)
+            ratios[f"{name}, rank {each.rank}"] = max(each.share, 1 / each.share)
+    results.save(options, ratios)
 
 
 if __name__ == "__main__":

@@ -16,7 +16,6 @@ import sys
 if not __package__:  # started as a script: take megatron and the like from this checkout, whatever is installed
     sys.path[0] = os.path.dirname(os.path.dirname(os.path.realpath(__file__)))
 
-import argparse
 import statistics
 import tempfile
 import time
@@ -24,6 +23,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from benchmarks import results
 
 Score = Callable[[Sequence[Any]], float]
 
@@ -52,9 +53,10 @@ def models(shape: Shape, folder: Path) -> tuple[Any, Any]:
     from megatron.training.evaluation.evaluate import Evaluator
     from tasks.settings import TaskConfig
 
-    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
     sizes: dict[str, Any] = {"n_embd": shape.hidden, "n_layer": shape.layers, "n_head": shape.hidden // 64}
-    theirs: Any = transformers.GPT2LMHeadModel(transformers.GPT2Config(n_positions=shape.length, **sizes)).eval()
+    theirs: Any = transformers.GPT2LMHeadModel(transformers.GPT2Config(n_positions=shape.length, **sizes))
+    theirs.eval()
     theirs.save_pretrained(folder / "hf")
     convert(Conversion("hf", folder / "hf", "megatron", folder / "native", skip_proof=True), say=lambda line: None)
     flags = f"--task LM --valid-data none --load {folder}/native --micro-batch-size {shape.batch}"
@@ -134,18 +136,21 @@ def race(contenders: dict[str, Score], samples: Sequence[Any], rounds: int) -> d
     return seconds
 
 
-def report(kind: str, tokens: int, seconds: dict[str, list[float]]) -> None:
-    """A line for each contender."""
+def report(kind: str, tokens: int, seconds: dict[str, list[float]]) -> dict[str, float]:
+    """A line for each contender; our speed over that of each peer."""
     ours = seconds["megatron"]
+    ratios: dict[str, float] = {}
     print(f"{kind}, {tokens:,} tokens read a turn")
     for name, times in seconds.items():
         ratio = statistics.median(theirs / mine for theirs, mine in zip(times, ours))
         print(f"  {name:<28} {tokens / statistics.median(times):>10,.0f} tokens/s   {ratio:5.2f} x our time")
+        ratios |= {} if times is ours else {f"{kind}, {name}": ratio}
+    return ratios
 
 
 def main() -> None:
     """Measure both kinds of work with all contenders."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = results.parser_of(__doc__)
     parser.add_argument("--layers", type=int, default=6)
     parser.add_argument("--hidden", type=int, default=384)
     parser.add_argument("--length", type=int, default=512)
@@ -153,7 +158,8 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--threads", type=int, default=2)
-    asked = parser.parse_args()
+    asked = results.parse(parser, layers=1, hidden=64, length=128, samples=8, rounds=1)
+    ratios: dict[str, float] = {}
     shape = Shape(asked.layers, asked.hidden, asked.length, asked.batch, asked.threads)
 
     import torch
@@ -169,7 +175,9 @@ def main() -> None:
             "transformers": by_transformers(theirs, shape, at_its_best=False, compare=compare),
             "transformers at its best": by_transformers(theirs, shape, at_its_best=True, compare=compare),
         }
-        report(kind, sum(sample.length for sample in samples), race(contenders, samples, asked.rounds))
+        seconds = race(contenders, samples, asked.rounds)
+        ratios |= report(kind, sum(sample.length for sample in samples), seconds)
+    results.save(asked, ratios)
 
 
 if __name__ == "__main__":

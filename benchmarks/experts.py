@@ -1,5 +1,8 @@
-"""Time a layer of experts, forward and backward, beside transformers' with its grouped products, and a dense layer with
-as many products for each token: python -m benchmarks.experts [--dtype bf16] [--tokens N].
+"""Time of a layer of experts, forward and backward, beside transformers' with its grouped products.
+
+    python -m benchmarks.experts [--dtype bf16] [--tokens N]
+
+Beside both stands a dense layer with as many products for each token.
 """
 
 from __future__ import annotations
@@ -10,7 +13,6 @@ import sys
 if not __package__:  # started as a script: take megatron and the like from this checkout, whatever is installed
     sys.path[0] = os.path.dirname(os.path.dirname(os.path.realpath(__file__)))
 
-import argparse
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,6 +20,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from benchmarks import results
 from megatron.config.model import ModelConfig
 from megatron.config.moe import MoEConfig
 from megatron.core.moe.layer import MoELayer
@@ -99,11 +102,12 @@ def milliseconds(layers: dict[str, Callable[[Tensor], Tensor]], x: Tensor, *, ro
 
 def main() -> None:
     """Print a line for each shape."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = results.parser_of(__doc__)
     parser.add_argument("--dtype", choices=["fp32", "bf16"], default="fp32")
     parser.add_argument("--tokens", type=int, default=1024)
     parser.add_argument("--rounds", type=int, default=10)
-    options = parser.parse_args()
+    options = results.parse(parser, tokens=64, rounds=1)
+    ratios = {}
     dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[options.dtype]
     for name, shape in SHAPES.items():
         x = torch.randn(options.tokens, 1, shape.hidden, dtype=dtype, requires_grad=True)
@@ -113,6 +117,8 @@ def main() -> None:
         each = ", ".join(f"{layer} {spent:.1f} ms" for layer, spent in times.items())
         ratio, share = times["transformers"] / times["ours"], times["dense"] / times["ours"]
         print(f"{options.dtype}, {name}: {each}; {ratio:.2f} x transformers' speed, {share:.0%} of the dense layer's")
+        ratios[f"{options.dtype}, {name}"] = ratio
+    results.save(options, ratios)
 
 
 if __name__ == "__main__":

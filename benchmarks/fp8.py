@@ -1,9 +1,11 @@
-"""The loss that products in FP8 cost: a small GPT on a text, with each recipe, beside bf16 and fp32, from the same
-initial weights and in the same order of samples: python -m benchmarks.fp8 --text FILE [--steps N] [--recipes NAME ...].
+"""The loss that products in FP8 cost: a small GPT on a text, with each recipe, beside bf16 and fp32.
 
-Tokens are the bytes of the text. Printed are the mean training loss of the last quarter of the steps, the loss on the
-last tenth of the text, which isn't trained on, their distance from bf16, and the time of a step: products are emulated
-on a CPU, so that it says nothing of a GPU's.
+    python -m benchmarks.fp8 --text FILE [--steps N] [--recipes NAME ...]
+
+All start from the same weights and see the same samples in the same order. Tokens are the bytes of the text. Printed
+are the mean training loss of the last quarter of the steps, the loss on the last tenth of the text, which isn't
+trained on, their distance from bf16, and the time of a step: products are emulated on a CPU, so that it says nothing
+of a GPU's.
 """
 
 from __future__ import annotations
@@ -14,7 +16,6 @@ import sys
 if not __package__:  # started as a script: take megatron and the like from this checkout, whatever is installed
     sys.path[0] = os.path.dirname(os.path.dirname(os.path.realpath(__file__)))
 
-import argparse
 import contextlib
 import io
 import re
@@ -27,6 +28,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from benchmarks import results
 from megatron.config.run import RunConfig
 from megatron.core.datasets.indexed_dataset import IndexedDatasetWriter
 from megatron.core.models.gpt.train_spec import GPTSpec
@@ -83,6 +85,13 @@ def train(prefix: Path, precision: str, *, steps: int, seed: int) -> Curve:
     return Curve(losses, float(unseen[-1]), (time.perf_counter() - started) / steps)
 
 
+def text_of(file: Path | None) -> bytes:
+    """The file's, or all documents of this project, one after the other."""
+    root = Path(__file__).resolve().parents[1]
+    files = [file] if file else sorted([*root.glob("*.md"), *root.glob("docs/*.md"), *root.glob("benchmarks/*.md")])
+    return b"\n\n".join(each.read_bytes() for each in files)
+
+
 def table(curves: dict[str, Curve]) -> str:
     """A line for each recipe, with its distance from bf16."""
     base = curves["bf16"]
@@ -98,22 +107,24 @@ def table(curves: dict[str, Curve]) -> str:
 
 def main() -> None:
     """Train once with each recipe and print the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--text", type=Path, required=True, help="a text of 100 kB or more")
+    parser = results.parser_of(__doc__)
+    parser.add_argument("--text", type=Path, help="a text of 100 kB or more; by default all documents of this project")
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--seed", type=int, default=1234)
     parser.add_argument("--recipes", nargs="*", choices=[*RECIPES], default=[*RECIPES], metavar="NAME")
-    args = parser.parse_args()
+    args = results.parse(parser, steps=4, recipes=["tensorwise, hybrid"])
     curves = {}
     with tempfile.TemporaryDirectory() as folder:
         prefix = Path(folder) / "text"
         with IndexedDatasetWriter(prefix, np.uint16) as writer:
-            for part in args.text.read_bytes().split(b"\n\n"):
+            for part in text_of(args.text).split(b"\n\n"):
                 writer.add_document(np.frombuffer(part + b"\n\n", dtype=np.uint8))
         for name in dict.fromkeys(["bf16", *args.recipes]):
             curves[name] = train(prefix, RECIPES[name], steps=args.steps, seed=args.seed)
             print(f"{name}: {curves[name].end:.4f}", file=sys.stderr, flush=True)
     print(table(curves))
+    losses = {name: curve.end / curves["bf16"].end for name, curve in curves.items() if name != "bf16"}
+    results.save(args, losses)
 
 
 if __name__ == "__main__":

@@ -21,7 +21,6 @@ import sys
 if not __package__:  # started as a script: take megatron and the like from this checkout, whatever is installed
     sys.path[0] = os.path.dirname(os.path.dirname(os.path.realpath(__file__)))
 
-import argparse
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -31,6 +30,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from benchmarks import results
 from megatron.config.model import ModelConfig
 from megatron.core.inference.engine import Engine
 from megatron.core.inference.products import INT8, Form
@@ -283,8 +283,9 @@ def prompts_of(batch: int, shape: Shape, *, unequal: bool, length: int) -> Promp
     return [torch.randint(shape.vocabulary, (each,), generator=generator).tolist() for each in lengths]
 
 
-def report(turns: dict[str, Turns], tokens: int) -> None:
-    """Print a table; ratios are our rate to that of others."""
+def report(turns: dict[str, Turns], tokens: int) -> dict[str, float]:
+    """Print a table; the result is our rate as ratios to those of others, by median."""
+    ratios: dict[str, float] = {}
     first, *_ = turns.values()
     middle, best = statistics.median(first.seconds), min(first.seconds)
     for name, each in turns.items():
@@ -292,6 +293,8 @@ def report(turns: dict[str, Turns], tokens: int) -> None:
         same = sum(a == b for mine, theirs in zip(first.answers, each.answers) for a, b in zip(mine, theirs)) / tokens
         ratio = "" if each is first else f"{median / middle:>8.2f}{least / best:>7.2f}"
         print(f"  {name:<24}{tokens / median:>9.0f}{tokens / least:>9.0f}{same:>8.0%}{ratio}")
+        ratios |= {} if each is first else {name: median / middle}
+    return ratios
 
 
 def parts(model: GPTModel, shape: Shape, *, rounds: int, count: int, length: int) -> None:
@@ -324,19 +327,19 @@ def parts(model: GPTModel, shape: Shape, *, rounds: int, count: int, length: int
 
 def main() -> None:
     """Print tables."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = results.parser_of(__doc__)
     parser.add_argument("--dtype", choices=list(DTYPES), default="bf16")
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 32])
     parser.add_argument("--length", type=int, default=64, help="of prompts (default 64)")
     parser.add_argument("--tokens", type=int, default=64, help="new ones for each prompt (default 64)")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--quick", action="store_true", help="a tiny model and few tokens: shows that it runs")
-    options = parser.parse_args()
+    options = results.parse(parser, length=8, tokens=4, rounds=1)
     torch.set_num_threads(options.threads)
     torch.manual_seed(1)
     shape = Shape(2, 64, 4, 512, 256) if options.quick else Shape()
-    length, count, rounds = (8, 4, 1) if options.quick else (options.length, options.tokens, options.rounds)
+    length, count, rounds = options.length, options.tokens, options.rounds
+    ratios: dict[str, float] = {}
     model = build(shape, DTYPES[options.dtype])
     contenders = {
         "transformers, dynamic": transformers(model, shape, cache="dynamic"),
@@ -354,8 +357,10 @@ def main() -> None:
         mine = {"megatron": ours(model, shape, requests=batch)}
         if options.dtype == "bf16" and int8_refusal is None:
             mine["megatron, int8"] = ours(model, shape, requests=batch, form=INT8)
-        report(take_turns(mine | contenders, prompts, count, rounds=rounds), batch * count)
+        found = report(take_turns(mine | contenders, prompts, count, rounds=rounds), batch * count)
+        ratios |= {f"{options.dtype}, {batch} prompts, {name}": ratio for name, ratio in found.items()}
     parts(model, shape, rounds=rounds, count=count, length=8 * length)
+    results.save(options, ratios, watched=[name for name in ratios if name.endswith("int8")])
 
 
 if __name__ == "__main__":

@@ -28,6 +28,7 @@ import importlib.util
 import json
 import statistics
 import subprocess
+import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -35,6 +36,7 @@ from typing import Any
 
 import torch
 
+from benchmarks import results
 from benchmarks.gpu_checks import CHECKS, Found, check
 from benchmarks.gpu_plain import SIZES, Size
 from benchmarks.gpu_ranks import WorkerError, WorkerMemoryError, on_ranks
@@ -55,6 +57,13 @@ from megatron.errors import ConfigError, run_command
 STAGES = ("kernels", "training", "tests", "speed")
 USABLE = 0.92  # of a device's memory, for what the estimate counts: the rest is CUDA's, NCCL's and fragments
 CPU_FLAGS = ["--distributed-backend", "gloo"]
+QUICK = {
+    "device": "cpu",
+    "stages": ["speed"],
+    "ranks": 1,
+    "contenders": ["megatron", "plain PyTorch"],
+    "json": Path(tempfile.gettempdir()) / "gpu_benchmark_quick.json",
+}
 TESTS = Path(__file__).resolve().parent.parent / "tests" / "gpu"
 
 
@@ -349,7 +358,7 @@ def say_what_is_there(options: argparse.Namespace, report: Report) -> None:
 
 def parsed(argv: Sequence[str]) -> argparse.Namespace:
     """The options, completed for the device. Raises ConfigError without one."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = results.parser_of(__doc__)
     parser.add_argument("--device", choices=["gpu", "cpu"], default="gpu")
     parser.add_argument("--stages", nargs="+", choices=STAGES, default=[*STAGES], metavar="STAGE")
     parser.add_argument("--sizes", nargs="+", choices=[*SIZES], metavar="SIZE", help="default 1B 3B 8B; on a CPU tiny")
@@ -365,7 +374,7 @@ def parsed(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--rehearse", action="store_true", help="run each size without a GPU, on a pretended one")
     parser.add_argument("--memory-gb", type=float, default=80.0, help="of the pretended GPU (default 80)")
     parser.add_argument("--json", type=Path, default=Path("gpu_benchmark.json"), help="where results are saved")
-    options = parser.parse_args(argv)
+    options = results.parse(parser, argv, **QUICK)
     here = gpus()
     if options.device == "gpu" and not here and not options.rehearse:
         raise ConfigError(
@@ -385,6 +394,13 @@ def parsed(argv: Sequence[str]) -> argparse.Namespace:
     return options
 
 
+def ratios_of(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """Our speed over that of the best plain program, of what was timed."""
+    name = "speed over best plain"
+    ours = [row for row in rows if row["program"].startswith("megatron") and row.get(name) is not None]
+    return {f"{row['model']}, {row['program']}": row[name] for row in ours}
+
+
 def main(argv: Sequence[str]) -> int:
     """Run the stages; 1 when something failed."""
     options, report = parsed(argv), Report()
@@ -402,6 +418,8 @@ def main(argv: Sequence[str]) -> int:
             report.failures.append(f"{name}: {type(error).__name__}: {error}")
             report.say(f"   FAILED  {report.failures[-1]}")
         options.json.write_text(json.dumps(report.found | {"failures": report.failures}, indent=1))
+    if ratios := ratios_of(report.found.get("speed", ())):
+        results.save(options, ratios)
     report.say(f"== {len(report.failures)} failures; saved in {options.json}")
     for failure in report.failures:
         report.say(f"   {failure}")

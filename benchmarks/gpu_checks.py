@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from megatron.config.optimizer import OptimizerConfig
+from megatron.core.device import without_tf32
 from megatron.core.ops import fp8_matmul, grouped_matmul
 from megatron.core.ops.activation import activation, gated_activation
 from megatron.core.ops.attention import attention
@@ -27,7 +28,7 @@ from megatron.core.ops.rotary import Rotary, apply_rotary
 from megatron.core.optimizer.update_rules import AdamW, Step
 from megatron.core.parallel.context import ParallelContext
 from megatron.core.parallel.environment import LaunchEnvironment
-from megatron.core.parallel.launch import choose_device, without_tf32
+from megatron.core.parallel.launch import choose_device
 from megatron.core.tensor_parallel.cross_entropy import VocabularyPart, linear_cross_entropy
 
 BOUNDS = {torch.bfloat16: 2e-2, torch.float32: 1e-5, torch.float64: 1e-12}
@@ -104,7 +105,8 @@ def attention_error(name: str, case: str, device: torch.device, dtype: torch.dty
     results = []
     for backend, own in ((name, dtype), ("eager", torch.float64)):
         inputs = attention_inputs(case, device, own)
-        out = attention(*inputs, attention_options(case, device), backend=backend)
+        q, k, v = inputs
+        out = attention(q, k, v, attention_options(case, device), backend=backend)
         upstream = torch.linspace(-1, 1, out.numel(), device=device, dtype=torch.float64).view_as(out).to(own)
         results.append([out, *torch.autograd.grad(out, inputs, upstream)])
     return distance(*results)
@@ -157,11 +159,12 @@ def check_grouped(device: torch.device) -> Iterator[Found]:
         sums = [torch.ones(4, 96, 64, device=device) for _ in range(2)]
         kernel.add_outer(sums[0], grads, rows, groups)
         loop.add_outer(sums[1], grads, rows, groups)
-        for name, a, b in (
+        compared: list[tuple[str, Tensor, Tensor]] = [
             ("rows by matrices", kernel.multiply(rows, matrices, groups), loop.multiply(rows, matrices, groups)),
             ("gradients by rows", kernel.outer(grads, rows, groups), loop.outer(grads, rows, groups)),
-            ("added to fp32", *sums),
-        ):
+            ("added to fp32", sums[0], sums[1]),
+        ]
+        for name, a, b in compared:
             yield Found(f"{name}, {_name(dtype)}", distance([a], [b]), BOUNDS[dtype])
 
 

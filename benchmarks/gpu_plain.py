@@ -97,8 +97,8 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
         found: Tensor = flash_attn_func(q, k, v, causal=True)
         return found
-    parts = (x.transpose(1, 2) for x in (q, k, v))
-    return F.scaled_dot_product_attention(*parts, is_causal=True, enable_gqa=True).transpose(1, 2)
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(1, 2)
 
 
 class Block(nn.Module):

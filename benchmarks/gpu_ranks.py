@@ -87,6 +87,7 @@ def _work(
     os.environ |= {name: str(value) for name, value in names.items()} | {"MASTER_ADDR": "127.0.0.1"}
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // ranks))
+    found: tuple[str | None, bool, Any]
     try:
         found = None, False, function(*arguments)
     except Exception as error:  # whatever it is, it goes into the table

@@ -17,10 +17,11 @@ from torch import Tensor
 from benchmarks.gpu_plain import PlainLlama, Size
 from megatron.config.run import RunConfig
 from megatron.config.vocabulary import vocabulary_size
+from megatron.core.device import without_tf32
 from megatron.core.models.registry import FAMILIES
 from megatron.core.ops.compiled import compile_bodies
 from megatron.core.parallel.environment import launch_environment
-from megatron.core.parallel.launch import choose_device, parallel_context, without_tf32
+from megatron.core.parallel.launch import choose_device, parallel_context
 from megatron.planning.estimate import flops_per_sample, memory_estimate, model_parameters
 from megatron.training.reporting.flops import device_peak
 from megatron.training.reporting.memory import memory_use

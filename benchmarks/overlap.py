@@ -14,7 +14,6 @@ import sys
 if not __package__:  # started as a script: take megatron and the like from this checkout, whatever is installed
     sys.path[0] = os.path.dirname(os.path.dirname(os.path.realpath(__file__)))
 
-import argparse
 import statistics
 import time
 from collections import defaultdict
@@ -25,6 +24,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 
+from benchmarks import results
 from megatron.config.run import RunConfig
 from megatron.core.models.gpt.train_spec import GPTSpec
 from megatron.core.parallel import collectives
@@ -58,6 +58,15 @@ CASES: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "interleaved, --overlap-p2p-communication": ({"pp": 2}, f"{_PP} --num-virtual-stages-per-pipeline-rank 2"),
 }
+
+WITHOUT = {
+    "DP 2, --overlap-grad-reduce": "DP 2",
+    "ZeRO 1, --overlap-grad-reduce": "ZeRO 1",
+    "ZeRO 1, both, --overlap-param-gather": "ZeRO 1",
+    "PP 2, --overlap-p2p-communication": "PP 2, --no-overlap-p2p-communication",
+    "interleaved, --overlap-p2p-communication": "interleaved, --no-overlap-p2p-communication",
+}
+"""A case with overlap: the same without."""
 
 
 class Link:
@@ -143,24 +152,34 @@ def time_steps(context: ParallelContext, flags: str, steps: int, latency: float,
 
 def main() -> None:
     """Time all cases in turns on slow and on free links, and print the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = results.parser_of(__doc__)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=4, help="in each round")
     parser.add_argument("--latency-ms", type=float, default=5.0)
     parser.add_argument("--megabytes-per-second", type=float, default=50.0)
-    options = parser.parse_args()
+    parser.add_argument("names", nargs="*", help="parts of cases' names; none: all cases")
+    options = results.parse(parser, rounds=1, steps=1, names=["DP 2"])
+    cases = {name: case for name, case in CASES.items() if any(part in name for part in options.names or [""])}
+    if not cases:
+        parser.error(f"no case is called {' or '.join(options.names)}: there are {'; '.join(CASES)}")
     slow = (options.latency_ms / 1000, options.megabytes_per_second * 1e6)
     seconds: dict[tuple[str, bool], list[float]] = defaultdict(list)
     for _ in range(options.rounds):
-        for name, (sizes, flags) in CASES.items():
+        for name, (sizes, flags) in cases.items():
             for is_slow, link in ((False, (0.0, float("inf"))), (True, slow)):
                 found = run_ranks(time_steps, flags, options.steps, *link, timeout=300.0, **sizes)
                 seconds[name, is_slow] += [max(each) for each in zip(*found)]
     print("| | free links, ms | slow links, ms | the links add |")
     print("|---|--:|--:|--:|")
-    for name in CASES:
+    added, ratios = {}, {}
+    for name in cases:
         free, held = (1000 * statistics.median(seconds[name, is_slow]) for is_slow in (False, True))
-        print(f"| {name} | {free:.0f} | {held:.0f} | {held - free:.0f} |")
+        added[name] = held - free
+        print(f"| {name} | {free:.0f} | {held:.0f} | {added[name]:.0f} |")
+    for name, without in WITHOUT.items():
+        if name in added and without in added:
+            ratios[name] = added[name] / added[without]
+    results.save(options, ratios)
 
 
 if __name__ == "__main__":

@@ -16,7 +16,6 @@ import sys
 if not __package__:  # started as a script: take megatron and the like from this checkout, whatever is installed
     sys.path[0] = os.path.dirname(os.path.dirname(os.path.realpath(__file__)))
 
-import argparse
 import contextlib
 import dataclasses
 import statistics
@@ -28,6 +27,7 @@ from typing import Any
 
 import torch
 
+from benchmarks import results
 from benchmarks.communication import counting
 from megatron.config.run import RunConfig
 from megatron.core.models.gpt.train_spec import GPTSpec
@@ -131,24 +131,28 @@ def bandwidth(context: ParallelContext, size: int = 1 << 20) -> float:
 
 def main() -> None:
     """Time all contenders in turns and print the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = results.parser_of(__doc__)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=3, help="in each round")
     parser.add_argument("names", nargs="*", help="parts of contenders' names; none: all contenders")
-    options = parser.parse_args()
+    options = results.parse(parser, rounds=1, steps=1, names=["one rank, 2 threads", "ZeRO 1"])
+    names = [name for name in CONTENDERS if any(part in name for part in options.names or [""])]
+    if not names:
+        parser.error(f"no contender is called {' or '.join(options.names)}: there are {'; '.join(CONTENDERS)}")
     found: dict[str, list[Steps]] = defaultdict(list)
     for _ in range(options.rounds):
-        for name, (sizes, flags) in CONTENDERS.items():
-            if options.names and not any(part in name for part in options.names):
-                continue
+        for name in names:
+            sizes, flags = CONTENDERS[name]
             found[name] += run_ranks(time_steps, flags, options.steps, timeout=300.0, **sizes)
-    alone = 0.0
+    alone, ratios = 0.0, {}
     print("| | ms a step | efficiency | waits | ms waited | MiB sent by a rank | gloo's time for them alone, ms |")
     print("|---|--:|--:|--:|--:|--:|--:|")
     for name, ranks in found.items():
         step = statistics.median(second for each in ranks for second in each.seconds)
         if name.endswith("one rank, 2 threads"):
             alone = step
+        elif alone:
+            ratios[name] = alone / step
         waited = statistics.median(second for each in ranks for second in each.waited)
         waits, sent = max(each.waits for each in ranks), max(each.sent for each in ranks)
         fastest = max(each.bandwidth for each in ranks)
@@ -156,6 +160,7 @@ def main() -> None:
             f"| {name} | {1000 * step:.0f} | {alone / step:.2f} | {waits} | {1000 * waited:.0f} | "
             f"{sent / 2**20:.1f} | {1000 * sent / fastest:.0f} |"
         )
+    results.save(options, ratios, watched=[name for name in ratios if "DP 2" not in name])
 
 
 if __name__ == "__main__":

@@ -16,7 +16,6 @@ import sys
 if not __package__:  # started as a script: take megatron and the like from this checkout, whatever is installed
     sys.path[0] = os.path.dirname(os.path.dirname(os.path.realpath(__file__)))
 
-import argparse
 import statistics
 import tempfile
 import time
@@ -27,8 +26,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as multiprocessing
+from torch.multiprocessing.spawn import spawn
 
+from benchmarks import results
 from megatron.core.parallel.collectives import Handle
 from megatron.core.parallel.context import ParallelContext
 from megatron.core.parallel.mesh import Mesh
@@ -84,11 +84,11 @@ class _Late(Handle[Sequence[torch.Tensor]]):
     """A transfer that isn't over before ``delay`` seconds have passed since it was sent."""
 
     def __init__(self, transfer: Handle[Sequence[torch.Tensor]], sent: torch.Tensor, delay: float) -> None:
-        self._transfer, self._sent, self._delay = transfer, sent, delay
+        self._transfer, self._left_at, self._delay = transfer, sent, delay
 
     def wait(self) -> Sequence[torch.Tensor]:
         tensors = self._transfer.wait()
-        time.sleep(max(0.0, self._sent.item() + self._delay - time.monotonic()))
+        time.sleep(max(0.0, self._left_at.item() + self._delay - time.monotonic()))
         return tensors
 
 
@@ -123,7 +123,7 @@ class SleepingStage:
 
 def main() -> None:
     """Run every schedule and print the table."""
-    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
+    parser = results.parser_of(__doc__)
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--microbatches", type=int, default=8)
     parser.add_argument("--stage-ms", type=float, default=20.0, help="forward pass of a rank's part of the model")
@@ -131,7 +131,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--elements", type=int, default=1 << 16, help="fp32 numbers in a message")
     parser.add_argument("--no-overlap", action="store_true", help="both ends wait for every message")
-    options = parser.parse_args()
+    options = results.parse(parser, ranks=2, microbatches=4, stage_ms=4.0, steps=1)
     with tempfile.TemporaryDirectory() as folder:
         job = Job(
             ranks=options.ranks,
@@ -143,8 +143,9 @@ def main() -> None:
             elements=options.elements,
             folder=folder,
         )
-        multiprocessing.spawn(run_rank, args=(job,), nprocs=job.ranks)  # type: ignore[no-untyped-call]
-        report(job)
+        spawn(run_rank, args=(job,), nprocs=job.ranks)  # type: ignore[no-untyped-call]
+        ratios = report(job)
+    results.save(options, ratios)
 
 
 def run_rank(rank: int, job: Job) -> None:
@@ -189,8 +190,12 @@ def time_schedule(context: ParallelContext, job: Job, settings: PipelineSettings
     return taken[1:]  # the first step makes connections
 
 
-def report(job: Job) -> None:
-    """One row a schedule: bubble by the simulator and by the clock, and how much faster than 1F1B a step is."""
+def report(job: Job) -> dict[str, float]:
+    """One row a schedule: bubble by the simulator and by the clock, and how much faster than 1F1B a step is.
+
+    Returns the measured time of each over the simulated one.
+    """
+    ratios = {}
     busy = 3 * job.microbatches * job.stage_ms / 1000
     measured = {
         (name, chunks): float((Path(job.folder) / f"{name} {chunks}").read_text()) for name, chunks in SCHEDULES
@@ -211,6 +216,8 @@ def report(job: Job) -> None:
             f"| {label} | {100 * bubble:.1f} % | {100 * (seconds / busy - 1):.1f} % | {1000 * seconds:.0f} ms "
             f"| {(1 + theory) / (1 + bubble):.3f} | {base / seconds:.3f} |"
         )
+        ratios[label] = seconds / busy / (1 + bubble)
+    return ratios
 
 
 def simulated_bubble(job: Job, settings: PipelineSettings) -> float:
@@ -220,4 +227,4 @@ def simulated_bubble(job: Job, settings: PipelineSettings) -> float:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

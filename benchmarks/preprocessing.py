@@ -25,12 +25,16 @@ import statistics
 import subprocess
 import tempfile
 import time
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from importlib.util import find_spec
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+
+from benchmarks import results
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
@@ -57,6 +61,8 @@ def bare_loop(source: str, folder: str, output: str, function: str) -> None:
 
     tokenizer = Tokenizer.from_file(f"{folder}/tokenizer.json")
     end = tokenizer.token_to_id("<|endoftext|>")
+    assert end is not None, "the tokenizer was trained with it"
+    encode: Callable[[list[str]], Iterable[Any]]
     if function == "gigatoken":
         import gigatoken
 
@@ -180,14 +186,15 @@ def compare(folder: Path, source: Path, *, workers: int, rounds: int) -> dict[st
 
 def main() -> None:
     """Print a table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = results.parser_of(__doc__)
     parser.add_argument("--folder", help="where text and results go; kept, so that the next run starts sooner")
     parser.add_argument("--megabytes", type=int, default=40, help="size of the text")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--workers", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--hard", action="store_true", help="text of words that hardly repeat")
     parser.add_argument("--bare", nargs=4, help=argparse.SUPPRESS)
-    arguments = parser.parse_args()
+    arguments = results.parse(parser, megabytes=1, rounds=1, workers=[1])
+    ratios = {}
     if arguments.bare:
         bare_loop(*arguments.bare)
         return
@@ -203,15 +210,24 @@ def main() -> None:
             tokens = (folder / "ours_text_document.bin").stat().st_size / 2
             for name, each in runs.items():
                 print(f"{workers:>7}  {name:<18}{row(each, runs['ours'], tokens)}")
+                if name != "ours":
+                    ratios[f"{name}, {workers} workers"] = times_as_fast(each, runs["ours"])
             command, variables = commands(quarter, folder, workers)["ours"]
             print(f"{workers:>7}  {'ours, a quarter':<18}{'':>28}{timed(command, variables).memory:>6.0f} MB")
+    engine = "gigatoken" if find_spec("gigatoken") else "encode_batch"  # the one used is the goal's
+    results.save(arguments, ratios, watched=[name for name in ratios if not name.startswith(engine)])
+
+
+def times_as_fast(runs: list[Run], ours: list[Run]) -> float:
+    """Median of rounds: a contender's time over ours."""
+    return statistics.median(run.seconds / own.seconds for run, own in zip(runs, ours))
 
 
 def row(runs: list[Run], ours: list[Run], tokens: float) -> str:
     """Medians of a contender, and how many times as fast ours is: by the clock, by processor time."""
     seconds = statistics.median(run.seconds for run in runs)
     cpu = statistics.median(run.cpu_seconds for run in runs)
-    ratio = statistics.median(run.seconds / own.seconds for run, own in zip(runs, ours))
+    ratio = times_as_fast(runs, ours)
     by_cpu = statistics.median(run.cpu_seconds / own.cpu_seconds for run, own in zip(runs, ours))
     memory = max(run.memory for run in runs)
     return f"{tokens / seconds:>11,.0f}{seconds:>9.2f}{cpu:>8.2f}{memory:>6.0f} MB{ratio:>8.2f}x{by_cpu:>8.2f}x"

@@ -1,12 +1,13 @@
-"""Memory of a GPU and time of a training step for each value of --recompute-modules, and for what lies elsewhere or is
-kept in fewer bits: --cpu-offloading, --optimizer-cpu-offload, --use-precision-aware-optimizer.
+"""Memory of a GPU and time of a training step for each way to save memory: recomputation, offloading, fewer bits.
 
     python -m benchmarks.recomputation
 
-The model has every part that a value names: latent attention, a dense layer, layers with experts and a shared one.
-Memory is what a rehearsal of 16 samples counts on a pretended GPU, beside the estimate. Times are processor times of
-whole steps of one sample on the CPU, medians, as ratios to the step that keeps everything: the two are processes of
-their own, and take turns. On a CPU main memory is the only one: rows of what is offloaded show the time of the copies.
+Ways are --recompute-modules with each value, --cpu-offloading, --optimizer-cpu-offload and
+--use-precision-aware-optimizer. The model has every part that a value of the first names: latent attention, a dense
+layer, layers with experts and a shared one. Memory is what a rehearsal of 16 samples counts on a pretended GPU, beside
+the estimate. Times are processor times of whole steps of one sample on the CPU, medians, as ratios to the step that
+keeps everything: the two are processes of their own, and take turns. On a CPU main memory is the only one: rows of
+what is offloaded show the time of the copies.
 """
 
 from __future__ import annotations
@@ -24,10 +25,12 @@ import time
 from pathlib import Path
 from typing import get_args
 
+from benchmarks import results
 from benchmarks.estimate import compared, tasks_of
 from megatron.config.run import RunConfig
 from megatron.config.training import RecomputeModule
 from megatron.core.models.registry import FAMILIES
+from megatron.rehearsal.accelerator import unavailable
 
 NOTHING = "nothing"
 WAYS = {
@@ -105,16 +108,20 @@ def ratio(way: str, rounds: int) -> float:
 
 def main() -> None:
     """Print the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = results.parser_of(__doc__)
     parser.add_argument("ways", nargs="*", default=[*WAYS], metavar="WAY", help="all without one")
     parser.add_argument("--rounds", type=int, default=5, help="steps of each way (default 5)")
     parser.add_argument("--serve", help=argparse.SUPPRESS)
-    options = parser.parse_args()
+    options = results.parse(parser, rounds=1, ways=["full"])
+    ratios = {}
     if options.serve:
         serve(options.serve)
         return
     if unknown := {*options.ways} - {*WAYS}:
         parser.error(f"{', '.join(sorted(unknown))}: not one of {', '.join(WAYS)}")
+    if reason := unavailable():
+        results.skip(options, reason)
+        return
     tasks = {way: tasks_of(run_of(way, samples=_SAMPLES)) for way in dict.fromkeys([NOTHING, *options.ways])}
     found = {way: each for way, (each,) in compared(tasks).items()}
     print("| way | time | at most, MB | estimated | less, MB | estimated |")
@@ -126,6 +133,9 @@ def main() -> None:
         columns = " | ".join(f"{size / 1e6:.0f}" for size in sizes)
         time_ratio = 1.0 if way == NOTHING else ratio(way, options.rounds)
         print(f"| {way} | {time_ratio:.2f} | {columns} |", flush=True)
+        ratios[f"memory, {way}"] = max(each.share, 1 / each.share)
+        ratios |= {} if way == NOTHING else {f"time, {way}": time_ratio}
+    results.save(options, ratios, watched=[name for name in ratios if name.startswith("time")])
 
 
 if __name__ == "__main__":

@@ -9,7 +9,6 @@ thousands of tokens; 4 is as peaked as a trained one.
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
 import time
@@ -20,6 +19,7 @@ from torch import Tensor
 if not __package__:  # started as a script: take megatron and the like from this checkout, whatever is installed
     sys.path[0] = os.path.dirname(os.path.dirname(os.path.realpath(__file__)))
 
+from benchmarks import results
 from megatron.core.inference.request import Request
 from megatron.core.inference.sampler import SampleRow, SamplerState, sample
 from megatron.core.inference.sampling import Sampling
@@ -52,21 +52,26 @@ def least_ms(logits: Tensor, sampling: Sampling, *, runs: int) -> float:
 
 def main() -> None:
     """Print a table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = results.parser_of(__doc__)
     parser.add_argument("--rows", type=int, default=8)
     parser.add_argument("--vocabulary", type=int, default=32000)
     parser.add_argument("--scale", type=float, nargs="+", default=[1.0, 4.0])
     parser.add_argument("--runs", type=int, default=40)
     parser.add_argument("--step-ms", type=float)
-    options = parser.parse_args()
+    options = results.parse(parser, rows=2, vocabulary=1000, runs=3)
+    ratios: dict[str, float] = {}
     torch.set_num_threads(1)
     generator = torch.Generator().manual_seed(0)
     normal = torch.randn(options.rows, options.vocabulary, generator=generator)
     for scale in options.scale:
+        greedy = 0.0
         for name, sampling in SETTINGS.items():
             found = least_ms(normal * scale, sampling, runs=options.runs)
             share = "" if options.step_ms is None else f"  {found / options.step_ms:6.1%} of a step"
             print(f"scale {scale:g}  {name:24} {found:7.3f} ms{share}")
+            greedy = greedy or found
+            ratios |= {} if name == "greedy" else {f"scale {scale:g}, {name}": found / greedy}
+    results.save(options, ratios)
 
 
 if __name__ == "__main__":

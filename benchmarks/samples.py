@@ -17,7 +17,6 @@ import sys
 if not __package__:  # started as a script: take megatron and the like from this checkout, whatever is installed
     sys.path[0] = os.path.dirname(os.path.dirname(os.path.realpath(__file__)))
 
-import argparse
 import re
 import statistics
 import subprocess
@@ -29,6 +28,7 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks import results
 from megatron.config.data import DataConfig
 from megatron.core.datasets.indexed_dataset import IndexedDatasetWriter
 from megatron.core.datasets.loader import BatchLoader
@@ -46,6 +46,8 @@ SMALL = (
     f"--log-interval {STEPS} --train-iters {2 * STEPS} --num-workers 2 --seq-length {SEQUENCE} "
     "--tokenizer-type BertWordPieceLowerCase"
 )
+QUICK = "--seq-length 64 --train-iters 4 --log-interval 2"
+TARGET = 0.5  # milliseconds of a sample
 TARGETS = "targets: BERT and T5 under 0.5 ms; no step waits"
 
 
@@ -63,19 +65,19 @@ class Tokenizer:
         return found
 
 
-def write_sentences(prefix: str) -> None:
-    """20,000 documents of up to 60 sentences of 5 to 60 tokens."""
+def write_sentences(prefix: str, documents: int) -> None:
+    """Documents of up to 60 sentences of 5 to 60 tokens."""
     random = np.random.default_rng(0)
     with IndexedDatasetWriter(prefix, np.uint16) as writer:
-        for _ in range(20_000):
+        for _ in range(documents):
             lengths = random.integers(5, 60, random.integers(2, 60))
             writer.add_documents(random.integers(1000, 30_000, lengths.sum()), lengths, [len(lengths)])
 
 
-def datasets(prefix: str) -> Iterator[tuple[str, Any]]:
+def datasets(prefix: str, samples: int) -> Iterator[tuple[str, Any]]:
     """Training data of each family."""
     tokenizer: Any = Tokenizer()
-    arguments: dict[str, Any] = {"seed": 1, "sizes": SplitSizes(40 * SAMPLES, 0, 0), "tokenizer": tokenizer}
+    arguments: dict[str, Any] = {"seed": 1, "sizes": SplitSizes(40 * samples, 0, 0), "tokenizer": tokenizer}
     stored = DataConfig(seq_length=SEQUENCE, train_data_path=(prefix,))
     mock = DataConfig(seq_length=SEQUENCE, mock_data=True)
     packed = DataConfig(seq_length=SEQUENCE, train_data_path=(prefix,), packing="best-fit")
@@ -86,18 +88,18 @@ def datasets(prefix: str) -> Iterator[tuple[str, Any]]:
     yield "T5", build_t5_splits(stored, decoder_seq_length=128, **arguments).train
 
 
-def per_sample(dataset: Any, clock: Callable[[], float]) -> float:
+def per_sample(dataset: Any, clock: Callable[[], float], samples: int) -> float:
     """Milliseconds of a sample: the least of five times a part of them, as other work only adds."""
     times = []
-    for start in range(0, SAMPLES, SAMPLES // 5):
+    for start in range(0, samples, samples // 5):
         began = clock()
-        for index in range(start, start + SAMPLES // 5):
+        for index in range(start, start + samples // 5):
             dataset[index]
-        times.append((clock() - began) / (SAMPLES // 5))
+        times.append((clock() - began) / (samples // 5))
     return min(times) * 1e3
 
 
-def waiting(dataset: Any, *, steps: int = 60) -> float:
+def waiting(dataset: Any, *, steps: int) -> float:
     """Median milliseconds a step waits for its batch."""
     waits = []
     sampler = MicrobatchSampler(num_samples=len(dataset), consumed=0, micro_batch_size=8)
@@ -118,30 +120,40 @@ def time_of_a_step(flags: str) -> float:
     return float(re.findall(r"elapsed time per iteration \(ms\): (\S+)", ran.stdout)[-1])
 
 
-def steps(prefix: str) -> tuple[float, float]:
+def steps(prefix: str, rounds: int, flags: str) -> tuple[float, float]:
     """Median milliseconds of a training step on mock data and on the sentences, taken in turns."""
     vocabulary = Path(f"{prefix}.vocab.txt")
     vocabulary.write_text("\n".join(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *map(str, range(30_000))]))
     kinds = (f"--mock-data --vocab-file {vocabulary}", f"--data-path {prefix} --split 1,0,0 --vocab-file {vocabulary}")
-    times = [[time_of_a_step(flags) for flags in kinds] for _ in range(ROUNDS)]
+    times = [[time_of_a_step(f"{kind} {flags}") for kind in kinds] for _ in range(rounds)]
     mock, stored = (statistics.median(each) for each in zip(*times))
     return mock, stored
 
 
 def main() -> None:
     """Print a table."""
-    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
+    parser = results.parser_of(__doc__)
+    parser.add_argument("--documents", type=int, default=20_000, help="how many are written (default 20,000)")
+    parser.add_argument("--samples", type=int, default=SAMPLES, help=f"that are made (default {SAMPLES:,})")
+    parser.add_argument("--steps", type=int, default=60, help="that wait for batches (default 60)")
+    parser.add_argument("--rounds", type=int, default=ROUNDS, help=f"of training (default {ROUNDS})")
+    options = results.parse(parser, documents=400, samples=100, steps=4, rounds=1)
+    ratios = {}
     with tempfile.TemporaryDirectory() as folder:
         prefix = str(Path(folder) / "sentences")
-        write_sentences(prefix)
+        write_sentences(prefix, options.documents)
         print(f"samples of {SEQUENCE} tokens; {TARGETS}")
         print(f"{'':<16}{'ms, processor':>14}{'ms, clock':>11}{'ms a step waits':>17}")
-        for name, dataset in datasets(prefix):
+        for name, dataset in datasets(prefix, options.samples):
             dataset[0]
-            processor, clock = per_sample(dataset, time.process_time), per_sample(dataset, time.perf_counter)
-            print(f"{name:<16}{processor:>14.3f}{clock:>11.3f}{waiting(dataset):>17.2f}")
-        mock, stored = steps(prefix)
+            processor, clock = (
+                per_sample(dataset, each, options.samples) for each in (time.process_time, time.perf_counter)
+            )
+            print(f"{name:<16}{processor:>14.3f}{clock:>11.3f}{waiting(dataset, steps=options.steps):>17.2f}")
+            ratios[f"{name}, of {TARGET} ms"] = processor / TARGET
+        mock, stored = steps(prefix, options.rounds, QUICK if options.quick else "")
         print(f"training GPT: {mock:.1f} ms a step on mock data, {stored:.1f} on files: {stored / mock:.3f} of it")
+    results.save(options, ratios | {"a step on files": stored / mock})
 
 
 if __name__ == "__main__":

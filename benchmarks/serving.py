@@ -21,7 +21,6 @@ import sys
 if not __package__:  # started as a script: take megatron and the like from this checkout, whatever is installed
     sys.path[0] = os.path.dirname(os.path.dirname(os.path.realpath(__file__)))
 
-import argparse
 import http.client
 import json
 import multiprocessing
@@ -37,6 +36,7 @@ from pathlib import Path
 
 import torch
 
+from benchmarks import results
 from benchmarks.against_commit import interval
 from benchmarks.generation import DTYPES, Prompts, Shape, build, runner_of
 from megatron.core.inference.engine import Engine
@@ -190,8 +190,9 @@ def processor_seconds(process: int) -> float:
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
-def report(turns: dict[str, Turns], tokens: int) -> None:
-    """A table; ratios are of a round's turns to that of the engine alone, by median."""
+def report(turns: dict[str, Turns], tokens: int) -> dict[str, float]:
+    """A table; ratios are of a round's turns to that of the engine alone, by median. Returns those by the clock."""
+    ratios = {}
     first, *_ = turns.values()
     ratio = f"{'ratio':>7}{'interval':>16}"
     print(f"  {'':<20}{'tokens/s':>9}{ratio}{'engine ms':>11}{ratio}{'HTTP ms':>9}{'steps':>7}")
@@ -200,6 +201,9 @@ def report(turns: dict[str, Turns], tokens: int) -> None:
         said += f"{1e3 * statistics.median(each.engine) / tokens:>11.3f}{compared(each.engine, first.engine)}"
         said += f"{1e3 * statistics.median(each.http) / tokens:>9.3f}{statistics.median(each.steps):>7.0f}"
         print(said)
+        if each is not first:
+            ratios[name] = statistics.median(mine / alone for mine, alone in zip(each.clock, first.clock))
+    return ratios
 
 
 def compared(mine: Sequence[float], first: Sequence[float]) -> str:
@@ -224,19 +228,18 @@ def show(name: str, times: Sequence[Times], tokens: int) -> None:
 
 def main() -> None:
     """Print tables."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = results.parser_of(__doc__)
     parser.add_argument("--dtype", choices=list(DTYPES), default="bf16")
     parser.add_argument("--clients", type=int, default=16, help="at once (default 16)")
     parser.add_argument("--length", type=int, default=64, help="of prompts (default 64)")
     parser.add_argument("--tokens", type=int, default=64, help="new ones for each prompt (default 64)")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--quick", action="store_true", help="a tiny model and few tokens: shows that it runs")
-    options = parser.parse_args()
+    options = results.parse(parser, length=8, tokens=4, rounds=1)
     torch.set_num_threads(options.threads)
     torch.manual_seed(1)
     shape = Shape(2, 64, 4, 512, 256) if options.quick else Shape()
-    length, count, rounds = (8, 4, 1) if options.quick else (options.length, options.tokens, options.rounds)
+    length, count, rounds = options.length, options.tokens, options.rounds
     clients, tokens = options.clients, options.clients * count
     model = build(shape, DTYPES[options.dtype])
     alone, inside = (engine_of(model, shape, requests=clients) for _ in range(2))
@@ -260,7 +263,7 @@ def main() -> None:
             "HTTP, whole answers": lambda prompts: asked(prompts, stream=False).whole,
             "HTTP, streams": lambda prompts: asked(prompts).whole,
         }
-        report(compare(contenders, new, rounds=rounds, engines=(alone, inside), http=http), tokens)
+        ratios = report(compare(contenders, new, rounds=rounds, engines=(alone, inside), http=http), tokens)
         print(f"  {'':<28}{'tokens/s':>9}{'first ms':>9}{'p90':>9}{'between':>9}{'p90':>9}")
         few = -(-clients // 4)
         found = [(asked(new()[:few], at_once=1), asked(new())) for _ in range(-(-rounds // 2))]
@@ -279,6 +282,7 @@ def main() -> None:
         ratio = statistics.median(own / mine for mine, own in zip(known, unknown))
         medians = [1e3 * statistics.median(each) for each in (known, unknown)]
         print(f"  {medians[0]:.1f} ms and {medians[1]:.1f} ms: {ratio:.1f} times")
+    results.save(options, ratios)
 
 
 def prompt_of(seed: int, length: int, shape: Shape) -> list[int]:

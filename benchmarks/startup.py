@@ -15,7 +15,6 @@ import sys
 if not __package__:  # started as a script: take megatron and the like from this checkout, whatever is installed
     sys.path[0] = os.path.dirname(os.path.dirname(os.path.realpath(__file__)))
 
-import argparse
 import resource
 import statistics
 import subprocess
@@ -23,6 +22,8 @@ import tempfile
 import time
 from collections import defaultdict
 from pathlib import Path
+
+from benchmarks import results
 
 ROOT = Path(__file__).resolve().parents[1]
 COMMANDS = {
@@ -34,6 +35,7 @@ COMMANDS = {
         *("--mock-data", "--tokenizer-type", "NullTokenizer", "--dry-run", "--world-size", "1024"),
     ],
 }
+SECONDS = {"--help": 0.1, "a mistyped flag": 0.1, "--dry-run, 175B on 1,024 ranks": 5.0}
 TARGETS = "targets: --help and a mistyped flag 0.1 s, the dry run 5 s"
 
 
@@ -47,12 +49,12 @@ def timed(command: list[str], folder: Path, environment: dict[str, str]) -> tupl
 
 def main() -> None:
     """Time every command in turn, and print a table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = results.parser_of(__doc__)
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--peer", type=Path, help="another checkout")
-    options = parser.parse_args()
+    options = results.parse(parser, rounds=1)
     folders = [ROOT] if options.peer is None else [ROOT, options.peer.resolve()]
-    times = defaultdict(list)
+    times: dict[tuple[str, Path], list[tuple[float, float]]] = defaultdict(list)
     with tempfile.TemporaryDirectory() as bytecode:
         environment = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
         environment |= {"PYTHONPYCACHEPREFIX": bytecode}
@@ -62,12 +64,14 @@ def main() -> None:
                     seconds = timed(command, folder, environment | {"PYTHONPATH": str(folder)})
                     times[name, folder] += [seconds] if number else []
     print(f"{'':32}{'clock: median':>15}{'least':>8}{'processor: median':>19}{'least':>8}   (s)")
-    for (name, folder), seconds in times.items():
-        clock, processor = zip(*seconds, strict=True)
+    for (name, folder), taken in times.items():
+        clock, processor = zip(*taken, strict=True)
         figures = (statistics.median(clock), min(clock), statistics.median(processor), min(processor))
         label = name if folder == ROOT else "  the other checkout"
         print("{:32}{:15.3f}{:8.3f}{:19.3f}{:8.3f}".format(label, *figures))
     print(TARGETS)
+    medians = {name: statistics.median(clock for clock, _ in times[name, ROOT]) for name in SECONDS}
+    results.save(options, {f"{name}, of {SECONDS[name]} s": median / SECONDS[name] for name, median in medians.items()})
 
 
 if __name__ == "__main__":

@@ -33,10 +33,12 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from benchmarks import results
 from benchmarks.training_families import CASES, Case, Shape
 
 Step = Callable[[], float]
 OURS, DENSE = "megatron", "megatron, dense"
+QUICK = Shape(layers=1, hidden=64, heads=4, sequence=64, batch=2, vocabulary=1000)
 CLOCKS = {"wall": time.perf_counter, "processor": time.process_time}
 
 
@@ -175,8 +177,8 @@ class Contender:
         return statistics.median(self.turns)
 
 
-def report(contenders: list[Contender], shape: Shape) -> None:
-    """The table, ours first, and the two ratios that count."""
+def report(contenders: list[Contender], shape: Shape) -> float | None:
+    """The table, ours first, and the two ratios that count; that by medians, or None without a peer."""
     ours = contenders[0]
     peers = [each for each in contenders[1:] if each.name != DENSE]
     print(f"{'':26}{'ms/step':>9}{'best':>9}{'tokens/s':>10}{'peak MiB':>10}{'loss':>8}")
@@ -188,17 +190,18 @@ def report(contenders: list[Contender], shape: Shape) -> None:
         if each.name == DENSE:
             print(f"speed: {each.seconds / ours.seconds:.0%} of that of ours without experts, with as many products")
     if not peers:
-        return
+        return None
     best = min(peers, key=lambda peer: peer.seconds)
     quickest = min(peers, key=lambda peer: min(peer.turns))
     speed, speed_of_best = best.seconds / ours.seconds, min(quickest.turns) / min(ours.turns)
     print(f"speed: {speed:.2f} times {best.name} by medians, {speed_of_best:.2f} times {quickest.name} by best turns")
     for peer in peers:
         print(f"memory: {ours.peak_mib / peer.peak_mib:.2f} of {peer.name}")
+    return speed
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = results.parser_of(__doc__)
     parser.add_argument("--model-type", choices=list(CASES), default="GPT", help="family of the model (default GPT)")
     parser.add_argument("--dtype", choices=["fp32", "bf16"], default="fp32")
     parser.add_argument("--rounds", type=int, default=7, help="turns of each contender (default 7)")
@@ -208,7 +211,7 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", help="contenders to run; default all")
     parser.add_argument("--shape", default=json.dumps(asdict(Shape())), help="JSON with layers, hidden, heads, …")
     parser.add_argument("--serve", help=argparse.SUPPRESS)
-    options = parser.parse_args()
+    options = results.parse(parser, rounds=1, steps=1, shape=json.dumps(asdict(QUICK)))
     shape, case = Shape(**json.loads(options.shape)), CASES[options.model_type]
     if options.serve:
         serve(options.serve, shape, options.dtype, case=case, threads=options.threads, clock=CLOCKS[options.clock])
@@ -223,11 +226,13 @@ def main() -> None:
         for _ in range(options.rounds):
             for each in contenders:
                 each.turn(options.steps)
-        report(contenders, shape)
+        speed = report(contenders, shape)
     finally:
         for each in contenders:
             each.process.kill()
             each.process.wait()
+    if speed is not None:
+        results.save(options, {f"{options.model_type}, {options.dtype}": speed})
 
 
 if __name__ == "__main__":

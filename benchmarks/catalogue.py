@@ -1,0 +1,71 @@
+"""Every benchmark with its peers and its goal: what ``python -m benchmarks`` lists, and what ratios are judged by."""
+
+from __future__ import annotations
+
+import ast
+from dataclasses import dataclass
+from pathlib import Path
+
+FOLDER = Path(__file__).resolve().parent
+PARTS = {
+    "catalogue", "results", "training_families", "gpu_checks", "gpu_plain", "gpu_ranks", "gpu_rehearsal", "gpu_steps",
+}  # fmt: skip
+"""Modules that benchmarks import, and that are none themselves."""
+
+
+@dataclass(frozen=True)
+class Benchmark:
+    """What a benchmark compares. ``ratio``: of what; the goal is a bound of it, or None where it is watched alone."""
+
+    peers: str
+    ratio: str
+    at_least: float | None = None
+    at_most: float | None = None
+    needs_gpu: bool = False
+
+    @property
+    def goal(self) -> str:
+        """The bound in words."""
+        if self.at_least is not None:
+            return f"at least {self.at_least:g}"
+        return "none" if self.at_most is None else f"at most {self.at_most:g}"
+
+    def reaches(self, ratio: float) -> bool | None:
+        """Whether a ratio is within the bound; None without one."""
+        if self.at_least is not None:
+            return ratio >= self.at_least
+        return None if self.at_most is None else ratio <= self.at_most
+
+
+COUNTED = 1 + 1e-9  # ratios of whole numbers of bytes, which must be equal
+CATALOGUE = {
+    "against_commit": Benchmark("an earlier commit (the last one)", "time of a step over its", at_most=1.03),
+    "attention_windows": Benchmark("full causal attention", "time with a narrow window over its", at_most=1.0),
+    "checkpoint_conversion": Benchmark("transformers, loading and saving", "speed over its", at_least=1.0),
+    "checkpoints": Benchmark("torch.save and torch.load", "throughput over theirs", at_least=0.8),
+    "communication": Benchmark("the textbook", "bytes sent over its figure", at_most=COUNTED),
+    "context_parallel": Benchmark("the textbook", "bytes sent over its figure", at_most=COUNTED),
+    "estimate": Benchmark("a rehearsal on a pretended GPU", "counted over estimated, or inverse", at_most=1.02),
+    "evaluation": Benchmark("transformers, as written and at its best", "speed over its", at_least=1.0),
+    "experts": Benchmark("transformers' Mixtral block", "speed over its", at_least=1.1),
+    "fp8": Benchmark("bf16", "training loss over that of bf16", at_most=1.02),
+    "generation": Benchmark("transformers' generate, and a loop by hand", "speed over theirs", at_least=1.0),
+    "gpu": Benchmark("plain PyTorch, also compiled", "speed over its best", at_least=1.0, needs_gpu=True),
+    "index_building": Benchmark("megatron-core's compiled helper", "time over its target", at_most=1.0),
+    "overlap": Benchmark("the same run without overlap", "what slow links add over what they add to it", at_most=1.0),
+    "parallel_efficiency": Benchmark("one rank of two threads", "efficiency of data parallelism", at_least=0.9),
+    "pipeline_bubble": Benchmark("the simulator", "time of a step over the simulated one", at_most=1.05),
+    "preprocessing": Benchmark("a bare loop over the tokenizers library", "speed over its", at_least=0.95),
+    "recomputation": Benchmark("a rehearsal on a pretended GPU", "counted over estimated, or inverse", at_most=1.02),
+    "sampler": Benchmark("greedy choice", "time over its"),
+    "samples": Benchmark("mock data", "time over its target, and of a step over that on mock data", at_most=1.05),
+    "serving": Benchmark("the engine without a server", "time over its", at_most=1.05),
+    "startup": Benchmark("none: a time that feels immediate", "time over its target", at_most=1.0),
+    "training_step": Benchmark("transformers, and of GPT plain PyTorch", "speed over the best peer's", at_least=1.2),
+}  # fmt: skip
+
+
+def first_line(name: str) -> str:
+    """What a benchmark measures: the first sentence of its docstring, without importing it."""
+    described = ast.get_docstring(ast.parse((FOLDER / f"{name}.py").read_text(encoding="utf-8"))) or ""
+    return " ".join(described.partition("\n\n")[0].split())
