@@ -83,7 +83,7 @@ def run(name: str, *, quick: bool) -> Outcome:
 
 
 def judged(name: str, found: Sequence[dict[str, Any]]) -> Outcome:
-    """Its ratios beside the goal. ``reached`` is None where the goal is not about a ratio."""
+    """Ratios of one benchmark beside its goal. ``reached`` is None where the goal is not about a ratio."""
     goal: Benchmark = CATALOGUE[name]
     rows = [
         {

@@ -52,7 +52,7 @@ CATALOGUE = {
     "generation": Benchmark("transformers' generate, and a loop by hand", "speed over theirs", at_least=1.0),
     "gpu": Benchmark("plain PyTorch, also compiled", "speed over its best", at_least=1.0, needs_gpu=True),
     "index_building": Benchmark("megatron-core's compiled helper", "time over its target", at_most=1.0),
-    "overlap": Benchmark("the same run without overlap", "what slow links add over what they add to it", at_most=1.0),
+    "overlap": Benchmark("the same run without overlap", "time of a step on slow links over its", at_most=1.0),
     "parallel_efficiency": Benchmark("one rank of two threads", "efficiency of data parallelism", at_least=0.9),
     "pipeline_bubble": Benchmark("the simulator", "time of a step over the simulated one", at_most=1.05),
     "preprocessing": Benchmark("a bare loop over the tokenizers library", "speed over its", at_least=0.95),
