@@ -85,17 +85,19 @@ def test_a_benchmark_that_fails_ends_no_other(
         },
     }
 
+    ran_quick: list[bool] = []
+
     def ran(command: list[str], **options: Any) -> SimpleNamespace:
         name = command[2].removeprefix("benchmarks.")
         if name in answers:
             Path(command[command.index("--ratios") + 1]).write_text(json.dumps(answers[name]))
-        assert "--quick" in command
+        ran_quick.append("--quick" in command)
         return SimpleNamespace(returncode=1 if name == "broken" else 0)
 
     monkeypatch.setattr(program, "CATALOGUE", listed)
     monkeypatch.setattr(subprocess, "run", ran)
     saved = tmp_path / "all.json"
-    assert program.main(["all", "--quick", "--json", str(saved)]) == 1
+    assert program.main(["all", "--json", str(saved)]) == 1
     assert capsys.readouterr().out.splitlines()[-6:] == [
         "| first | save | 1.050 | at most 1.1 | reached |",
         "| broken | FAILED: exit code 1 | | at least 1 | |",
@@ -105,10 +107,16 @@ def test_a_benchmark_that_fails_ends_no_other(
         "| last | memory | 0.500 | none |  |",
     ]
     found = json.loads(saved.read_text())
-    assert found["processor"] == program.processor() and found["quick"]
+    assert found["processor"] == program.processor() and not found["quick"]
     assert [row["reached"] for row in found["ratios"]] == [True, False, None]
     assert [*found["failed"]] == ["broken", "silent"] and [*found["skipped"]] == ["elsewhere"]
-    assert program.main(["all", "last", "--quick"]) == 0, "a goal that is missed is no failure"
+    assert program.main(["all", "last"]) == 0, "a goal that is missed is no failure"
+    assert ran_quick == 6 * [False]
+    assert program.main(["all", "last", "--quick"]) == 0
+    assert ran_quick[-1], "the benchmark is told"
+    assert "| last | GPT | 1.100 | at least 1.2 |  |" in capsys.readouterr().out.splitlines(), (
+        "tiny sizes are not judged"
+    )
 
 
 @pytest.mark.parametrize(
