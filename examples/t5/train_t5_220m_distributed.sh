@@ -3,9 +3,9 @@
 #
 # Hardware  8 GPUs of 24 GB or more, bf16.
 # Time      1 M steps of 512 samples are 2.2e20 FLOPs: 3.2 days at 8 x 100 TFLOP/s; not measured here.
-# Memory    15.21 GB a GPU, of which 11.88 GB are activations, by --dry-run.
-# Fewer     GPUS_PER_NODE=4: 15.54 GB; the batch stays the same, by accumulation.
-#           GPUS_PER_NODE=1: 17.54 GB; 25 days.
+# Memory    14.27 GB a GPU, of which 11.88 GB are activations, by --dry-run.
+# Fewer     GPUS_PER_NODE=4: 14.60 GB; the batch stays the same, by accumulation.
+#           GPUS_PER_NODE=1: 16.59 GB; 25 days.
 # Data      DATA_PATH: prefix of a data set that tools/preprocess_data.py --split-sentences made; VOCAB_FILE: a vocab.txt.
 # Paths     Megatron-LM's, all or none, before the flags: CHECKPOINT_PATH TENSORBOARD_LOGS_PATH VOCAB_FILE DATA_PATH;
 #           or variables of these names.

@@ -93,6 +93,13 @@ class Costs:
             self.offloaded + other.offloaded,
         )
 
+    def before(self, later: Costs, *, splits_backward: bool = False) -> Costs:
+        """Costs of this module and of ``later`` ones, which have freed what they kept when this one's backward pass
+        runs, unless the schedule splits that pass.
+        """
+        freed = 0 if splits_backward else later.kept
+        return dataclasses.replace(self, working=max(self.working - freed, 0)) + later
+
     @classmethod
     def of_product(cls, weight: Tensor, flops: float, *, kept: int = 0, working: int = 0) -> Costs:
         """Costs of a product with ``weight``."""

@@ -130,8 +130,7 @@ class TransformerBlock(nn.Module):
                 here = run.replayed + (stays if start == 0 else 0)
                 aside.append(run.kept - here)
                 run = dataclasses.replace(run, kept=here, offloaded=run.kept - here)
-            freed = 0 if workload.splits_backward else found.kept
-            found += dataclasses.replace(run, working=max(0, run.working - freed))
+            found = run.before(found, splits_backward=workload.splits_backward)
         both = max((one + other for one, other in zip(aside, [*aside[1:], 0])), default=0)
         return dataclasses.replace(found, working=found.working + max(0, both - found.kept))
 

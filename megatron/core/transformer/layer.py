@@ -112,9 +112,7 @@ class TransformerLayer(nn.Module):
             found = costs_of(module, workload)
             given = elements * workload.itemsize
             found = found.recomputed(given, keeps_input=not self._copies) if name in self._recomputed else found
-            # A branch's backward pass runs when later branches have freed what they kept.
-            before = dataclasses.replace(branches, working=max(branches.working - found.kept, 0))
-            branches = before + found
+            branches = branches.before(found)
         first = self._branches[0].norm
         of_norm = 0 if self._copies else workload.itemsize
         shared = [

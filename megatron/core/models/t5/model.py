@@ -212,8 +212,9 @@ class T5Model(nn.Module):
         keeps the encoder's output.
         """
         encoding, decoding = workload.of_encoder(), dataclasses.replace(workload, has_padding=False)
-        found = total_of((self.encoder_positions, self.encoder), encoding)
-        found += total_of((self.decoder_positions, self.decoder), decoding)
+        encoder = total_of((self.encoder_positions, self.encoder), encoding)
+        decoder = total_of((self.decoder_positions, self.decoder), decoding)
+        found = encoder.before(decoder, splits_backward=workload.splits_backward)
         for begins, stack in ((self._stage.is_first, encoding), (self._opens_decoder, decoding)):
             found += costs_of(self.embedding, stack) if begins else Costs()
         if self.decoder is not None:
