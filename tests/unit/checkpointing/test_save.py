@@ -81,7 +81,7 @@ def test_folder_and_tracker_look_as_documented(tmp_path: Path) -> None:
 
 def test_run_state_comes_back_exactly(tmp_path: Path) -> None:
     """Floats (a loss scale, a learning rate) and nested settings survive the JSON bit by bit."""
-    run_state = {"lr": 0.1 + 0.2, "scale": 2.0**16, "big": 2**62, "config": {"a": [1, None, True, "ü"]}}
+    run_state = {"lr": 0.1 + 0.2, "scale": 2.0**16, "big": 2**62, "config": {"group": {"a": [1, None, True, "ü"]}}}
     save_checkpoint(tmp_path, 1, state(1.0), run_state, SINGLE)
     assert read_run_document(find_checkpoint(tmp_path))["state"] == run_state
 
