@@ -126,7 +126,7 @@ class _Process:
         except asyncio.TimeoutError:
             return {"error": f"the {what} takes more than {seconds:g} s: make it simpler", "is_late": True}
         except ConnectionError:
-            pass
+            pass  # the process has ended without an answer, which is reported below
         except ValueError:
             return {"error": f"the answer to the {what} has more than {_LONGEST_LINE:,} characters"}
         finally:
