@@ -78,6 +78,7 @@ setup(
         "nltk>=3.9",  # PunktTokenizer
         "tensorboard",
         "pyyaml",
+        "typing_extensions>=4.4",  # override, as Python has from 3.12
         "tqdm",
         *(f"{each}; {HAS_GIGATOKEN}" for each in GIGATOKEN),
         "zstandard",

@@ -14,6 +14,8 @@ from __future__ import annotations
 import os
 import sys
 
+from typing_extensions import override
+
 if not __package__:  # started as a script: take megatron and the like from this checkout, whatever is installed
     sys.path[0] = os.path.dirname(os.path.dirname(os.path.realpath(__file__)))
 
@@ -59,6 +61,7 @@ class Way:
     kind: CpCommType
     levels: tuple[int, int] = (1, 1)
 
+    @override
     def __str__(self) -> str:
         return self.kind if self.kind != "a2a+p2p" else f"a2a+p2p {self.levels[0]} x {self.levels[1]}"
 

@@ -18,6 +18,8 @@ from __future__ import annotations
 import os
 import sys
 
+from typing_extensions import override
+
 if not __package__:  # started as a script: take megatron and the like from this checkout, whatever is installed
     sys.path[0] = os.path.dirname(os.path.dirname(os.path.realpath(__file__)))
 
@@ -66,6 +68,7 @@ class TimedRunner(CachedRunner):
 
     seconds = 0.0
 
+    @override
     def start(self, plan: StepPlan) -> RunningStep:
         began = now()
         found = super().start(plan)

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
+from typing_extensions import override
 
 
 @dataclass(frozen=True)
@@ -61,6 +62,7 @@ class CastLinear(nn.Linear):
     def __init__(self, inputs: int, outputs: int) -> None:
         super().__init__(inputs, outputs, bias=False)
 
+    @override
     def forward(self, x: Tensor) -> Tensor:
         return F.linear(x, self.weight.to(x.dtype))
 
@@ -72,6 +74,7 @@ class Norm(nn.Module):
         super().__init__()
         self.weight, self.eps = nn.Parameter(torch.ones(size.hidden)), size.eps
 
+    @override
     def forward(self, x: Tensor) -> Tensor:
         return F.rms_norm(x, self.weight.shape, self.weight.to(x.dtype), self.eps)
 
@@ -112,6 +115,7 @@ class Block(nn.Module):
         self.out = CastLinear(size.hidden, size.hidden)
         self.gate_up, self.down = CastLinear(size.hidden, 2 * size.ffn), CastLinear(size.ffn, size.hidden)
 
+    @override
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         b, s, h = x.shape
         heads, groups = self.size.heads, self.size.groups
@@ -141,6 +145,7 @@ class PlainLlama(nn.Module):
         angles_dtype = torch.promote_types(dtype, torch.float32)
         self.cos, self.sin = (each.to(angles_dtype) for each in rotation(size, device))
 
+    @override
     def forward(self, tokens: Tensor, labels: Tensor) -> Tensor:
         x = self.words(tokens).to(self.dtype)
         for block in self.blocks:

@@ -11,6 +11,8 @@ from __future__ import annotations
 import os
 import sys
 
+from typing_extensions import override
+
 if not __package__:  # started as a script: take megatron and the like from this checkout, whatever is installed
     sys.path[0] = os.path.dirname(os.path.dirname(os.path.realpath(__file__)))
 
@@ -94,6 +96,7 @@ def slow_handles(link: Link) -> type[Handle[Tensor]]:
             super().__init__(result, works, waiting)
             self._arrival = link.start(result.nbytes) if works else 0.0
 
+        @override
         def wait(self) -> Tensor:
             result = super().wait()
             wait_until(self._arrival)
@@ -108,6 +111,7 @@ class _Late(Handle[Sequence[Tensor]]):
     def __init__(self, transfer: Handle[Sequence[Tensor]], arrival: Tensor) -> None:
         self._transfer, self._arrival = transfer, arrival
 
+    @override
     def wait(self) -> Sequence[Tensor]:
         tensors = self._transfer.wait()
         wait_until(self._arrival.item())
@@ -118,10 +122,12 @@ def slow_transports(link: Link) -> type[Transport]:
     """Pipeline messages that arrive when the sender's link says so, for both ends."""
 
     class SlowTransport(Transport):
+        @override
         def send(self, tensors: Any, target: int) -> _Late:
             arrival = torch.tensor([link.start(sum(each.nbytes for each in tensors))], dtype=torch.float64)
             return _Late(super().send([arrival, *tensors], target), arrival)
 
+        @override
         def receive(self, buffers: Any, source: int) -> _Late:
             arrival = torch.zeros(1, dtype=torch.float64)
             return _Late(super().receive([arrival, *buffers], source), arrival)

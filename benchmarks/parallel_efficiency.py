@@ -13,6 +13,8 @@ from __future__ import annotations
 import os
 import sys
 
+from typing_extensions import override
+
 if not __package__:  # started as a script: take megatron and the like from this checkout, whatever is installed
     sys.path[0] = os.path.dirname(os.path.dirname(os.path.realpath(__file__)))
 
@@ -71,6 +73,7 @@ class TimedActivity(Activity):
     waited: float = 0.0
 
     @contextlib.contextmanager
+    @override
     def waiting(self, collective: str, group: Sequence[int]) -> Iterator[None]:  # type: ignore[override]
         """Time the block."""
         start = time.perf_counter()

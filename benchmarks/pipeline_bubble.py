@@ -13,6 +13,8 @@ from __future__ import annotations
 import os
 import sys
 
+from typing_extensions import override
+
 if not __package__:  # started as a script: take megatron and the like from this checkout, whatever is installed
     sys.path[0] = os.path.dirname(os.path.dirname(os.path.realpath(__file__)))
 
@@ -64,12 +66,14 @@ class _Sleep(torch.autograd.Function):
     """Sleeps forward, and backward once for the gradients of inputs and once, now or later, for those of weights."""
 
     @staticmethod
+    @override
     def forward(ctx: Any, x: torch.Tensor, seconds: float, gradients: WeightGradients) -> torch.Tensor:
         ctx.seconds, ctx.gradients = seconds, gradients
         time.sleep(seconds)
         return x.clone()
 
     @staticmethod
+    @override
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         time.sleep(ctx.seconds)
         if ctx.gradients.noted is not None:
@@ -86,6 +90,7 @@ class _Late(Handle[Sequence[torch.Tensor]]):
     def __init__(self, transfer: Handle[Sequence[torch.Tensor]], sent: torch.Tensor, delay: float) -> None:
         self._transfer, self._left_at, self._delay = transfer, sent, delay
 
+    @override
     def wait(self) -> Sequence[torch.Tensor]:
         tensors = self._transfer.wait()
         time.sleep(max(0.0, self._left_at.item() + self._delay - time.monotonic()))
@@ -97,10 +102,12 @@ class SlowTransport(Transport):
 
     delay = 0.0
 
+    @override
     def send(self, tensors: Sequence[torch.Tensor], target: int) -> _Late:
         sent = torch.tensor([time.monotonic()], dtype=torch.float64)
         return _Late(super().send([sent, *tensors], target), sent, self.delay)
 
+    @override
     def receive(self, buffers: Sequence[torch.Tensor], source: int) -> _Late:
         sent = torch.zeros(1, dtype=torch.float64)
         return _Late(super().receive([sent, *buffers], source), sent, self.delay)

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from typing_extensions import override
+
 Loss = Callable[[], Any]
 """One forward pass: the mean loss, ready for ``backward``."""
 
@@ -92,6 +94,7 @@ def plain_gpt(shape: Shape) -> tuple[Any, Loss]:
             self.qkv, self.out = nn.Linear(h, 3 * h), nn.Linear(h, h)
             self.up, self.down = nn.Linear(h, 4 * h), nn.Linear(4 * h, h)
 
+        @override
         def forward(self, x: Tensor) -> Tensor:
             b, s, h = x.shape
             q, k, v = (
@@ -113,6 +116,7 @@ def plain_gpt(shape: Shape) -> tuple[Any, Loss]:
             self.words.weight = self.head.weight
             nn.init.normal_(self.head.weight, std=0.02)
 
+        @override
         def forward(self, tokens: Tensor, labels: Tensor) -> Tensor:
             x = self.words(tokens) + self.positions(torch.arange(tokens.shape[1]))
             for block in self.blocks:

@@ -18,6 +18,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any, Literal, Protocol, Union, get_args, get_origin, get_type_hints
 
+from typing_extensions import override
+
 from megatron.errors import MegatronError
 
 SETTINGS_BYTES, VOCABULARY_BYTES = 1 << 24, 1 << 28
@@ -143,6 +145,7 @@ def parse_yaml(text: str | bytes, *, where: str, error: type[MegatronError]) -> 
     class Loader(yaml.SafeLoader):
         depth = 0
 
+        @override
         def compose_node(self, parent: Any, index: Any) -> Any:
             """One node, unless it is an alias or too deep."""
             if self.check_event(yaml.AliasEvent):

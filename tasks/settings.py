@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
+from typing_extensions import override
+
 from megatron.config.family import FamilyConfig, Purpose
 from megatron.config.flags import flag
 
@@ -43,10 +45,12 @@ class OwnDataConfig(Purpose, FamilyConfig):
     """Base of the settings of commands whose samples don't come from ``--data-path``."""
 
     @property
+    @override
     def reads_own_data(self) -> bool:
         """Whether samples are the task's own: always, from ``--train-data`` and ``--valid-data`` or the harness."""
         return True
 
+    @override
     def rules(self) -> Sequence[Rule]:
         """Rules of every task."""
         from tasks.rules import tasks_read_their_own_data
@@ -97,6 +101,7 @@ class TaskConfig(OwnDataConfig):
     )
     result_file: str | None = flag("JSON file for the result, with its data, checkpoint and settings.", default=None)
 
+    @override
     def rules(self) -> Sequence[Rule]:
         """Rules about the flags of the task; for fine-tuning also those about BERT's samples."""
         from megatron.core.models.bert.rules import RULES as BERT_RULES
@@ -107,6 +112,7 @@ class TaskConfig(OwnDataConfig):
             return (*TASK_RULES, *ZERO_SHOT_RULES)
         return (*TASK_RULES, *FINE_TUNING_RULES, *BERT_RULES, tokenizer_can_mask)
 
+    @override
     def remarks(self) -> Sequence[Rule]:
         """Remarks about flags of training that fine-tuning doesn't read."""
         from tasks.rules import epochs_set_the_pace
@@ -119,31 +125,37 @@ class TaskConfig(OwnDataConfig):
         return FINE_TUNING.get(self.task)
 
     @property
+    @override
     def only_evaluates(self) -> bool:
         """Whether nothing is trained: no fine-tuning, or no epochs of it."""
         return self.only_reads or not self.epochs
 
     @property
+    @override
     def only_reads(self) -> bool:
         """Whether nothing is fine-tuned."""
         return self.answers is None
 
     @property
+    @override
     def trains_in_epochs(self) -> bool:
         """Whether the run trains in epochs, as all fine-tuning does."""
         return self.answers is not None
 
     @property
+    @override
     def title(self) -> str:  # type: ignore[override]
         """A BERT with a head for answers; a GPT where nothing is fine-tuned."""
         return "GPT" if self.answers is None else "BERT"
 
     @property
+    @override
     def usual_tokenizer(self) -> str:  # type: ignore[override]
         """The tokenizer of the model that the task uses."""
         return "GPT2BPETokenizer" if self.answers is None else "BertWordPieceLowerCase"
 
     @property
+    @override
     def sequences_per_sample(self) -> int:
         """One for each choice."""
         return 1 if self.answers is None else self.answers.choices

@@ -10,6 +10,8 @@ from __future__ import annotations
 import os
 import sys
 
+from typing_extensions import override
+
 if not __package__:  # started as a script: take megatron and the like from this checkout, whatever is installed
     sys.path[0] = os.path.dirname(os.path.dirname(os.path.realpath(__file__)))
 
@@ -92,6 +94,7 @@ class PreprocessConfig(Settings):
     keep_newlines: bool = flag("With --split-sentences: keep the whitespace after each sentence.", default=False)
     lang: str = flag("With --split-sentences: language of the rules in NLTK_DATA.", default="english")
 
+    @override
     def __post_init__(self) -> None:
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
         derive(self, "workers", cores or 1)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Literal
 
+from typing_extensions import override
+
 from megatron.config.flags import Settings, derive, flag, flags_of, switch
 
 DEFAULT_SPLIT = "969, 30, 1"
@@ -78,6 +80,7 @@ class DataConfig(Settings):
     fim_middle_token: str = flag("Token before the middle, with --fim-rate.", default="<fim_middle>")
     fim_suffix_token: str = flag("Token before the suffix, with --fim-rate.", default="<fim_suffix>")
 
+    @override
     def __post_init__(self) -> None:
         derive(self, "split", DEFAULT_SPLIT)
         if self.packing != "stream":

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, ClassVar, TypeVar
 
+from typing_extensions import override
+
 from megatron.config.flags import Settings
 from megatron.config.positions import ROTARY_TYPES
 
@@ -79,6 +81,7 @@ class FamilyConfig(Settings):
     fields_of_others: ClassVar[tuple[str, ...]] = ()
     varying_counts: ClassVar[str | None] = None
 
+    @override
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
         if "name" in vars(cls) and "title" not in vars(cls):

@@ -15,6 +15,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
+from typing_extensions import override
+
 from megatron.config.suggestions import did_you_mean
 from megatron.errors import ConfigError
 
@@ -340,6 +342,7 @@ class Settings:
 
     __signature__ = _Signature()
 
+    @override
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
         dataclass(init=False, eq=False, repr=False, kw_only=True)(cls)
@@ -358,18 +361,23 @@ class Settings:
     def __post_init__(self) -> None:
         """Fill in values that follow from others."""
 
+    @override
     def __setattr__(self, name: str, value: object) -> None:
         raise dataclasses.FrozenInstanceError(f"cannot assign to field {name!r}")
 
+    @override
     def __delattr__(self, name: str) -> None:
         raise dataclasses.FrozenInstanceError(f"cannot delete field {name!r}")
 
+    @override
     def __eq__(self, other: object) -> bool:
         return type(other) is type(self) and _values(self) == _values(other)
 
+    @override
     def __hash__(self) -> int:
         return hash(tuple(_values(self).values()))
 
+    @override
     def __repr__(self) -> str:
         values = ", ".join(f"{name}={value!r}" for name, value in _values(self).items())
         return f"{type(self).__qualname__}({values})"

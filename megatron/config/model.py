@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any, Literal, cast
 
+from typing_extensions import override
+
 from megatron.config.attention_backends import OTHER_NAMES, AttentionBackend
 from megatron.config.flags import Settings, architecture_flag, architecture_switch, derive, flag, switch
 from megatron.config.latent_attention import LatentAttentionConfig
@@ -237,6 +239,7 @@ class ModelConfig(PositionConfig, LatentAttentionConfig, MultiTokenConfig):
     attention_softmax_in_fp32: bool = switch("Compute the attention softmax in fp32, whatever the model's precision.")
     fp32_residual_connection: bool = switch("Keep the residual stream in fp32.")
 
+    @override
     def __post_init__(self) -> None:
         heads = max(self.num_attention_heads, 1)
         if self.multi_latent_attention:

@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Literal
 
+from typing_extensions import override
+
 from megatron.config.data import DataConfig
 from megatron.config.family import FamilyConfig, Rule
 from megatron.config.flags import architecture_flag, architecture_switch, flag, switch
@@ -199,6 +201,7 @@ class MoEConfig(FamilyConfig):
             return ()
         return (*(LOSS_NAMES[kind] for kind in self.balancing_losses), *((Z_LOSS,) if self.moe_z_loss_coeff else ()))
 
+    @override
     def more_parts(self, model: ModelConfig) -> Sequence[str]:
         """Words about the experts for the line about the model in reports."""
         if not self.has_experts:
@@ -211,6 +214,7 @@ class MoEConfig(FamilyConfig):
             f"{self.moe_router_topk} for each token",
         )
 
+    @override
     def shrunk(self, model: ModelConfig, *, num_layers: int, seq_length: int, multiple: int) -> tuple[int, Self]:
         """A small model with as many experts, narrower; the first layer and the last ones keep their kinds."""
         layers, _ = super().shrunk(model, num_layers=num_layers, seq_length=seq_length, multiple=multiple)
@@ -226,18 +230,21 @@ class MoEConfig(FamilyConfig):
         )
         return layers, small
 
+    @override
     def rules(self) -> Sequence[Rule]:
         """Rules about experts."""
         from megatron.config.rules.moe import RULES
 
         return RULES
 
+    @override
     def remarks(self) -> Sequence[Rule]:
         """Settings of experts that have no effect."""
         from megatron.config.rules.moe import REMARKS
 
         return REMARKS
 
+    @override
     def resolved(self, model: ModelConfig, data: DataConfig) -> Self:
         """The group with defaults filled in: experts are as wide as the dense network. Spellings with one meaning
         become equal.

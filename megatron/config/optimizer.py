@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from typing import Literal
 
+from typing_extensions import override
+
 from megatron.config.flags import COUNT, Settings, derive, flag, switch
 
 
@@ -162,6 +164,7 @@ class OptimizerConfig(Settings):
         aliases=("--use-checkpoint-opt-param-scheduler",),
     )
 
+    @override
     def __post_init__(self) -> None:
         if self.decoupled_lr is not None:
             derive(self, "decoupled_min_lr", self.min_lr)

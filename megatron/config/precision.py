@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Literal
 
+from typing_extensions import override
+
 from megatron.config.flags import Settings, flag, switch
 
 ParamsDtype = Literal["fp32", "bf16", "fp16"]
@@ -29,6 +31,7 @@ class PrecisionConfig(Settings):
         "With --use-precision-aware-optimizer; bf16 is --grad-reduce-in-bf16.", default="fp32"
     )
 
+    @override
     def __post_init__(self) -> None:
         if self.main_grads_dtype == "bf16" and self.bf16:
             object.__setattr__(self, "grad_reduce_in_bf16", True)

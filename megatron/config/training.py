@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Literal
 
+from typing_extensions import override
+
 from megatron.config.flags import COUNT, Settings, flag, switch
 
 RecomputeModule = Literal["core_attn", "layernorm", "mlp", "moe", "moe_act", "shared_experts", "mla_up_proj"]
@@ -138,6 +140,7 @@ class TrainingConfig(Settings):
             return 0
         return _ALL_LAYERS if self.cpu_offloading_num_layers is None else self.cpu_offloading_num_layers
 
+    @override
     def __post_init__(self) -> None:
         if self.step_batch_size_schedule is not None:  # in quotes or without them
             object.__setattr__(self, "step_batch_size_schedule", tuple(" ".join(self.step_batch_size_schedule).split()))

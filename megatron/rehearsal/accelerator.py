@@ -25,6 +25,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
+from typing_extensions import override
 
 DEVICE_TYPE = "gpu"
 _SETUP = "_setup_privateuseone_for_python_backend"
@@ -182,6 +183,7 @@ class _Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self._mode, self._waits, self._failed, self._observers = mode, waits, failed, observers
 
+    @override
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Any:
         kwargs = kwargs or {}
         if func._opname in ("item", "_local_scalar_dense") and isinstance(args[0], FakeTensor):
@@ -241,6 +243,7 @@ class _Calls(TorchFunctionMode):
 
         return begin
 
+    @override
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         is_new = torch.device(kwargs.get("device") or "cpu").type == DEVICE_TYPE

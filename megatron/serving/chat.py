@@ -6,6 +6,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from typing_extensions import override
+
 from megatron.core.inference.request import Finish, GeneratedToken, Update
 from megatron.serving.errors import ApiError
 from megatron.serving.fields import CHAT, read_fields
@@ -102,11 +104,13 @@ class ChatAnswer(Answer):
 
     _begun: set[int] = field(default_factory=set)
 
+    @override
     def choice(self, index: int, part: Update, number: int) -> dict[str, Any]:
         """Choice ``index`` of an answer."""
         message = {"role": "assistant", "content": part.text, "refusal": None}
         return {"index": index, "message": message, **self._rest(part.tokens, part.finish, first=True)}
 
+    @override
     def chunks(self, index: int, update: Update) -> Iterator[dict[str, Any]]:
         """The chunks of an update of choice ``index``: the role, the text, and the end as a chunk of its own."""
         tokens = update.tokens

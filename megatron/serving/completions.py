@@ -6,6 +6,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from typing_extensions import override
+
 from megatron.core.inference.detokenizer import token_texts
 from megatron.core.inference.request import TokenLogprobs, Update
 from megatron.serving.errors import ApiError
@@ -83,6 +85,7 @@ class CompletionAnswer(Answer):
 
     _progress: dict[int, _ChoiceProgress] = field(default_factory=dict)
 
+    @override
     def chunks(self, index: int, update: Update) -> Iterator[dict[str, Any]]:
         """The chunks of an update of choice ``index``."""
         progress = self._progress.setdefault(index, _ChoiceProgress())
@@ -95,6 +98,7 @@ class CompletionAnswer(Answer):
         if choice["text"] or choice["finish_reason"] or choice["logprobs"] or choice.get("token_ids"):
             yield self.enveloped(self.chunk_kind, [choice])
 
+    @override
     def choice(self, index: int, part: Update, number: int) -> dict[str, Any]:
         """Choice ``index``, which continues prompt ``number``, from an update or from all of them."""
         fields, prompt = self.call.fields, self.call.prompts[number]

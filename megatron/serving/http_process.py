@@ -18,6 +18,7 @@ from typing import Any
 
 import h11
 import uvicorn
+from typing_extensions import override
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from megatron.core.inference.limits import EngineLimits
@@ -94,6 +95,7 @@ class HttpServer(uvicorn.Server):
         server.engine.on_failure = self._end_after
 
     @contextmanager
+    @override
     def capture_signals(self) -> Iterator[None]:
         """Handle ``END``, also one that came during the start, while the server runs. Only a main thread can."""
         if threading.current_thread() is not threading.main_thread():
@@ -106,12 +108,14 @@ class HttpServer(uvicorn.Server):
         finally:
             signal.signal(END, signal.SIG_IGN)  # one more would kill the process, which ends anyway
 
+    @override
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Refuse new requests, give unfinished ones their time, and end; a second signal ends at once."""
         self.force_exit = self.server.engine.closing
         self.should_exit = True
         self.server.engine.closing = True
 
+    @override
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Begin to listen, and say where."""
         await super().startup(sockets)
@@ -123,6 +127,7 @@ class HttpServer(uvicorn.Server):
                 flush=True,
             )
 
+    @override
     async def main_loop(self) -> None:
         """Serve; after a signal, answer until unfinished texts have ended, and cut them when their time is over.
 
@@ -135,6 +140,7 @@ class HttpServer(uvicorn.Server):
             await asyncio.sleep(0.05)
         engine.cut(ApiError("the server is shutting down; the text ends here", status=503, code="shutting_down"))
 
+    @override
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Close connections, and leave the engine, which uvicorn forgets after a second signal."""
         await super().shutdown(sockets)
@@ -148,11 +154,13 @@ class HttpServer(uvicorn.Server):
 class Protocol(H11Protocol):
     """uvicorn's HTTP with a limit on the time for a request's headers, and errors in JSON."""
 
+    @override
     def connection_made(self, transport: Any) -> None:
         """Begin to wait for headers."""
         super().connection_made(transport)
         self._wait_for_headers()
 
+    @override
     def data_received(self, data: bytes) -> None:
         """Take bytes; the time for headers runs on until they are complete."""
         waiting = self._late
@@ -165,11 +173,13 @@ class Protocol(H11Protocol):
     def _wait_for_headers(self) -> None:
         self._late = self.loop.call_later(self.config.timeout_keep_alive, self.timeout_keep_alive_handler)
 
+    @override
     def connection_lost(self, exc: Exception | None) -> None:
         """Forget the connection."""
         self._late.cancel()
         super().connection_lost(exc)
 
+    @override
     def send_400_response(self, msg: str) -> None:
         """Answer bytes that are no HTTP request, unless an answer has already begun."""
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from prometheus_client import CollectorRegistry, Counter, Histogram, disable_created_metrics, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
+from typing_extensions import override
 
 from megatron.core.inference.request import Update
 from megatron.serving.engine_client import EngineClient, Progress
@@ -109,6 +110,7 @@ class _EngineNumbers(Collector):
     model_name: str
     prefix: str
 
+    @override
     def collect(self) -> Iterator[Metric]:
         """Collect the current numbers."""
         numbers = self.engine.statistics

@@ -6,6 +6,7 @@ import dataclasses
 from dataclasses import dataclass
 
 from torch import Tensor
+from typing_extensions import override
 
 from megatron.config.model import ModelConfig
 from megatron.config.pipeline import Stage
@@ -54,6 +55,7 @@ class BertClassifier(BertBody):
         if seed is not None:
             initialize(self, context.mesh, seed=seed)
 
+    @override
     def forward(
         self,
         tokens: Tensor | None,
@@ -82,6 +84,7 @@ class BertClassifier(BertBody):
         logits: Tensor = head(self._dropped(self.pooler(hidden), rng_key))
         return AnswerLogits(logits.view(len(attention_mask), -1), self._context)
 
+    @override
     def costs(self, workload: Workload) -> Costs:
         """The body's, and those of the head on one token."""
         heads = (self.pooler, self.classification_head, self.multichoice_head)

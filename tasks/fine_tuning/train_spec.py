@@ -9,6 +9,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
+from typing_extensions import override
 
 from megatron.config.family import group_among
 from megatron.config.model import ModelConfig
@@ -65,10 +66,12 @@ class ClassificationSpec(TrainSpec):
         self.name = fine_tuned_name(task)
         self._data, self._note = data, note
 
+    @override
     def loss_names(self, run: RunConfig) -> tuple[str, ...]:
         """The loss and the accuracy."""
         return (LOSS, ACCURACY)
 
+    @override
     def fields(self, run: RunConfig, stages: Sequence[Stage]) -> frozenset[str]:
         """Tokens and types for the embedding, label and number for the answer, and what is padding for every layer."""
         first, last = any(stage.is_first for stage in stages), any(stage.is_last for stage in stages)
@@ -76,10 +79,12 @@ class ClassificationSpec(TrainSpec):
             {"attention_mask", *(["text", "types"] if first else []), *(["label", "number"] if last else [])}
         )
 
+    @override
     def stage_inputs(self, run: RunConfig, stage: Stage, context: ParallelContext) -> dict[str, TensorSpec]:
         """Hidden states ``[s, b·choices, h]``."""
         return hidden_stage_inputs(run, stage, context, sequences=_answers(run.group(TaskConfig)).choices)
 
+    @override
     def build_model(
         self,
         model: ModelConfig,
@@ -102,10 +107,12 @@ class ClassificationSpec(TrainSpec):
             seed=seed,
         )
 
+    @override
     def forward(self, model: nn.Module, stage_inputs: StageInputs, microbatch: Microbatch) -> Any:
         """Tokens (or the previous stage's hidden states) through this stage."""
         return run_bert(model, stage_inputs, microbatch)
 
+    @override
     def loss(self, output: Any, microbatch: Microbatch) -> LossSum:
         """Cross entropy summed over the labelled samples, and the number of right answers."""
         assert isinstance(output, AnswerLogits)
@@ -124,12 +131,14 @@ class ClassificationSpec(TrainSpec):
             {name: torch.stack((each.to(total.dtype), count.to(total.dtype))) for name, each in parts.items()},
         )
 
+    @override
     def counts(self, microbatch: Microbatch, context: ParallelContext) -> dict[str, Tensor]:
         """Number of labelled samples."""
         if "label" not in microbatch.tensors:
             return {}
         return dict.fromkeys((LOSS, ACCURACY), _counted(microbatch.tensors["label"], context).sum())
 
+    @override
     def build_datasets(self, run: RunConfig, tokenizer: Tokenizer, sizes: SplitSizes) -> DatasetSplits:
         """Epochs of the training texts, and each validation set by its name."""
         check_marks_texts(tokenizer)
@@ -152,6 +161,7 @@ class ClassificationSpec(TrainSpec):
             number += len(texts.texts)
         return DatasetSplits(train, None, None, valid)
 
+    @override
     def workload(self, run: RunConfig, context: ParallelContext) -> Workload:
         """Padded texts, a sequence for each choice."""
         return workload_of(run, context, sequences=_answers(run.group(TaskConfig)).choices, has_padding=True)

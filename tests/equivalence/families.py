@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import override
 
 from megatron.config.data import DataConfig
 from megatron.config.family import FamilyConfig
@@ -207,6 +208,7 @@ class GatedFeedForward(nn.Module):
         self.gate = ReplicatedLinear(config.hidden_size, 4, place.context, init=input_init(config))
         self.inner = MLP(config, place.context)
 
+    @override
     def forward(self, x: Tensor, inputs: LayerInputs) -> Tensor:
         """``[s, b, h] -> [s, b, h]``."""
         shares = self.gate(x).softmax(-1)
@@ -222,10 +224,12 @@ GATED = Branch("gated_mlp", "pre_gate_layernorm", "gated mlp", GatedFeedForward)
 class GatedSpec(GPTSpec):
     """GPT with a side loss, a mean over all tokens in every second layer."""
 
+    @override
     def loss_names(self, run: RunConfig) -> tuple[str, ...]:
         """The gates', too."""
         return ("lm loss", GATE)
 
+    @override
     def counts(self, microbatch: Microbatch, context: ParallelContext) -> dict[str, Tensor]:
         """All tokens have a gate."""
         found, labels = super().counts(microbatch, context), microbatch.tensors.get("labels")

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from megatron.config.model import ModelConfig
 from megatron.core.parallel.context import ParallelContext
@@ -78,6 +79,7 @@ class SideLossesInTheGraph(SideLosses):
         super().__init__()
         self.means: list[Tensor] = []
 
+    @override
     def add(self, hidden: Tensor, name: str, total: Tensor, count: float | Tensor, **options: Any) -> Tensor:
         self.means.append(options["coefficient"] * total / count)
         return hidden

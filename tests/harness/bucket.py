@@ -15,6 +15,7 @@ from typing import Any, ClassVar
 
 import fsspec
 from fsspec.spec import AbstractFileSystem
+from typing_extensions import override
 
 Fault = Callable[[str, str], None]
 
@@ -86,10 +87,12 @@ class _Put(io.BytesIO):
         super().__init__()
         self._files, self._path = files, path
 
+    @override
     def write(self, data: Any, /) -> int:
         self._files.operate("write", str(self._path))
         return super().write(data)
 
+    @override
     def close(self) -> None:
         if not self.closed:
             content = self.getvalue()

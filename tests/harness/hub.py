@@ -13,6 +13,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
+from typing_extensions import override
+
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 _API = re.compile(r"/api/models/(\w+/[\w.-]+)/(revision|tree)/([^?]+)(?:\?.*)?")
 _RESOLVE = re.compile(r"/(\w+/[\w.-]+)/resolve/([^/]+)/(.+)")
@@ -57,6 +59,7 @@ class _Handler(BaseHTTPRequestHandler):
     state: Hub
     protocol_version = "HTTP/1.1"
 
+    @override
     def log_message(self, format: str, *args: Any) -> None:
         """Nothing."""
 

@@ -14,6 +14,7 @@ from unittest import mock
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from megatron.core.distributed import grad_sync
 from megatron.core.models.registry import family_of
@@ -49,11 +50,13 @@ class _Scaled(torch.autograd.Function):
     """``x``, whose gradient goes through ``change``."""
 
     @staticmethod
+    @override
     def forward(ctx: Any, x: Tensor, change: Callable[[Tensor], Tensor]) -> Tensor:
         ctx.change = change
         return x.view_as(x)
 
     @staticmethod
+    @override
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return ctx.change(grad), None
 

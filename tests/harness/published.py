@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
+from typing_extensions import override
 
 from megatron.config.family import group_among
 from megatron.config.model import ModelConfig
@@ -26,6 +27,7 @@ class InFP64(TorchFunctionMode):
     bf16 to which it casts the slopes of Falcon's ALiBi.
     """
 
+    @override
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import pytest
+from typing_extensions import override
 
 _ERRORS = {
     "throttled": ("503 Slow Down", "SlowDown", "Please reduce your request rate."),
@@ -73,6 +74,7 @@ def s3_server() -> Iterator[S3Server]:
     from werkzeug.serving import WSGIRequestHandler, make_server
 
     class Quiet(WSGIRequestHandler):
+        @override
         def log(self, *arguments: Any) -> None: ...
 
     app = S3Server(DomainDispatcherApplication(create_backend_app))

@@ -14,6 +14,7 @@ from typing import Any
 
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
+from typing_extensions import override
 
 from megatron.core.inference.engine import Engine
 from megatron.core.inference.scheduler import SchedulerOptions
@@ -54,6 +55,7 @@ class SlowTable(Table):
     seconds: float = 0.0
     failure: Exception | None = None
 
+    @override
     def start(self, plan: StepPlan) -> RunningTable:
         """Compute a step."""
         time.sleep(self.seconds)

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from megatron.core.inference.step_plan import PlanRow, RunnerLimits, RunningStep, StepPlan
 from megatron.core.parallel.collectives import Handle
@@ -108,6 +109,7 @@ class RunningTable(RunningStep):
 
     table: Table
 
+    @override
     def logits(self) -> Tensor:
         """The logits, once."""
         self.table.in_flight -= 1

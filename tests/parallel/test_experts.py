@@ -9,6 +9,7 @@ from unittest import mock
 
 import pytest
 import torch
+from typing_extensions import override
 
 from megatron.core.checkpointing.find import find_checkpoint
 from megatron.core.models.gpt.train_spec import GPTSpec
@@ -87,6 +88,7 @@ class Calls(Activity):
         super().__init__()
         self.names = list[str]()
 
+    @override
     def waiting(self, collective: str, group: Sequence[int]) -> Any:
         """See ``Activity``."""
         self.names.append(collective)

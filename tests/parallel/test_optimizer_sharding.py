@@ -11,6 +11,7 @@ from unittest import mock
 import pytest
 import torch
 from torch import Tensor, nn
+from typing_extensions import override
 
 from megatron.config.optimizer import OptimizerConfig
 from megatron.config.precision import PrecisionConfig
@@ -51,6 +52,7 @@ class Layer(nn.Module):
         self.weight = parameter(context, Sharding((WIDTH, WIDTH)), seed)
         self.bias = parameter(context, Sharding((WIDTH,)), seed)
 
+    @override
     def forward(self, x: Tensor) -> Tensor:
         """One nonlinear step."""
         return torch.tanh(x @ self.weight + self.bias)
@@ -72,6 +74,7 @@ class Model(nn.Module):
         self.layers = nn.ModuleList(Layer(context, seed) for seed in range(layers))
         self.head = Head(context)
 
+    @override
     def forward(self, x: Tensor) -> Tensor:
         """A sum over the batch."""
         for layer in self.layers:

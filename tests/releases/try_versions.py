@@ -17,6 +17,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from typing_extensions import override
+
 from tests.releases.flow import Environment, StepError, run_flow
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -31,6 +33,7 @@ class Pair:
     torch: str
     others: tuple[str, ...] = ()
 
+    @override
     def __str__(self) -> str:
         return f"Python {self.python} with torch {self.torch}"
 

@@ -20,6 +20,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TextIO
 
+from typing_extensions import override
+
 from megatron.core.files.locks import lock
 from megatron.core.files.remote_path import AnyPath, RemotePath
 from megatron.errors import RESTART_MAY_HELP, CheckpointError
@@ -43,6 +45,7 @@ class _Holder:
     token: str = ""
     beat: float = 0.0
 
+    @override
     def __str__(self) -> str:
         place = f"process {self.pid} on {self.host}" if self.pid and self.host else ""
         facts = (place, self.job and f"Slurm job {self.job}", self.since and f"since {self.since}")

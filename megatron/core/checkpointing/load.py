@@ -11,6 +11,7 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadPlan
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+from typing_extensions import override
 
 from megatron.config.saved_settings import in_current_names
 from megatron.core.checkpointing.agreement import gather_from_all, run_on_all
@@ -166,6 +167,7 @@ class _LoadPlanner(DefaultLoadPlanner):
         self._sources = sources
         self._stored = stored
 
+    @override
     def create_local_plan(self) -> LoadPlan:
         """Requests for the stored boxes that overlap this rank's boxes."""
         items = []

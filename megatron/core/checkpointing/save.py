@@ -24,6 +24,7 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
+from typing_extensions import override
 
 import megatron
 from megatron.core.checkpointing.agreement import gather_from_all, run_on_first
@@ -204,11 +205,13 @@ class SavePlanner(DefaultSavePlanner):
         self._mesh = mesh
         self.set_up_planner(dict(views), is_coordinator=mesh.world_rank == 0)
 
+    @override
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
         """DCP drops equal boxes of replicas, which are cut alike; tied copies on other stages may be cut otherwise."""
         plans: tuple[list[SavePlan], Metadata] = super().create_global_plan(on_first_stages(all_plans, self._mesh))
         return plans
 
+    @override
     def resolve_data(self, write_item: WriteItem) -> Tensor | io.BytesIO:
         """The numbers of a box. DCP copies a tensor that is part of a larger storage; most boxes needn't be."""
         box = super().resolve_data(write_item)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+from typing_extensions import override
 
 from megatron.core.checkpointing.boxes import Box, boxes
 from megatron.core.parallel.mesh import Mesh
@@ -70,6 +71,7 @@ class ShardedView(Tensor):
         return self._flat.as_strided(box.sizes, box.strides, self._flat.storage_offset() + box.start)
 
     @classmethod
+    @override
     def __torch_dispatch__(cls, func: object, *args: object, **kwargs: object) -> Tensor:  # type: ignore[override]
         """Refuse arithmetic: most of the logical tensor is on other ranks."""
         raise NotImplementedError(f"{func}: a ShardedView describes a tensor to checkpoints; it holds no numbers")

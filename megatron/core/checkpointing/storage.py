@@ -22,6 +22,7 @@ from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from torch.futures import Future
+from typing_extensions import override
 
 from megatron.core.checkpointing.contents_table import read_table
 from megatron.core.checkpointing.manifest import METADATA, FileRecord, Manifest
@@ -78,6 +79,7 @@ class ChecksummedFiles(FileSystem):
         self.written: dict[str, FileRecord] = {}
 
     @contextmanager
+    @override
     def create_stream(self, path: AnyPath, mode: str) -> Iterator[io.IOBase]:  # type: ignore[override]
         """Open ``path`` for writing; what stops it comes out as an OSError that names it.
 
@@ -96,14 +98,17 @@ class ChecksummedFiles(FileSystem):
             raise OSError(reason.errno, reason.strerror, str(path)) from error
         self.written[path.name] = FileRecord(stream.size, stream.crc32)
 
+    @override
     def concat_path(self, path: AnyPath, suffix: str) -> AnyPath:  # type: ignore[override]
         """The file ``suffix`` of the folder ``path``."""
         return path / suffix
 
+    @override
     def exists(self, path: AnyPath) -> bool:  # type: ignore[override]
         """Whether there is such a file."""
         return path.exists()
 
+    @override
     def rename(self, path: AnyPath, new_path: AnyPath) -> None:  # type: ignore[override]
         """Give a file its name; object stores can only put it once more. No checkpoint counts yet in which it is."""
         if isinstance(path, RemotePath):
@@ -123,6 +128,7 @@ class CheckpointWriter(FileSystemWriter):
         self.files = ChecksummedFiles()
         self.fs = self.files
 
+    @override
     def storage_meta(self) -> StorageMeta:
         """Nothing about this machine's paths goes into the file."""
         return StorageMeta()
@@ -142,6 +148,7 @@ class CheckpointReader(FileSystemReader):
         self._foreign = foreign
         self._is_verified = is_verified
 
+    @override
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """Table of contents of the checkpoint; raises CheckpointError when it isn't one."""
         path = self._folder / METADATA
@@ -171,6 +178,7 @@ class CheckpointReader(FileSystemReader):
         except CheckpointError as error:
             raise CheckpointError(f"{self._folder}: {error}") from None
 
+    @override
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Fill the requested tensors in place; each stored box is read once, in the order of the files."""
         requests: dict[MetadataIndex, list[ReadItem]] = defaultdict(list)

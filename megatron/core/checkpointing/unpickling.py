@@ -16,6 +16,7 @@ from sys import getsizeof
 from typing import IO, Any, NoReturn
 
 import torch
+from typing_extensions import override
 
 from megatron.errors import CheckpointError
 
@@ -37,6 +38,7 @@ class StandIn:
     arguments: tuple[Any, ...] | None = None
     state: Any = None
 
+    @override
     def __repr__(self) -> str:
         return f"<stand-in for {self.stands_for}>"
 
@@ -72,6 +74,7 @@ class _PlainUnpickler(pickle._Unpickler):
         self._file, self._builders, self._is_foreign, self._storage = file, builders, is_foreign, storage
         self._copied_bytes = 0
 
+    @override
     def find_class(self, module: str, name: str) -> Any:
         """A global: one of torch's types of numbers, or a record of the name."""
         full = f"{'builtins' if module == '__builtin__' else module}.{name}"  # what Python 2 and protocol 2 call it
@@ -82,6 +85,7 @@ class _PlainUnpickler(pickle._Unpickler):
             return StandIn(full)
         raise CheckpointError(f"it names {ascii(full)[1:-1][:100]}, which checkpoints may not name")
 
+    @override
     def persistent_load(self, pid: Any) -> Any:
         """A tensor's storage."""
         if self._storage is None:

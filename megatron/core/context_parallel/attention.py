@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from megatron.config.parallel import CpCommType, head_exchange_size
 from megatron.core.context_parallel.key_exchange import Gather, KeyExchange, Ring
@@ -145,10 +146,12 @@ class _Exchange(torch.autograd.Function):
     """All-to-all, which is its own transpose."""
 
     @staticmethod
+    @override
     def forward(ctx: Any, x: Tensor, team: Team) -> Tensor:
         ctx.team = team
         return all_to_all(x, team)
 
     @staticmethod
+    @override
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return all_to_all(grad, ctx.team), None

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from megatron.core.context_parallel.key_exchange import KeyExchange
 from megatron.core.context_parallel.slicing import positions, take
@@ -94,6 +95,7 @@ class _MergedAttention(torch.autograd.Function):
     """Keeps q, what is sent, the bias, the sinks, the result, its log-sum-exp, and the state of the generator."""
 
     @staticmethod
+    @override
     def forward(
         ctx: Any,
         q: Tensor,
@@ -121,6 +123,7 @@ class _MergedAttention(torch.autograd.Function):
         return whole.out
 
     @staticmethod
+    @override
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         q, out, lse, bias, sinks, weight, *sent = ctx.saved_tensors
         call: _Call = ctx.call.with_options(bias=bias, generator=generator_at(ctx.generator_state, q.device))

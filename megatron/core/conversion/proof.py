@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
+from typing_extensions import override
 
 from megatron.config.model import ModelConfig
 from megatron.config.pipeline import Stage
@@ -49,6 +50,7 @@ class Proof:
     difference: float
     largest: float
 
+    @override
     def __str__(self) -> str:
         return f"largest difference {self.difference:.3g} between logits of up to {self.largest:.3g}"
 
@@ -166,6 +168,7 @@ class _InFP32(TorchFunctionMode):
     positions, so that in 2048 tokens eight neighbouring keys have one bias.
     """
 
+    @override
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:

@@ -15,6 +15,7 @@ from typing import IO, Any
 
 import numpy as np
 from numpy.typing import ArrayLike, DTypeLike, NDArray
+from typing_extensions import override
 
 from megatron.core.datasets.indexed_format import (
     LENGTH_DTYPE,
@@ -155,6 +156,7 @@ class IndexedDataset:
             return self._tokens[start : start + count]
         return np.frombuffer(os.pread(self._file, count * size, start * size), self.dtype)
 
+    @override
     def __reduce__(self) -> tuple[Any, ...]:  # worker processes open the files anew
         settings: dict[str, Any] = {"mmap": self.mmap, "multimodal": self.modes is not None, "cache": self._cache}
         return partial(IndexedDataset, self.prefix, **settings), ()

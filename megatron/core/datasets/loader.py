@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
+from typing_extensions import override
 
 from megatron.core.datasets.sampler import MicrobatchSampler
 from megatron.core.datasets.samples import Sample, SampleDataset
@@ -79,6 +80,7 @@ class BatchLoader:
 class _Loader(DataLoader[Any]):
     """torch's, without its warning that names itself where there are fewer cores than ``--num-workers``."""
 
+    @override
     def check_worker_number_rationality(self) -> None:
         """Any number works."""
 
@@ -89,6 +91,7 @@ class _Batches(Dataset[Any]):
     def __init__(self, dataset: SampleDataset) -> None:
         self._dataset = dataset
 
+    @override
     def __getitem__(self, indices: Sequence[int | None]) -> Sample | DataError:
         try:
             samples = [self._dataset[index] for index in indices]

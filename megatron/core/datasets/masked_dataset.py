@@ -7,6 +7,7 @@ from typing import Any, Protocol, cast
 
 import numpy as np
 from numpy.typing import NDArray
+from typing_extensions import override
 
 from megatron.config.data import DataConfig
 from megatron.core.datasets.build import Part, ShortSplitError, Source
@@ -70,6 +71,7 @@ class MaskedDataset(OrderedDataset):
         super().__init__(documents, first=first, vocab_size=vocab_size)
         self.order, self._maker = order, maker
 
+    @override
     def sample(self, index: int) -> Sample:
         """What ``maker`` makes of the sentences."""
         span = self._span(index)
@@ -85,11 +87,13 @@ class MaskedDataset(OrderedDataset):
         first, stop, target = self.order.find(index)
         return Span(self._first + first, self._first + stop, target)
 
+    @override
     def origin(self, index: int) -> str:
         """Sentences of sample ``index``."""
         span = self._span(index)
         return f"{self.prefix}, sentences {span.first} to {span.stop - 1}"
 
+    @override
     def without_loss(self, sample: Sample) -> Sample:
         """The sample with all losses masked."""
         return self._maker.without_loss(sample)

@@ -11,6 +11,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
+from typing_extensions import override
+
 from megatron.core.tokenizers.chat_settings import ChatSettings
 from megatron.errors import DataError, exit_code_of
 from megatron.small_files import has_file, read_json
@@ -35,6 +37,7 @@ class TokenizerStamp:
         """Identity of a tokenizer."""
         return cls(tokenizer.name, tokenizer.vocab_size, tokenizer.eod, tokenizer.fingerprint)
 
+    @override
     def __str__(self) -> str:
         return f"{self.type} ({self.vocab_size} ids, fingerprint {self.fingerprint[:12]})"
 

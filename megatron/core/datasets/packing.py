@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from typing_extensions import override
 
 from megatron.core.datasets.cut_documents import CutDocuments
 from megatron.core.datasets.index_build import Lengths, SampleIndex, random_state
@@ -188,6 +189,7 @@ class PackedDataset(OrderedDataset):
         super().__init__(documents, first=first, vocab_size=vocab_size)
         self.order, self._seq_length, self._targets, self._cut = order, seq_length, targets, cut
 
+    @override
     def sample(self, index: int) -> Sample:
         """The pieces side by side."""
         pieces, length, start = self.order.pieces(index), self._seq_length, 0
@@ -212,11 +214,13 @@ class PackedDataset(OrderedDataset):
             TEXT_LENGTH: np.array(start, np.int64),
         }
 
+    @override
     def origin(self, index: int) -> str:
         """Documents and tokens of sample ``index``."""
         pieces = [f"{self._first + document} from token {offset}" for document, offset, _ in self.order.pieces(index)]
         return f"{self.prefix}, document {', '.join(pieces)}"
 
+    @override
     def describe(self) -> list[str]:
         """The source, in a line."""
         padding = f", {self.order.padding:.1%} padding" if isinstance(self.order, BestFitOrder) else ""

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
+from typing_extensions import override
 
 from megatron.core.datasets.index_build import Lengths, SampleIndex, build_epoch, build_megatron, num_samples_in
 from megatron.core.datasets.index_cache import IndexCache, digest_of
@@ -62,6 +63,7 @@ class IndexedOrder(Order):
     def _load(self, epoch: int) -> SampleIndex:
         return self._cache.get(lambda: self._build(epoch=epoch), rows=self._rows, inputs=(self.digest, epoch))
 
+    @override
     def prepare(self) -> None:
         """Store all indices that the samples need in the cache."""
         for epoch in range(-(-len(self) // self.samples_per_epoch)):

@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from typing_extensions import override
+
 from megatron.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -60,6 +62,7 @@ class RemotePath:
 
     url: str
 
+    @override
     def __str__(self) -> str:
         return self.url
 
@@ -201,15 +204,19 @@ class _RemoteFile(io.RawIOBase):
         self._file = file
         self.name = str(place)
 
+    @override
     def readable(self) -> bool:
         return bool(self._file.readable())
 
+    @override
     def writable(self) -> bool:
         return bool(self._file.writable())
 
+    @override
     def seekable(self) -> bool:
         return bool(self._file.seekable())
 
+    @override
     def readinto(self, buffer: Buffer, /) -> int:
         view = memoryview(buffer).cast("B")
         with _as_os_error(self.name):
@@ -217,18 +224,22 @@ class _RemoteFile(io.RawIOBase):
         view[: len(data)] = data
         return len(data)
 
+    @override
     def write(self, data: Buffer, /) -> int:
         with _as_os_error(self.name, writing=True):
             self._file.write(data)
         return memoryview(data).nbytes
 
+    @override
     def seek(self, offset: int, whence: int = io.SEEK_SET, /) -> int:
         with _as_os_error(self.name):
             return int(self._file.seek(offset, whence))
 
+    @override
     def tell(self) -> int:
         return int(self._file.tell())
 
+    @override
     def close(self) -> None:
         if not self.closed:
             try:

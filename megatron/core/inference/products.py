@@ -15,6 +15,7 @@ from typing import Any, Protocol, cast
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from typing_extensions import override
 
 from megatron.core.inference.invariance import EqualRows, agreeing, cancelling
 from megatron.core.ops.matmul import lacks_bf16
@@ -69,6 +70,7 @@ class Plain:
 class Transposed(Plain):
     """``(weight·xᵀ)ᵀ``: libraries split sums by the left operand, whose shape doesn't depend on the number of rows."""
 
+    @override
     def multiply(self, x: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
         """``x·weightᵀ + bias``, computed as the transpose of ``weight·xᵀ + bias``."""
         found = packed @ x.t() if bias is None else torch.addmm(bias.unsqueeze(1), packed, x.t())
@@ -134,10 +136,12 @@ class Blocked:
 class Columns(Plain):
     """The weight transposed in memory, for one or two rows in fp32: neighbouring outputs are side by side."""
 
+    @override
     def pack(self, weight: Tensor) -> Tensor:
         """A transposed copy of ``weight``: ``[in, out]``."""
         return weight.detach().t().contiguous()
 
+    @override
     def multiply(self, x: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
         """``x·weightᵀ + bias`` with the transposed copy of the weight."""
         return x @ packed if bias is None else torch.addmm(bias, x, packed)

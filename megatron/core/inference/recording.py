@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
+from typing_extensions import override
 
 from megatron.core.ops.attention import AttentionOptions
 from megatron.core.ops.attention.cached import AttentionCache
@@ -102,6 +103,7 @@ class _Recorder(TorchFunctionMode):
         self._made = list(range(len(given)))
         self._place = {id(each): place for place, each in enumerate(given)}
 
+    @override
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:

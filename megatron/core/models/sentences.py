@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import ClassVar
 
+from typing_extensions import override
+
 from megatron.config.family import FamilyConfig, Rule
 from megatron.config.flags import flag
 from megatron.config.run import RunConfig
@@ -28,6 +30,7 @@ class SentenceConfig(FamilyConfig):
         "Fraction of the samples that are shorter than --seq-length.", default=0.1, at_least=0, at_most=1
     )
 
+    @override
     def rules(self) -> Sequence[Rule]:
         """Rules of families whose samples are single texts, made with a tokenizer that can mask."""
         return (no_flags_of_document_streams, tokenizer_can_mask)

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import functional
+from typing_extensions import override
 
 from megatron.core.moe.routing import Routing, times_chosen
 from megatron.core.ops.grouped_matmul import Groups
@@ -153,11 +154,13 @@ class _Stay(torch.autograd.Function):
     """Rows whose experts are all here."""
 
     @staticmethod
+    @override
     def forward(ctx: Any, x: Tensor, weights: Tensor, route: Route) -> tuple[Tensor, Tensor]:
         ctx.route, ctx.shape = route, weights.shape
         return x.index_select(0, route.sent // route.choices), weights.flatten().index_select(0, route.sent)
 
     @staticmethod
+    @override
     def backward(ctx: Any, grad: Tensor, grad_weights: Tensor) -> tuple[Tensor, Tensor, None]:
         return _summed(grad, ctx.route), _of_choices(grad_weights, ctx.route, ctx.shape), None
 
@@ -166,6 +169,7 @@ class _Send(torch.autograd.Function):
     """The result stands for the rows that will arrive: it has their shape, and zeros."""
 
     @staticmethod
+    @override
     def forward(ctx: Any, x: Tensor, weights: Tensor, journey: _Journey) -> Tensor:
         route = journey.route
         ctx.journey, ctx.shape, ctx.width = journey, weights.shape, x.shape[1]
@@ -175,6 +179,7 @@ class _Send(torch.autograd.Function):
         return both.new_zeros(1, 1).expand(sum(route.receives), both.shape[1])
 
     @staticmethod
+    @override
     def backward(ctx: Any, _: Tensor) -> tuple[Tensor, Tensor, None]:
         journey: _Journey = ctx.journey
         grad, grad_weights = unpacked(journey.arrived(), ctx.width, journey.weights_dtype)
@@ -183,6 +188,7 @@ class _Send(torch.autograd.Function):
 
 class _Receive(torch.autograd.Function):
     @staticmethod
+    @override
     def forward(ctx: Any, sent: Tensor, journey: _Journey) -> tuple[Tensor, Tensor]:
         ctx.journey, ctx.shape = journey, sent.shape
         both, dtype = journey.arrived(), journey.weights_dtype
@@ -192,6 +198,7 @@ class _Receive(torch.autograd.Function):
         return rows, of_rows.view(-1)
 
     @staticmethod
+    @override
     def backward(ctx: Any, grad: Tensor, grad_weights: Tensor) -> tuple[Tensor, None]:
         journey: _Journey = ctx.journey
         route, both = journey.route, packed(grad, grad_weights.unsqueeze(1))
@@ -203,6 +210,7 @@ class _Receive(torch.autograd.Function):
 
 class _Combine(torch.autograd.Function):
     @staticmethod
+    @override
     def forward(ctx: Any, rows: Tensor, route: Route) -> Tensor:
         ctx.route = route
         if route.arrived is not None:
@@ -211,6 +219,7 @@ class _Combine(torch.autograd.Function):
         return _summed(rows, route)
 
     @staticmethod
+    @override
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         route: Route = ctx.route
         rows = grad.index_select(0, route.sent // route.choices)

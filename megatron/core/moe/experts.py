@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import override
 
 from megatron.config.model import ModelConfig
 from megatron.config.moe import MoEConfig
@@ -95,6 +96,7 @@ class Experts(nn.Module):
             quantizers: dict[Tensor, Fp8Quantizer] = {self.linear_fc1.weight: first, self.linear_fc2.weight: second}
             self._linear = Fp8GroupedLinear(choice.backend, context, quantizers=quantizers)
 
+    @override
     def forward(self, rows: Tensor, weights: Tensor, groups: Groups, *, share: int) -> Tensor:
         """``[n, h]`` and ``[n]`` to ``[n, h]``; with expert tensor parallelism a part of the sum.
 
@@ -198,6 +200,7 @@ class _InPieces(torch.autograd.Function):
     """
 
     @staticmethod
+    @override
     def forward(
         ctx: Any, rows: Tensor, weights: Tensor, experts: Experts, groups: Groups, limit: int, *biases: Tensor
     ) -> Tensor:
@@ -210,6 +213,7 @@ class _InPieces(torch.autograd.Function):
         return out
 
     @staticmethod
+    @override
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         rows, weights = ctx.saved_tensors
         experts: Experts = ctx.experts

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from torch import Tensor
+from typing_extensions import override
 
 from megatron.core.moe.grouped_linear import GroupedLinear
 from megatron.core.ops.grouped_matmul import Groups
@@ -20,6 +21,7 @@ class Fp8GroupedLinear(GroupedLinear):
 
     quantizers: Mapping[Tensor, Fp8Quantizer] = field(default_factory=dict)
 
+    @override
     def multiply(self, rows: Tensor, weight: Tensor, groups: Groups) -> Tensor:
         """The product in 8 bits; in generation, the one of ``GroupedLinear``."""
         if self.context.products.multiply is not None:  # generation
@@ -30,6 +32,7 @@ class Fp8GroupedLinear(GroupedLinear):
             into.copy_(quantizer.multiply(a.across, b.across, rows.dtype, is_fast=True))
         return out
 
+    @override
     def multiply_back(self, grad: Tensor, weight: Tensor, groups: Groups) -> Tensor:
         """The gradient of the rows, multiplied in 8 bits."""
         quantizer, out = self.quantizers[weight], grad.new_empty(len(grad), weight.shape[-1])
@@ -38,6 +41,7 @@ class Fp8GroupedLinear(GroupedLinear):
             into.copy_(quantizer.multiply(a.across, b.along, grad.dtype))
         return out
 
+    @override
     def outer(self, weight: Tensor, grad: Tensor, rows: Tensor, groups: Groups) -> Tensor:
         """The gradient of the weight, [e, out, in], in 8 bits where the quantizer's ``wgrad`` is set."""
         if not self.quantizers[weight].wgrad:
@@ -47,6 +51,7 @@ class Fp8GroupedLinear(GroupedLinear):
             into.copy_(product)
         return out
 
+    @override
     def add_outer(self, total: Tensor, weight: Tensor, grad: Tensor, rows: Tensor, groups: Groups) -> None:
         """Add the gradient of the weight to ``total`` [e, out, in]. A product in 8 bits isn't added by the kernel that
         computes it.

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from megatron.core.moe.dispatch import Route, packed, plan_local_route, unpacked
 from megatron.core.moe.routing import Routing
@@ -39,12 +40,14 @@ def plan_route_of_all(routing: Routing, *, num_experts: int, mesh: Mesh) -> Rout
 
 class _Gather(torch.autograd.Function):
     @staticmethod
+    @override
     def forward(ctx: Any, x: Tensor, weights: Tensor, mesh: Mesh) -> tuple[Tensor, Tensor]:
         ctx.mesh = mesh
         both = all_gather(packed(x, weights), mesh, "ep", "etp")
         return unpacked(both, x.shape[1], weights.dtype)
 
     @staticmethod
+    @override
     def backward(ctx: Any, grad: Tensor, grad_weights: Tensor) -> tuple[Tensor, Tensor, None]:
         return (
             reduce_scatter(grad, ctx.mesh, "ep", "etp"),
@@ -55,10 +58,12 @@ class _Gather(torch.autograd.Function):
 
 class _Scatter(torch.autograd.Function):
     @staticmethod
+    @override
     def forward(ctx: Any, parts: Tensor, mesh: Mesh) -> Tensor:
         ctx.mesh = mesh
         return reduce_scatter(parts, mesh, "ep", "etp")
 
     @staticmethod
+    @override
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return all_gather(grad, ctx.mesh, "ep", "etp"), None

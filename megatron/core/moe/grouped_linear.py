@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from megatron.core.ops.grouped_matmul import Backend, Groups
 from megatron.core.parallel.context import ParallelContext
@@ -137,6 +138,7 @@ class _Product(torch.autograd.Function):
     """
 
     @staticmethod
+    @override
     def forward(ctx: Any, rows: Tensor, hidden: tuple[Tensor], linear: GroupedLinear, groups: Groups) -> Tensor:
         ctx.save_for_backward(rows)
         (weight,) = hidden
@@ -145,6 +147,7 @@ class _Product(torch.autograd.Function):
         return linear.multiply(rows, weight, groups)
 
     @staticmethod
+    @override
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         (rows,), linear = ctx.saved_tensors, ctx.linear
         grad = grad.contiguous()
@@ -156,6 +159,7 @@ class _ProductOfActivation(torch.autograd.Function):
     """y = (p·act(x))·Wᵀ;  with da = dy·W:  dp = Σ da·act(x),  dx = p·da·act'(x),  dW = dyᵀ·(p·act(x))."""
 
     @staticmethod
+    @override
     def forward(
         ctx: Any,
         inner: Tensor,
@@ -173,6 +177,7 @@ class _ProductOfActivation(torch.autograd.Function):
         return linear.multiply(rows, weight, groups)
 
     @staticmethod
+    @override
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         (inner, scales, *kept), linear = ctx.saved_tensors, ctx.linear
         grad = grad.contiguous()
@@ -189,10 +194,12 @@ def rows_of_groups(values: Tensor, groups: Groups, *, rows: int) -> Tensor:
 
 class _RowsOfGroups(torch.autograd.Function):
     @staticmethod
+    @override
     def forward(ctx: Any, values: Tensor, groups: Groups, rows: int) -> Tensor:
         ctx.groups = groups
         return values.repeat_interleave(groups.counts, dim=0, output_size=rows)
 
     @staticmethod
+    @override
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         return torch.stack([part.sum(0) for part in ctx.groups.parts(grad)]), None, None

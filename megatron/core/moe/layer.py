@@ -8,6 +8,7 @@ from functools import partial
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import override
 
 from megatron.config.model import ModelConfig
 from megatron.config.moe import MoEConfig
@@ -41,11 +42,13 @@ class SharedExperts(MLP):
             else None
         )
 
+    @override
     def forward(self, x: Tensor, inputs: LayerInputs) -> Tensor:
         """``[s, b, h] -> [s, b, h]``."""
         out = super().forward(x, inputs)
         return out if self.gate is None else out * torch.sigmoid(self.gate(x))
 
+    @override
     def costs(self, workload: Workload) -> Costs:
         """Costs of the network; with a gate, of its output, too."""
         found = super().costs(workload)
@@ -72,6 +75,7 @@ class MoELayer(nn.Module):
         self.shared_experts = SharedExperts(model, moe, context) if has_shared else None
         self._recomputes_shared = "shared_experts" in place.recompute
 
+    @override
     def forward(self, x: Tensor, inputs: LayerInputs) -> Tensor:
         """``[s, b, h] -> [s, b, h]``."""
         context, tokens = self._context, x.flatten(0, 1)

@@ -6,6 +6,7 @@ import dataclasses
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import override
 
 from megatron.config.model import ModelConfig
 from megatron.config.moe import MoEConfig
@@ -51,6 +52,7 @@ class Router(nn.Module):
             wide = dataclasses.replace(context, dtype=torch.promote_types(context.dtype, torch.float32))
             self.expert_bias = make_parameter(Sharding((moe.num_experts,)), Constant(0.0), wide).requires_grad_(False)
 
+    @override
     def forward(self, x: Tensor, inputs: LayerInputs) -> Routing:
         """The choices of the tokens of ``x`` ``[s, b, h]``, position by position, of which those of padding aren't
         kept. A recomputed forward pass chooses what the first one chose.

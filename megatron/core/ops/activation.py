@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import functional
+from typing_extensions import override
 
 from megatron.config.model import Nonlinearity
 from megatron.core.ops.compiled import Compiled
@@ -106,12 +107,14 @@ class _PlainActivation(torch.autograd.Function):
     """Keeps ``x`` only, where autograd would keep what the operators of an activation give each other, too."""
 
     @staticmethod
+    @override
     def forward(ctx: Any, x: Tensor, kind: Nonlinearity) -> Tensor:
         ctx.save_for_backward(x)
         ctx.kind = kind
         return _plain(x, kind)
 
     @staticmethod
+    @override
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         (x,) = ctx.saved_tensors
         return _plain_gradient(grad, x, ctx.kind), None
@@ -124,12 +127,14 @@ class _GatedActivation(torch.autograd.Function):
     """
 
     @staticmethod
+    @override
     def forward(ctx: Any, x: Tensor, kind: Nonlinearity, limit: float | None, offset: float) -> Tensor:
         ctx.save_for_backward(x)
         ctx.kind, ctx.limit, ctx.offset = kind, limit, offset
         return _gated(x, kind, limit, offset)
 
     @staticmethod
+    @override
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
         (x,) = ctx.saved_tensors
         return _gated_gradient(grad, x, ctx.kind, ctx.limit, ctx.offset), None, None, None

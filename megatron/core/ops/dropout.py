@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 
 def dropout(x: Tensor, p: float, generator: torch.Generator | None) -> Tensor:
@@ -62,6 +63,7 @@ class _Dropout(torch.autograd.Function):
     """dx = dy·kept / (1 - p)."""
 
     @staticmethod
+    @override
     def forward(ctx: Any, x: Tensor, p: float, generator: torch.Generator | None) -> Tensor:
         kept = draw_kept(x, p, generator)
         ctx.save_for_backward(kept)
@@ -69,6 +71,7 @@ class _Dropout(torch.autograd.Function):
         return scale_kept(x, kept, p)
 
     @staticmethod
+    @override
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         (kept,) = ctx.saved_tensors
         return scale_kept(grad, kept, ctx.p), None, None

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from typing_extensions import override
 
 from megatron.core.ops.compiled import Compiled
 
@@ -41,6 +42,7 @@ class _LayerNorm(torch.autograd.Function):
     """
 
     @staticmethod
+    @override
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
         inside = weight if weight.dim() == 1 else None
         out, mean, scale = torch.native_layer_norm(x, x.shape[-1:], inside, bias, eps)
@@ -48,6 +50,7 @@ class _LayerNorm(torch.autograd.Function):
         return out if inside is not None else out * weight
 
     @staticmethod
+    @override
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
         x, weight, bias, mean, scale = ctx.saved_tensors
         needs_x, needs_weight, needs_bias, _ = ctx.needs_input_grad
@@ -93,6 +96,7 @@ class _RMSNorm(torch.autograd.Function):
     """
 
     @staticmethod
+    @override
     def forward(
         ctx: Any,
         x: Tensor,
@@ -108,6 +112,7 @@ class _RMSNorm(torch.autograd.Function):
         return out
 
     @staticmethod
+    @override
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, None, None, None, None]:
         (x, weight, scale), trains = ctx.saved_tensors, ctx.needs_input_grad[1]
         gradients = _gradients if ctx.average is None else _gradients.eager

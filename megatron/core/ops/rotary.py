@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from megatron.core.ops.compiled import Compiled
 from megatron.core.ops.rotary_scaling import UNSCALED, Scaling
@@ -64,12 +65,14 @@ class _Rotation(torch.autograd.Function):
     """Keeps only the table: the gradient of a rotation is the opposite rotation."""
 
     @staticmethod
+    @override
     def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
         ctx.save_for_backward(cos, sin)
         ctx.interleaved = interleaved
         return _rotate(x, cos, sin, interleaved)
 
     @staticmethod
+    @override
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
         cos, sin = ctx.saved_tensors
         return _rotate(grad, cos, -sin, ctx.interleaved), None, None, None

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,6 +35,7 @@ class Linear(Scaling):
 
     factor: float
 
+    @override
     def frequencies(self, width: int, base: float, *, length: int) -> Tensor:
         """All divided by the factor."""
         return super().frequencies(width, base, length=length) / self.factor
@@ -50,6 +52,7 @@ class Llama3(Scaling):
     high: float
     original_length: int
 
+    @override
     def frequencies(self, width: int, base: float, *, length: int) -> Tensor:
         """Slow pairs are slowed."""
         plain = super().frequencies(width, base, length=length)
@@ -67,6 +70,7 @@ class DynamicNTK(Scaling):
     factor: float
     original_length: int
 
+    @override
     def frequencies(self, width: int, base: float, *, length: int) -> Tensor:
         """Frequencies of a base that grows with ``length``."""
         stretch = self.factor * max(length, self.original_length) / self.original_length - (self.factor - 1.0)
@@ -87,6 +91,7 @@ class Yarn(Scaling):
     original_length: int
     round_to_int: bool = True
 
+    @override
     def frequencies(self, width: int, base: float, *, length: int) -> Tensor:
         """Slow pairs are slowed."""
         plain = super().frequencies(width, base, length=length)
@@ -113,6 +118,7 @@ class LongRope(Scaling):
     long_factors: tuple[float, ...]
     original_length: int
 
+    @override
     def frequencies(self, width: int, base: float, *, length: int) -> Tensor:
         """Each divided by its factor."""
         factors = self.long_factors if length > self.original_length else self.short_factors

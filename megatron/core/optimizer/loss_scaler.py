@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 
+from typing_extensions import override
+
 from megatron.config.precision import PrecisionConfig
 
 
@@ -42,6 +44,7 @@ class DynamicLossScaler(LossScaler):
     def __post_init__(self) -> None:
         self.hysteresis_tracker = self.hysteresis
 
+    @override
     def update(self, *, overflow: bool) -> None:
         """Adapt the scale to whether the gradients of this step overflowed."""
         if overflow:
@@ -56,11 +59,13 @@ class DynamicLossScaler(LossScaler):
             self.hysteresis_tracker = self.hysteresis
             self.scale *= 2
 
+    @override
     def state_dict(self) -> dict[str, float]:
         """Scale and counters."""
         state = asdict(self)
         return {name: state[name] for name in ("scale", "growth_tracker", "hysteresis_tracker")}
 
+    @override
     def load_state_dict(self, state: Mapping[str, float]) -> None:
         """Continue from stored scale and counters; with none (a run that had no dynamic scale) start afresh."""
         if state:

@@ -8,6 +8,7 @@ from typing import Protocol
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from megatron.core.distributed.buffers import ALIGNMENT, Span
 from megatron.core.optimizer.offload import CPU, HostTransfer
@@ -55,10 +56,12 @@ class DeviceWeights(PlainStateStorage):
 
     transfer: HostTransfer
 
+    @override
     def read(self, part: Span) -> Tensor:
         """A copy of the part's weights in main memory."""
         return self.transfer.fetch(part.of(self.numbers), purpose="weights")()
 
+    @override
     def write(self, part: Span, values: Tensor) -> None:
         """Send ``values`` to the weights on the device."""
         self.transfer.send(values, part.of(self.numbers))
@@ -76,6 +79,7 @@ class StochasticallyRounded(PlainStateStorage):
     key: Callable[[], int]
     offset: int
 
+    @override
     def write(self, part: Span, values: Tensor) -> None:
         """Store ``values`` rounded stochastically."""
         bits = values.float().view(torch.int32)

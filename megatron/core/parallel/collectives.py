@@ -10,6 +10,7 @@ from typing import Any, Generic, Literal, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from typing_extensions import override
 
 from megatron.core.device import current_gpu, describe, is_gpu
 from megatron.core.parallel.grid import Axis
@@ -189,6 +190,7 @@ class _WideSum(Handle[Tensor]):
         super().__init__(out, [work], waiting)
         self._parts: Tensor | None = parts
 
+    @override
     def wait(self) -> Tensor:
         """Wait for the messages; the sum, accumulated in fp32."""
         out, parts = super().wait(), self._parts

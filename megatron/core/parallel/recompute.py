@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
+from typing_extensions import override
 
 _inside = ContextVar("inside of a function that is recomputed", default=False)
 
@@ -86,12 +87,14 @@ class _Source:
 
 class _Produce(torch.autograd.Function):
     @staticmethod
+    @override
     def forward(ctx: Any, source: _Source, *given: Tensor) -> tuple[Tensor, ...]:
         ctx.source = source
         ctx.save_for_backward(*given)  # so that autograd notices if one of them is changed in place
         return source.produce(*given)
 
     @staticmethod
+    @override
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         source: _Source = ctx.source
         outputs, leaves = source.outputs(), source.leaves

@@ -7,6 +7,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from megatron.core.parallel.collectives import all_reduce
 from megatron.core.parallel.context import ParallelContext
@@ -89,10 +90,12 @@ class _WithLoss(torch.autograd.Function):
     """The first argument, whose gradient starts that of the second."""
 
     @staticmethod
+    @override
     def forward(ctx: Any, hidden: Tensor, total: Tensor, scale: Tensor) -> Tensor:
         ctx.scale = scale.to(total.dtype)
         return hidden.view_as(hidden)
 
     @staticmethod
+    @override
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
         return grad, ctx.scale, None

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from typing_extensions import override
+
 Kind = Literal["F", "B", "I", "W"]
 _WORDS: dict[Kind, str] = {"F": "forward", "B": "backward", "I": "backward of inputs", "W": "backward of weights"}
 
@@ -21,6 +23,7 @@ class Action:
     chunk: int
     microbatch: int
 
+    @override
     def __str__(self) -> str:
         return f"{self.chunk}{self.kind}{self.microbatch}"
 

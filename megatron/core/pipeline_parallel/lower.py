@@ -12,6 +12,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
+from typing_extensions import override
+
 from megatron.core.pipeline_parallel.actions import Action, PipelineSchedule, StageLocation
 from megatron.core.pipeline_parallel.simulate import Simulation, simulate
 
@@ -27,6 +29,7 @@ class Message:
     source: StageLocation
     target: StageLocation
 
+    @override
     def __str__(self) -> str:
         return f"{self.content} of microbatch {self.microbatch} from stage {self.from_stage} to stage {self.to_stage}"
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from megatron.core.parallel.activity import Activity
 from megatron.core.parallel.collectives import Handle
@@ -200,9 +201,11 @@ class _EndOfGraph(torch.autograd.Function):
     """A tensor with the shape and the graph of another, but a single element of memory."""
 
     @staticmethod
+    @override
     def forward(ctx: Any, x: Tensor) -> Tensor:
         return x.new_zeros(()).expand(x.shape)
 
     @staticmethod
+    @override
     def backward(ctx: Any, grad: Tensor) -> Tensor:
         return grad

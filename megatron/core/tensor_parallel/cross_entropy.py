@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from megatron.core.ops.compiled import Compiled
 from megatron.core.ops.matmul import in_fastest_type, times_transposed, transposed_times
@@ -213,6 +214,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
     """
 
     @staticmethod
+    @override
     def forward(
         ctx: Any,
         hidden: Tensor,
@@ -257,6 +259,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return total
 
     @staticmethod
+    @override
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         gradients: tuple[Tensor | None, ...] | None = ctx.gradients
         assert gradients is not None, "the backward pass of linear_cross_entropy can run once"

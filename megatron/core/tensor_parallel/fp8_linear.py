@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import override
 
 from megatron.core.ops.fp8_matmul import implementation_on, multiply
 from megatron.core.ops.matmul import transposed_times
@@ -290,6 +291,7 @@ class _Fp8Product(torch.autograd.Function):
     """
 
     @staticmethod
+    @override
     def forward(
         ctx: Any, x: Tensor, bias: Tensor | None, hidden: tuple[Tensor], layer: Fp8Linear, gathers: bool
     ) -> Tensor:
@@ -306,6 +308,7 @@ class _Fp8Product(torch.autograd.Function):
         return y
 
     @staticmethod
+    @override
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         saved, layer = ctx.saved_tensors, ctx.layer
         kept = Quantized(saved[0], saved[1], ctx.block) if len(saved) == 2 else saved[0] if saved else grad

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch.nn.functional as F
 from torch import Tensor, nn
+from typing_extensions import override
 
 from megatron.core.parallel.context import ParallelContext
 from megatron.core.parallel.costs import Costs, Workload
@@ -53,6 +54,7 @@ class ColumnParallelLinear(nn.Module):
         self.bias = make_parameter(sharding, Constant(0.0), context) if bias else None
         self.fp8 = fp8_linear(context, inputs=partial_under_sequence_parallel(context), weights=("tp",), grads=("tp",))
 
+    @override
     def forward(self, x: Tensor) -> Tensor:
         """Enter the tensor-parallel region and multiply."""
         context = self._context
@@ -84,6 +86,7 @@ class RowParallelLinear(nn.Module):
         self.bias = make_parameter(bias_sharding, Constant(0.0), context) if bias else None
         self.fp8 = fp8_linear(context, inputs=("tp",), weights=("tp",), is_partial=True)
 
+    @override
     def forward(self, x: Tensor) -> Tensor:
         """Multiply and leave the tensor-parallel region."""
         bias: Tensor | None = self.bias
@@ -123,6 +126,7 @@ class ReplicatedLinear(nn.Module):
         divided = partial_under_sequence_parallel(context)
         self.fp8 = fp8_linear(context, inputs=divided, grads=divided)
 
+    @override
     def forward(self, x: Tensor) -> Tensor:
         """Multiply ``x`` by the whole weight, which every rank holds."""
         return linear(x, self.weight, self.bias, self._context, fp8=self.fp8)
@@ -168,6 +172,7 @@ class VocabParallelEmbedding(nn.Module):
         self.weight = make_parameter(sharding, init, context)
         self._first = self.weight.shape[0] * context.mesh.rank("tp")
 
+    @override
     def forward(self, tokens: Tensor) -> Tensor:
         """Look up the ids this rank holds, zeros for others, and leave the region, which sums over the ranks."""
         local = tokens.t() - self._first

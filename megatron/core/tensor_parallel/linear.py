@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from megatron.core.ops import matmul
 from megatron.core.ops.matmul import add_transposed_times, is_faster_in_fp32, multiplied, transposed_times
@@ -67,6 +68,7 @@ class _Linear(torch.autograd.Function):
     """
 
     @staticmethod
+    @override
     def forward(
         ctx: Any,
         x: Tensor,
@@ -82,6 +84,7 @@ class _Linear(torch.autograd.Function):
         return matmul.linear(all_gather(x, context.mesh, "tp") if gathers else x, weight, bias)
 
     @staticmethod
+    @override
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         context, gathers, rows = ctx.context, ctx.gathers, grad.flatten(0, -2)
         handles = [all_gather_async(x, context.mesh, "tp") if gathers else Handle(x) for x in ctx.saved_tensors]
@@ -116,11 +119,13 @@ def added_at_once(weight: Tensor) -> Tensor:
 
 class _AddedAtOnce(torch.autograd.Function):
     @staticmethod
+    @override
     def forward(ctx: Any, anchor: Tensor, weight: Tensor, add_gradient: Callable[[Tensor], None]) -> Tensor:
         ctx.add_gradient = add_gradient
         return weight.view_as(weight)
 
     @staticmethod
+    @override
     def backward(ctx: Any, grad: Tensor) -> tuple[None, None, None]:
         ctx.add_gradient(grad)
         return None, None, None

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from megatron.core.parallel.collectives import all_gather, all_reduce, reduce_scatter
 from megatron.core.parallel.context import ParallelContext
@@ -26,11 +27,13 @@ from megatron.core.parallel.context import ParallelContext
 
 class _Enter(torch.autograd.Function):
     @staticmethod
+    @override
     def forward(ctx: Any, x: Tensor, context: ParallelContext) -> Tensor:
         ctx.context = context
         return all_gather(x, context.mesh, "tp") if context.sequence_parallel else x.view_as(x)
 
     @staticmethod
+    @override
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         context: ParallelContext = ctx.context
         if context.sequence_parallel:
@@ -40,6 +43,7 @@ class _Enter(torch.autograd.Function):
 
 class _Leave(torch.autograd.Function):
     @staticmethod
+    @override
     def forward(ctx: Any, x: Tensor, context: ParallelContext) -> Tensor:
         ctx.context = context
         if context.sequence_parallel:
@@ -47,6 +51,7 @@ class _Leave(torch.autograd.Function):
         return all_reduce(x.detach(), context.mesh, "tp")  # in place: autograd would notice if it had kept x
 
     @staticmethod
+    @override
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         context: ParallelContext = ctx.context
         return (all_gather(grad, context.mesh, "tp") if context.sequence_parallel else grad), None
@@ -54,22 +59,26 @@ class _Leave(torch.autograd.Function):
 
 class _OwnRows(torch.autograd.Function):
     @staticmethod
+    @override
     def forward(ctx: Any, x: Tensor, context: ParallelContext) -> Tensor:
         ctx.context, ctx.rows = context, x.shape[0]
         return _own_part(x, context)
 
     @staticmethod
+    @override
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return all_gather(grad, ctx.context.mesh, "tp")[: ctx.rows], None
 
 
 class _AllRows(torch.autograd.Function):
     @staticmethod
+    @override
     def forward(ctx: Any, x: Tensor, context: ParallelContext, rows: int) -> Tensor:
         ctx.context = context
         return all_gather(x, context.mesh, "tp")[:rows]
 
     @staticmethod
+    @override
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         return _own_part(grad, ctx.context), None, None
 
@@ -83,11 +92,13 @@ def _own_part(x: Tensor, context: ParallelContext) -> Tensor:
 
 class _FirstToken(torch.autograd.Function):
     @staticmethod
+    @override
     def forward(ctx: Any, x: Tensor, context: ParallelContext) -> Tensor:
         ctx.length, ctx.is_mine = x.shape[0], context.mesh.rank("tp") == 0
         return all_reduce(x[0].detach() * ctx.is_mine, context.mesh, "tp")
 
     @staticmethod
+    @override
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         grad_x = grad.new_zeros(ctx.length, *grad.shape)
         if ctx.is_mine:

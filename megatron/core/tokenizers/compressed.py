@@ -16,6 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, BinaryIO
 
+from typing_extensions import override
+
 from megatron.errors import ConfigError, DataError
 
 # Endings, and the first bytes of such files.
@@ -82,10 +84,12 @@ class _Streams(io.RawIOBase):
         self._contents = _contents(raw, kind)
         self._content = b""
 
+    @override
     def readable(self) -> bool:
         """True, for ``io.BufferedReader``."""
         return True
 
+    @override
     def readinto(self, buffer: Any) -> int:
         """Fill the buffer with the next bytes; returns their number, 0 at the end."""
         while not self._content:

@@ -18,6 +18,8 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
+from typing_extensions import override
+
 from megatron.core.tokenizers.huggingface import special_tokens
 from megatron.core.tokenizers.messages import normalized_messages
 from megatron.core.tokenizers.records import Conversation
@@ -130,9 +132,11 @@ class _NoText(str):
 
     __slots__ = ()
 
+    @override
     def __eq__(self, other: object) -> bool:
         return other is None or super().__eq__(other)
 
+    @override
     def __ne__(self, other: object) -> bool:
         return not self == other
 
@@ -240,6 +244,7 @@ def _compiled(source: str, begin: str, end: str) -> Any:
 
         tags = {"generation"}  # noqa: RUF012
 
+        @override
         def parse(self, parser: jinja2.parser.Parser) -> jinja2.nodes.Node:
             line = next(parser.stream).lineno
             body = parser.parse_statements(("name:endgeneration",), drop_needle=True)

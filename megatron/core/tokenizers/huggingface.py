@@ -10,6 +10,7 @@ from typing import Any
 
 import tokenizers
 from tokenizers import processors
+from typing_extensions import override
 
 from megatron.core.tokenizers.base import extra_id_tokens, refuse_url
 from megatron.core.tokenizers.published.building import build_published
@@ -69,6 +70,7 @@ class HuggingFaceTokenizer(RustTokenizer):
         names = takewhile(own.__contains__, (f"{mark}{name}" for name in extra_id_tokens(len(own))))
         self.sentinels = tuple(own[name] for name in names)
 
+    @override
     def detokenize(self, ids: Sequence[int]) -> str:
         """Text of the ids, special tokens included; without spaces before signs where the folder says so."""
         text = super().detokenize(ids)
@@ -77,6 +79,7 @@ class HuggingFaceTokenizer(RustTokenizer):
                 text = text.replace(before, after)
         return text
 
+    @override
     def detokenize_part(self, ids: Sequence[int]) -> str:
         """Text of ids that others may follow, with all its spaces: a sign that follows would take one away."""
         return super().detokenize(ids) if self._cleans_spaces else self.detokenize(ids)

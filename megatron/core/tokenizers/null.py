@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from typing_extensions import override
+
 from megatron.core.tokenizers.base import Tokenizer, fingerprint_of, with_pieces
 from megatron.errors import ConfigError, DataError
 
@@ -21,10 +23,12 @@ class NullTokenizer(Tokenizer):
         self.vocab_size = vocab_size + 1
 
     @property
+    @override
     def fingerprint(self) -> str:
         """SHA-256 of the number of ids."""
         return fingerprint_of([self.name, self.vocab_size])
 
+    @override
     def tokenize(self, text: str) -> list[int]:
         """The numbers in the text; raises DataError for a word that is none, or one beyond the vocabulary."""
         words = text.split()
@@ -43,10 +47,12 @@ class NullTokenizer(Tokenizer):
             raise DataError(f"token id {max(ids)} is outside 0 to {self.eod}, which --vocab-size {self.eod} allows")
         return ids
 
+    @override
     def tokenize_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """The numbers in each text."""
         return [self.tokenize(text) for text in texts]
 
+    @override
     def detokenize(self, ids: Sequence[int]) -> str:
         """The numbers, separated by spaces."""
         return " ".join(map(str, with_pieces(ids, self.vocab_size)))

@@ -10,6 +10,7 @@ from typing import Any
 
 import tokenizers
 from tokenizers import decoders
+from typing_extensions import override
 
 from megatron.core.tokenizers.base import Tokenizer, encoded_texts, extra_id_tokens, fingerprint_of, with_pieces
 from megatron.errors import DataError
@@ -62,6 +63,7 @@ class RustTokenizer(Tokenizer):
         self.vocab_size = max(pipeline.get_vocab(with_added_tokens=True).values()) + 1
 
     @cached_property
+    @override
     def fingerprint(self) -> str:
         """SHA-256 of the vocabulary, the merges and how text is cut.
 
@@ -78,10 +80,12 @@ class RustTokenizer(Tokenizer):
             del vocabulary[token]
         return fingerprint_of({**parts, "vocab": vocabulary})
 
+    @override
     def tokenize_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """Ids of many texts; the library runs threads when ``TOKENIZERS_PARALLELISM`` allows."""
         return self._encode(texts, whole=True)
 
+    @override
     def tokenize_parts(self, texts: Sequence[str]) -> list[list[int]]:
         """Ids of many texts, without those that the post-processor adds."""
         return self._encode(texts, whole=False)
@@ -96,10 +100,12 @@ class RustTokenizer(Tokenizer):
         except Exception as error:  # a vocabulary that cannot spell a word and has no unknown token
             raise DataError(f"{self.name} cannot encode a text: {error}") from None
 
+    @override
     def detokenize(self, ids: Sequence[int]) -> str:
         """Text of the ids, special tokens included."""
         return self.pipeline.decode(with_pieces(ids, self.vocab_size), skip_special_tokens=False)
 
+    @override
     def token_bytes(self, token: int) -> bytes:
         """What a token adds to a text that has begun, as UTF-8."""
         piece = (self.pipeline.id_to_token(token) if 0 <= token < self.vocab_size else None) or ""
@@ -112,6 +118,7 @@ class RustTokenizer(Tokenizer):
         return super().token_bytes(token)
 
     @cached_property
+    @override
     def special_ids(self) -> frozenset[int]:
         """Ids that shape a text and are none of it: those with a role, and added tokens that are special."""
         added = self.pipeline.get_added_tokens_decoder().items()

@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING
 
+from typing_extensions import override
+
 from megatron.core.tokenizers.base import (
     Tokenizer,
     encoded_texts,
@@ -39,22 +41,27 @@ class PlainSentencePiece(Tokenizer):
         self.eod = self.eos = eos
 
     @cached_property
+    @override
     def fingerprint(self) -> str:
         """SHA-256 of the model and of whether texts begin with BOS."""
         return fingerprint_of([_digest(self._model), self._begin])
 
+    @override
     def tokenize_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """Ids of many texts."""
         return _encode(self._model, texts, begin=self._begin)
 
+    @override
     def tokenize_parts(self, texts: Sequence[str]) -> list[list[int]]:
         """Ids of many texts, without BOS."""
         return _encode(self._model, texts)
 
+    @override
     def detokenize(self, ids: Sequence[int]) -> str:
         """Text of the ids."""
         return str(self._model.decode(with_pieces(ids, self.vocab_size)))
 
+    @override
     def token_bytes(self, token: int) -> bytes:
         """What a token adds to a text that has begun, as UTF-8."""
         return _piece_bytes(self._model, token)
@@ -90,11 +97,13 @@ class SentencePieceTokenizer(Tokenizer):
         self.decoder_start = self.bos
 
     @cached_property
+    @override
     def fingerprint(self) -> str:
         """SHA-256 of the model and the appended tokens, without the sentinels of ``--vocab-extra-ids``."""
         special = {token: number for token, number in self._special.items() if number not in self.sentinels}
         return fingerprint_of([_digest(self._model), special])
 
+    @override
     def tokenize(self, text: str) -> list[int]:
         """Ids of one text; the parts between special tokens are encoded separately."""
         ids: list[int] = []
@@ -102,6 +111,7 @@ class SentencePieceTokenizer(Tokenizer):
             ids += [self._special[part]] if number % 2 else _encode(self._model, [part])[0]
         return ids
 
+    @override
     def tokenize_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """Ids of many texts; only those that spell out a special token go one by one."""
         plain = [text for text in texts if not self._cut.search(text)]
@@ -114,6 +124,7 @@ class SentencePieceTokenizer(Tokenizer):
         own = [not piece.startswith(_SPACE) and not self._model.is_control(n) for n, piece in enumerate(pieces)]
         return [*own, *[False] * (self.vocab_size - len(own))]
 
+    @override
     def detokenize(self, ids: Sequence[int]) -> str:
         """Text of the ids; special tokens are spelled out."""
         text, run = "", list[int]()
@@ -125,11 +136,13 @@ class SentencePieceTokenizer(Tokenizer):
                 run.append(number)
         return text + str(self._model.decode(run))
 
+    @override
     def token_bytes(self, token: int) -> bytes:
         """What a token adds to a text that has begun, as UTF-8; special tokens are spelled out."""
         return self._spelled[token].encode() if token in self._spelled else _piece_bytes(self._model, token)
 
     @property
+    @override
     def special_ids(self) -> frozenset[int]:
         """The special tokens."""
         return frozenset(self._spelled)

@@ -16,6 +16,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from typing_extensions import override
+
 from megatron.core.tokenizers import compressed
 from megatron.core.tokenizers.compressed import DamagedStreamError, decompressed
 from megatron.errors import DataError
@@ -58,6 +60,7 @@ class BadLine:
     line: int
     reason: str
 
+    @override
     def __str__(self) -> str:
         return f"{'standard input' if self.path == STDIN else self.path}:{self.line}: {self.reason}"
 

@@ -9,6 +9,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from typing_extensions import override
+
 from megatron.core.tokenizers.base import Tokenizer, encoded_texts, fingerprint_of, required_file, with_pieces
 from megatron.errors import ConfigError, DataError
 from megatron.small_files import VOCABULARY_BYTES, read_json
@@ -74,25 +76,30 @@ class TikTokenizer(Tokenizer):
         )
 
     @cached_property
+    @override
     def fingerprint(self) -> str:
         """SHA-256 of the pattern, the ranks and the special tokens."""
         ranks = {token.hex(): number for token, number in self._ranks.items()}
         return fingerprint_of([self._pattern, ranks, self._special])
 
+    @override
     def tokenize_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """Ids of many texts."""
         encoded_texts(texts)  # refuses lone surrogates, which the library would replace silently
         return [self._encoding.encode_ordinary(text) for text in texts]
 
+    @override
     def detokenize(self, ids: Sequence[int]) -> str:
         """Text of the ids; bytes that end inside a character come back as U+FFFD."""
         return self._encoding.decode(with_pieces(ids, self.vocab_size))
 
+    @override
     def token_bytes(self, token: int) -> bytes:
         """What a token adds to a text, as UTF-8."""
         return self._encoding.decode_single_token_bytes(token) if 0 <= token < self.vocab_size else b""
 
     @property
+    @override
     def special_ids(self) -> frozenset[int]:
         """The special tokens."""
         return frozenset(self._special.values())

@@ -8,6 +8,7 @@ from typing import Any
 
 import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers
+from typing_extensions import override
 
 from megatron.core.tokenizers.base import extra_id_tokens, required_file
 from megatron.core.tokenizers.rust import RustTokenizer
@@ -60,6 +61,7 @@ class WordPieceTokenizer(RustTokenizer):
         self.decoder_start = self.bos
 
     @property
+    @override
     def special_ids(self) -> frozenset[int]:
         """The special tokens; an unknown word is part of a text."""
         return super().special_ids.union((self.cls, self.sep, self.mask), self.sentinels)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
+from typing_extensions import override
 
 from megatron.config.parallel import CpCommType
 from megatron.core.context_parallel.attention import attention, heads_split_over
@@ -300,6 +301,7 @@ class SelfAttention(Attention):
         self._add_head_norms()
         self._add_output()
 
+    @override
     def forward(self, x: Tensor, inputs: LayerInputs) -> Tensor:
         """``[s, b, h] -> [s, b, h]``."""
         fused = self._clipped(self.linear_qkv(x))
@@ -330,6 +332,7 @@ class SelfAttention(Attention):
             is_padded=workload.has_padding and not has_bias,
         )
 
+    @override
     def _scores(self, workload: Workload, *, keys: int) -> int:
         """Bytes of scores: also the inputs of the products of explicit scores (keys repeated for each head), and the
         causal mask.
@@ -375,6 +378,7 @@ class CrossAttention(Attention):
         self._add_head_norms()
         self._add_output()
 
+    @override
     def forward(self, x: Tensor, inputs: LayerInputs) -> Tensor:
         """``[s, b, h] -> [s, b, h]``."""
         query = self._clipped(self.linear_q(x))
@@ -397,6 +401,7 @@ class CrossAttention(Attention):
         key = fused[..., 0, :]
         return key if self.k_layernorm is None else self.k_layernorm(key), fused[..., 1, :]
 
+    @override
     def request(self, workload: Workload) -> AttentionRequest:
         """The request of attention to the encoder's tokens, without a bias."""
         return dataclasses.replace(

@@ -12,6 +12,7 @@ from typing import Literal
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import override
 
 from megatron.config.training import RecomputeModule, TrainingConfig
 from megatron.core.parallel.activation_offload import Offload
@@ -91,6 +92,7 @@ class TransformerBlock(nn.Module):
         )
         self.final_layernorm = Norm(model.hidden_size, model, context) if final_norm else None
 
+    @override
     def forward(self, x: Tensor, inputs: LayerInputs) -> Tensor:
         """``[s, b, h] -> [s, b, h]``."""
         plan = self._recompute

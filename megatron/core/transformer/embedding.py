@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from typing_extensions import override
 
 from megatron.config.model import ModelConfig
 from megatron.core.context_parallel.slicing import take
@@ -41,6 +42,7 @@ class PositionEmbedding(nn.Module):
         )
         self.weight = make_parameter(sharding, input_init(config), context)
 
+    @override
     def forward(self, length: int, position_ids: Tensor | None) -> Tensor:
         """Vectors ``[s, b or 1, h]`` for positions ``[b, S]``, or for this rank's of 0, 1, … when None."""
         if position_ids is None:
@@ -60,6 +62,7 @@ class TokenTypeEmbedding(nn.Module):
         sharding = Sharding((count, config.hidden_size), partial_grad=partial_under_sequence_parallel(context))
         self.weight = make_parameter(sharding, input_init(config), context)
 
+    @override
     def forward(self, types: Tensor) -> Tensor:
         """Types ``[b, S]`` to vectors ``[s, b, h]``."""
         return F.embedding(sequence_slice(types.t(), self._context), self.weight)
@@ -103,6 +106,7 @@ class LanguageModelEmbedding(nn.Module):
         self.tokentype_embeddings = TokenTypeEmbedding(token_types, config, context) if token_types else None
         self.norm = Norm(config.hidden_size, config, context) if config.embedding_norm else None
 
+    @override
     def forward(
         self,
         tokens: Tensor,

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from megatron.core.context_parallel.attention import KEYS_TRAVEL
 from megatron.core.ops.attention.cached import CachedHeads
@@ -63,6 +64,7 @@ class LatentAttention(Attention):
     def _up(self, inputs: int, outputs: int) -> ColumnParallelLinear:
         return ColumnParallelLinear(inputs, outputs, self._context, init=input_init(self._config), bias=False)
 
+    @override
     def forward(self, x: Tensor, inputs: LayerInputs) -> Tensor:
         """``[s, b, h] -> [s, b, h]``."""
         config, of_query = self._config, x
@@ -126,10 +128,12 @@ class LatentAttention(Attention):
         return self._config.kv_lora_rank + self._config.qk_pos_emb_head_dim
 
     @property
+    @override
     def _sent(self) -> int:
         """Numbers that a token sends to other ranks: its latent, or its keys and values."""
         return self._latent_width if self.sends_latents else super()._sent
 
+    @override
     def _expansion(self) -> dict[str, Any]:
         """Arguments of ``attention`` for keys and values made of latents. Where latents are sent in place of keys, the
         shared key is sent in place of values.
@@ -176,6 +180,7 @@ class LatentAttention(Attention):
         return out
 
     @property
+    @override
     def cached_heads(self) -> CachedHeads:
         """One latent and rotary key for all heads, whole on every rank."""
         latent = self._config.kv_lora_rank
@@ -222,6 +227,7 @@ class LatentAttention(Attention):
         return dataclasses.replace(found, working=found.working + max(projected - kept, 0))
 
     @property
+    @override
     def _values(self) -> int:
         """Width of this rank's values."""
         return self._groups * self._config.v_head_dim

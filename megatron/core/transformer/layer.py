@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from torch import Tensor, nn
+from typing_extensions import override
 
 from megatron.config.training import RecomputeModule
 from megatron.core.ops.dropout import dropout
@@ -54,6 +55,7 @@ class TransformerLayer(nn.Module):
                     self.add_module(name, Norm(model.hidden_size, model, context))
             self.add_module(branch.name, branch.build(place))
 
+    @override
     def forward(self, x: Tensor, inputs: LayerInputs) -> Tensor:
         """``[s, b, h] -> [s, b, h]``."""
         stream, normed = x, dict[str, Tensor]()

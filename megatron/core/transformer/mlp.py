@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from torch import Tensor, nn
+from typing_extensions import override
 
 from megatron.config.model import ModelConfig
 from megatron.core.ops.activation import gated_activation, plain_activation
@@ -30,6 +31,7 @@ class MLP(nn.Module):
         )
         self.linear_fc2 = RowParallelLinear(inner, hidden, context, init=output_init(config), bias=bias)
 
+    @override
     def forward(self, x: Tensor, inputs: LayerInputs) -> Tensor:
         """``[s, b, h] -> [s, b, h]``, through ``[S, b, f/tp]``."""
         inner = self.linear_fc1(x)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from torch import Tensor, nn
+from typing_extensions import override
 
 from megatron.config.model import ModelConfig
 from megatron.core.ops.norm import layer_norm, rms_norm
@@ -40,6 +41,7 @@ class Norm(nn.Module):
         self.weight = make_parameter(sharding, Constant(1.0 - self._offset), context) if has_weight else None
         self.bias = make_parameter(sharding, Constant(0.0), context) if has_bias else None
 
+    @override
     def forward(self, x: Tensor) -> Tensor:
         """``[..., size] -> [..., size]``."""
         if self._is_layer_norm:
@@ -73,6 +75,7 @@ class HeadNorm(Norm):
         super().__init__(width, config, context, sharding=sharding, has_weight=has_weight, has_bias=has_bias)
         self._kind, self._mesh = kind, context.mesh
 
+    @override
     def forward(self, x: Tensor) -> Tensor:
         """``[S, b, n, d] -> [S, b, n, d]``."""
         if self._kind == "shared":

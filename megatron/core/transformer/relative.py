@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from typing_extensions import override
 
 from megatron.config.model import ModelConfig
 from megatron.core.context_parallel.slicing import positions
@@ -38,6 +39,7 @@ class RelativeBias(nn.Module):
         sharding = Sharding((buckets, config.num_attention_heads), {1: "tp"}, tied=tied)
         self.weight = make_parameter(sharding, input_init(config), context)
 
+    @override
     def forward(self, hidden: Tensor) -> Tensor:
         """``[n/tp, s, S]``, for the queries of this context-parallel rank and the keys of the whole sequence.
 

@@ -7,6 +7,7 @@ import time
 from dataclasses import dataclass
 
 import torch
+from typing_extensions import override
 
 from megatron.core.ops.matmul import times_transposed
 from megatron.training.reporting.metrics import readable
@@ -19,6 +20,7 @@ class Peak:
     tflops: float
     source: str
 
+    @override
     def __str__(self) -> str:
         return f"{self.tflops:.4g} TFLOP/s ({self.source})"
 

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex
+from typing_extensions import override
 
 from megatron.core.checkpointing.find import find_checkpoint
 from megatron.core.checkpointing.load import load_checkpoint, read_run_document
@@ -165,6 +166,7 @@ class Attack:
     def __init__(self, target: Path) -> None:
         self.target = target
 
+    @override
     def __reduce__(self) -> tuple[Callable[[str], int], tuple[str]]:
         return os.system, (f"touch {self.target}",)
 

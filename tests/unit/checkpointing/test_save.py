@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from torch.overrides import TorchFunctionMode
-from typing_extensions import Buffer
+from typing_extensions import Buffer, override
 
 from megatron.core.checkpointing import storage
 from megatron.core.checkpointing.find import find_checkpoint, is_unused
@@ -44,6 +44,7 @@ def limit_files(monkeypatch: pytest.MonkeyPatch, prefix: str, room: int, error: 
     """Raise ``error``, or the OSError of that number, where a file named ``prefix…`` would exceed ``room`` bytes."""
 
     class SmallFile(io.FileIO):
+        @override
         def write(self, data: Buffer, /) -> int:
             if self.tell() + memoryview(data).nbytes > room:
                 raise OSError(error, os.strerror(error)) if isinstance(error, int) else error
@@ -219,6 +220,7 @@ def test_copies_reuse_the_memory_of_the_save_before() -> None:
 class LateCopies(TorchFunctionMode):
     """Copies that the host doesn't wait for are not there yet, as from a GPU."""
 
+    @override
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         is_late = func is torch.Tensor.copy_ and ((kwargs or {}).get("non_blocking") or args[2:] == (True,))
         return args[0] if is_late else func(*args, **(kwargs or {}))

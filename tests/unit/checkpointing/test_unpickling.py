@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from typing_extensions import override
 
 from megatron.core.checkpointing.stored_tensors import StoredTensors
 from megatron.core.checkpointing.torch_files import load_torch_bytes, load_torch_file
@@ -28,6 +29,7 @@ class Attack:
     def __init__(self, function: Callable[..., Any], *arguments: Any) -> None:
         self._call = (function, arguments)
 
+    @override
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         return self._call
 

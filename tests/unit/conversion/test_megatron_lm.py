@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from megatron.config.model import ModelConfig
 from megatron.core.checkpointing.storage import CheckpointWriter
@@ -280,6 +281,7 @@ def test_malicious_files_run_nothing(tmp_path: Path) -> None:
     write_torch(tmp_path / "x", CLASSIC, values, style="core")
 
     class Attack:
+        @override
         def __reduce__(self) -> tuple[Any, ...]:
             return open, (str(tmp_path / "pwned"), "w")
 

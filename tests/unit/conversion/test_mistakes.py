@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 import torch
+from typing_extensions import override
 
 from megatron.config.model import ModelConfig
 from megatron.core.checkpointing.save import save_streamed
@@ -176,6 +177,7 @@ class Attack:
     def __init__(self, target: Path) -> None:
         self._target = target
 
+    @override
     def __reduce__(self) -> tuple[Any, ...]:
         return open, (str(self._target), "w")
 

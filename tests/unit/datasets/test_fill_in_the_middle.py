@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 from numpy.typing import NDArray
+from typing_extensions import override
 
 from megatron.config.data import DataConfig
 from megatron.core.datasets.fill_in_the_middle import FillInTheMiddle, mark_id
@@ -22,9 +23,11 @@ MARKS = {"<p>": PREFIX, "<m>": MIDDLE, "<s>": SUFFIX}
 class Letters(FakeTokenizer):
     """Token n below 50 is one character, 49 is no character; marks are known as special tokens."""
 
+    @override
     def tokenize(self, text: str) -> list[int]:
         return [MARKS[text]] if text in MARKS else [ord(character) - 65 for character in text]
 
+    @override
     def detokenize(self, ids: Sequence[int]) -> str:
         return "".join("\ufffd" if each == 49 else chr(65 + each) for each in ids)
 

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from typing_extensions import override
 
 from megatron.core.datasets import loader as module
 from megatron.core.datasets.loader import Batch, BatchLoader
@@ -113,6 +114,7 @@ def test_random_numbers_of_the_run_stay_where_they_are(num_workers: int) -> None
 class OnGpu(Numbers):
     """A data set that asks for the GPU."""
 
+    @override
     def __getitem__(self, index: int | None) -> Sample:
         torch.cuda.current_device()
         return super().__getitem__(index)
@@ -204,6 +206,7 @@ def test_the_thread_that_hands_over_is_quiet_when_the_trainer_is_gone(tmp_path: 
 class Deadly(Numbers):
     """Data whose third sample ends the process that reads it."""
 
+    @override
     def __getitem__(self, index: int | None) -> Sample:
         if index == 3:
             os.kill(os.getpid(), signal.SIGBUS)

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from typing_extensions import override
 
 from megatron.core.inference import beams, edits
 from megatron.core.inference.block_pool import BlockPool
@@ -40,6 +41,7 @@ class Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     count = 0
 
+    @override
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.count += 1
         return function(*args, **(kwargs or {}))
@@ -122,6 +124,7 @@ class Compared(str):
     __slots__ = ()
     times = 0
 
+    @override
     def startswith(self, *args: Any) -> bool:
         Compared.times += 1
         return super().startswith(*args)

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
+from typing_extensions import override
 
 from megatron.core.inference.drafts import DraftModel, PromptLookup
 from megatron.core.inference.engine import Engine
@@ -25,13 +26,16 @@ class Letters(Tokenizer):
     name, vocab_size, eod, pad, bos, eos = "Letters", 30, 0, None, None, None
     special_ids: frozenset[int] = frozenset()
 
+    @override
     def detokenize(self, ids: Sequence[int]) -> str:
         return "".join(chr(ord("A") + token) for token in ids)
 
+    @override
     def tokenize_batch(self, texts: Sequence[str]) -> list[list[int]]:
         return [[ord(letter) - ord("A") for letter in text] for text in texts]
 
     @property
+    @override
     def fingerprint(self) -> str:
         return "letters"
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+from typing_extensions import override
 
 from megatron.config.fp8 import Fp8Config
 from megatron.core.moe.fp8_grouped_linear import Fp8GroupedLinear
@@ -57,6 +58,7 @@ class _Made(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self.memory = recorder.Memory()
 
+    @override
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **kwargs or {})
         if not func.is_view:

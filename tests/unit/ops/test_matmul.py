@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from typing_extensions import override
 
 from megatron.core.ops import matmul
 from megatron.core.ops.matmul import add_transposed_times, multiplied, times_transposed, transposed_times
@@ -98,6 +99,7 @@ class _Types(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self.seen: set[torch.dtype] = set()
 
+    @override
     def __torch_dispatch__(
         self, function: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:

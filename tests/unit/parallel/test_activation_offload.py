@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from typing_extensions import override
 
 from megatron.core.parallel import activation_offload
 from megatron.core.parallel.activation_offload import Offload
@@ -44,6 +45,7 @@ def gradients(name: str, plan: RecomputePlan, *, bf16: bool = True) -> tuple[lis
     sent: list[int] = []
 
     class Noting(activation_offload._Group):
+        @override
         def leave(self, stream: Any) -> None:
             super().leave(stream)
             sent.append(sum(each.there.numel() for each in self._leaving if each.there is not None))
@@ -71,14 +73,17 @@ def test_a_group_comes_back_when_the_run_after_it_begins_its_backward_pass(monke
     names: dict[int, str] = {}
 
     class Said(activation_offload._Group):
+        @override
         def leave(self, stream: Any) -> None:
             names[id(self)] = f"group {len(names)}"
             super().leave(stream)
 
+        @override
         def left(self) -> None:
             super().left()
             said.append(f"{names[id(self)]} has left")
 
+        @override
         def return_(self) -> None:
             if not self._returns:
                 said.append(f"{names[id(self)]} returns")
@@ -88,6 +93,7 @@ def test_a_group_comes_back_when_the_run_after_it_begins_its_backward_pass(monke
 
     class Layer(torch.autograd.Function):
         @staticmethod
+        @override
         def forward(ctx: Any, x: Tensor, number: int) -> Tensor:
             said.append(f"forward {number}")
             ctx.number = number
@@ -95,6 +101,7 @@ def test_a_group_comes_back_when_the_run_after_it_begins_its_backward_pass(monke
             return x * number
 
         @staticmethod
+        @override
         def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
             (saved,) = ctx.saved_tensors
             assert torch.equal(saved, torch.full((4,), float(ctx.number)))
@@ -192,11 +199,13 @@ def test_memory_is_let_go_after_kernels_wait_for_the_copy_into_it(monkeypatch: p
 
     class Layer(torch.autograd.Function):
         @staticmethod
+        @override
         def forward(ctx: Any, x: Tensor) -> Tensor:
             ctx.save_for_backward(x * 1)
             return x * 1
 
         @staticmethod
+        @override
         def backward(ctx: Any, grad: Tensor) -> Tensor:
             return grad  # without a look at what was saved
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import override
 
 from megatron.core.parallel.context import ParallelContext
 from megatron.core.parallel.costs import Costs, Workload, costs_of
@@ -18,6 +19,7 @@ class Told(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.zeros(2))
 
+    @override
     def forward(self, x: Tensor) -> Tensor:
         """x"""
         return x
@@ -34,6 +36,7 @@ class Renamed(Told):
 class Adapted(Told):
     """More than its base class, whose costs don't know it."""
 
+    @override
     def forward(self, x: Tensor) -> Tensor:
         """x + x"""
         return x + x

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from megatron.core.parallel.context import ParallelContext
 from megatron.core.parallel.rng import StreamKey
@@ -167,6 +168,7 @@ def test_outputs_are_freed_once_they_are_handed_on() -> None:
     context = ParallelContext.single()
 
     class Adder(Link):
+        @override
         def __call__(self, stage_inputs: StageInputs, microbatch: Microbatch) -> StageInputs | LossSum:
             if self.place == "last":
                 return LossSum.single("loss", stage_inputs["x"].sum(), torch.tensor(1.0))

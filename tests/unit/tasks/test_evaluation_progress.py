@@ -7,6 +7,7 @@ import sys
 
 import pytest
 import torch
+from typing_extensions import override
 
 from megatron.core.parallel.context import ParallelContext
 from megatron.core.parallel.mesh import Mesh
@@ -15,6 +16,7 @@ from tasks.zero_shot import evaluation
 
 
 class Terminal(io.StringIO):
+    @override
     def isatty(self) -> bool:
         return True
 

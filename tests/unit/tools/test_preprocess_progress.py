@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 
 import pytest
+from typing_extensions import override
 
 from megatron.core.datasets.journal import Tally
 from tools.preprocess_data import Progress
@@ -13,6 +14,7 @@ from tools.preprocess_data import Progress
 class Terminal(io.StringIO):
     """A stream that says it is a terminal."""
 
+    @override
     def isatty(self) -> bool:
         return True
 

@@ -8,6 +8,7 @@ from unittest import mock
 
 import pytest
 import torch
+from typing_extensions import override
 
 from megatron.config.run import RunConfig
 from megatron.core.models.gpt.train_spec import GPTSpec
@@ -118,6 +119,7 @@ def test_a_loss_without_a_count_is_named() -> None:
     class Forgetful(GPTSpec):
         name = "forgetful"
 
+        @override
         def loss_names(self, run: RunConfig) -> tuple[str, ...]:
             return (*super().loss_names(run), "router loss")
 

@@ -7,6 +7,8 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from typing_extensions import override
+
 from megatron.core.checkpointing.manifest import listed
 from megatron.core.conversion.tables import matches
 from megatron.errors import CheckpointError, MegatronError
@@ -85,6 +87,7 @@ class _Differences:
         tensors = 0 if self.is_another_model else len(self.lacks) + len(self.more)
         return self.is_another_model, tensors, len(self.missing_settings) + len(self.more_settings)
 
+    @override
     def __str__(self) -> str:
         said = {
             "lacks the tensors": self.lacks,

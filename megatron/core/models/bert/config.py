@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import ClassVar
 
+from typing_extensions import override
+
 from megatron.config.family import Rule
 from megatron.config.flags import Settings, architecture_flag, architecture_switch
 from megatron.core.models.sentences import SentenceConfig
@@ -29,12 +31,14 @@ class BertConfig(SentenceConfig):
         "No bias in the dense layer of the head for masked words (ModernBERT).", off="--bert-no-head-bias"
     )
 
+    @override
     def rules(self) -> Sequence[Rule]:
         """Rules of the families that learn from sentences, and BERT's own."""
         from megatron.core.models.bert.rules import RULES
 
         return (*super().rules(), *RULES)
 
+    @override
     def remarks(self) -> Sequence[Rule]:
         """Remarks about differences from Megatron-LM."""
         from megatron.core.models.bert.rules import REMARKS

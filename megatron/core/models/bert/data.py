@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from typing_extensions import override
 
 from megatron.config.data import DataConfig
 from megatron.core.datasets.build import DatasetSplits, build_splits
@@ -77,6 +78,7 @@ class BertMaker(SampleMaker):
     pairs: bool = True
     hide_pads: bool = False
 
+    @override
     def __call__(
         self, tokens: NDArray[Any], lengths: NDArray[np.int32], target: int, random: np.random.RandomState
     ) -> Sample:
@@ -120,6 +122,7 @@ class BertMaker(SampleMaker):
             "truncated": np.array(size > target, np.int64),
         }
 
+    @override
     def without_loss(self, sample: Sample) -> Sample:
         """Nothing to predict, in text or order."""
         return {**sample, "loss_mask": np.zeros_like(sample["loss_mask"]), "is_random": np.array(-1, np.int64)}

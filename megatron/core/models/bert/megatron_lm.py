@@ -6,6 +6,7 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
+from typing_extensions import override
 
 from megatron.config.family import group_among
 from megatron.config.model import ModelConfig
@@ -38,6 +39,7 @@ class BertFormat(MegatronLMFormat):
     output_has_extra_state = True
     has_latest_layers = False
 
+    @override
     def groups_from_arguments(
         self, args: Arguments, model: ModelConfig, stored: Collection[str], *, legacy: bool
     ) -> tuple[object, ...]:
@@ -46,6 +48,7 @@ class BertFormat(MegatronLMFormat):
         head = BertConfig(bert_binary_head="binary_head.weight" in stored, exact_gelu_head=exact)
         return (head, TokenTypesConfig())
 
+    @override
     def default_tensors(self, stored: Mapping[str, LazyTensor]) -> dict[str, LazyTensor]:
         """Zeros for the token types of a BERT without the second head."""
         if "binary_head.weight" in stored:
@@ -54,6 +57,7 @@ class BertFormat(MegatronLMFormat):
         shape = (TokenTypesConfig.num_tokentypes, like.shape[1])
         return {_TOKEN_TYPES: LazyTensor(shape, like.dtype, lambda: torch.zeros(shape, dtype=like.dtype))}
 
+    @override
     def unsupported(self, portable: PortableModel) -> dict[str, bool]:
         """What Megatron-LM's BERT doesn't have, such as other positions than learned ones, and whether this model has
         it.
@@ -68,10 +72,12 @@ class BertFormat(MegatronLMFormat):
             "the exact GELU in a BERT's head for masked tokens (--exact-gelu-head)": not is_exact,
         }
 
+    @override
     def arguments(self, portable: PortableModel) -> dict[str, Any]:
         """Whether there is a second head."""
         return {"bert_binary_head": group_among(portable.groups, BertConfig).bert_binary_head}
 
+    @override
     def tensors_to_write(self, portable: PortableModel) -> dict[str, LazyTensor]:
         """Tensors to write: without the second head, none of token types."""
         tensors = dict(portable.tensors)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import override
 
 from megatron.config.model import ModelConfig
 from megatron.config.pipeline import Stage
@@ -130,6 +131,7 @@ class BertModel(BertBody):
         if seed is not None:
             initialize(self, context.mesh, seed=seed)
 
+    @override
     def forward(
         self,
         tokens: Tensor | None,
@@ -161,6 +163,7 @@ class BertModel(BertBody):
             return BertOutput(words, None)
         return BertOutput(words, self.binary_head(self.pooler(hidden)))
 
+    @override
     def costs(self, workload: Workload) -> Costs:
         """The body's, those of the words that are predicted, and of the order on one token."""
         found = super().costs(workload) + costs_of(self.lm_head, workload)
@@ -186,6 +189,7 @@ class MaskedLMHead(nn.Module):
         )
         self.layer_norm = Norm(config.hidden_size, config, context)
 
+    @override
     def forward(self, x: Tensor) -> Tensor:
         """``[s, b, h] -> [s, b, h]``."""
         out: Tensor = self.layer_norm(activation(self.dense(x), "gelu" if self._exact else "gelu_tanh"))
@@ -207,6 +211,7 @@ class Pooler(nn.Module):
             config.hidden_size, config.hidden_size, context, init=input_init(config), partial_grad=()
         )
 
+    @override
     def forward(self, x: Tensor) -> Tensor:
         """``[s, b, h] -> [b, h]``."""
         return torch.tanh(self.dense(first_token(x, self._context)))

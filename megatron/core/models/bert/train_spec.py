@@ -8,6 +8,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
+from typing_extensions import override
 
 from megatron.config.family import group_among
 from megatron.config.model import ModelConfig
@@ -44,10 +45,12 @@ class BertSpec(TrainSpec):
         "is_random": None,
     }
 
+    @override
     def loss_names(self, run: RunConfig) -> tuple[str, ...]:
         """The order of texts only with a head for it."""
         return (WORDS, ORDER) if run.group(BertConfig).bert_binary_head else (WORDS,)
 
+    @override
     def fields(self, run: RunConfig, stages: Sequence[Stage]) -> frozenset[str]:
         """Tokens and types for the embedding, labels for the losses, and what is padding for every layer."""
         found = {"attention_mask"}
@@ -57,6 +60,7 @@ class BertSpec(TrainSpec):
             found |= {"labels", "loss_mask"} | ({"is_random"} if run.group(BertConfig).bert_binary_head else set())
         return frozenset(found)
 
+    @override
     def build_model(
         self,
         model: ModelConfig,
@@ -81,10 +85,12 @@ class BertSpec(TrainSpec):
             seed=seed,
         )
 
+    @override
     def forward(self, model: nn.Module, stage_inputs: StageInputs, microbatch: Microbatch) -> Any:
         """Tokens (or the previous stage's hidden states) through this stage."""
         return run_bert(model, stage_inputs, microbatch)
 
+    @override
     def loss(self, output: Any, microbatch: Microbatch) -> LossSum:
         """Cross entropy summed over masked tokens, and over the samples whose texts have an order."""
         assert isinstance(output, BertOutput)
@@ -101,12 +107,14 @@ class BertSpec(TrainSpec):
             parts[ORDER] = ((losses * _has_order(exchanged, context)).sum(), counts[ORDER])
         return LossSum.of(parts, weights=microbatch.loss_weights)
 
+    @override
     def counts(self, microbatch: Microbatch, context: ParallelContext) -> dict[str, Tensor]:
         """Masked tokens, and samples whose order counts."""
         tensors = microbatch.tensors
         found = {WORDS: tensors["loss_mask"].sum()} if "loss_mask" in tensors else {}
         return found | ({ORDER: _has_order(tensors["is_random"], context).sum()} if "is_random" in tensors else {})
 
+    @override
     def build_datasets(self, run: RunConfig, tokenizer: Tokenizer, sizes: SplitSizes) -> DatasetSplits:
         """Samples of sentences from ``--data-path`` and its relatives."""
         bert = run.group(BertConfig)
@@ -121,6 +129,7 @@ class BertSpec(TrainSpec):
             short_probability=bert.short_seq_prob,
         )
 
+    @override
     def workload(self, run: RunConfig, context: ParallelContext) -> Workload:
         """Texts with padding, whose masked tokens are predicted."""
         return workload_of(run, context, has_padding=True, predicted=run.group(BertConfig).mask_prob)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
+from typing_extensions import override
 
 from megatron.config.data import DataConfig
 from megatron.core.datasets.build import DatasetSplits, Part, ShortSplitError, Source, build_splits
@@ -91,6 +92,7 @@ class GPTDataset(OrderedDataset):
         super().__init__(documents, first=first, vocab_size=vocab_size)
         self.order, self.layout, self._rearrange, self._targets, self._cut = order, layout, rearrange, targets, cut
 
+    @override
     def sample(self, index: int) -> Sample:
         """What ``layout`` makes of the tokens."""
         tokens, num_tokens = self._read(index, self.documents)
@@ -105,12 +107,14 @@ class GPTDataset(OrderedDataset):
             sample["loss_mask"] *= self._read(index, self._targets)[0][1:]
         return sample
 
+    @override
     def origin(self, index: int) -> str:
         """Document and token at which sample ``index`` starts."""
         start = self.order.find(index)
         document = self._first + start.documents.item(start.position)
         return f"{self.documents.prefix}, document {document} from token {start.offset}"
 
+    @override
     def describe(self) -> list[str]:
         """The source, in a line."""
         cut = self._cut.describe(self) if self._cut else ""

@@ -7,6 +7,7 @@ from functools import partial
 from typing import Annotated, Any
 
 import torch
+from typing_extensions import override
 
 from megatron.config.layer_patterns import every_or_listed, shortest_pattern
 from megatron.config.model import ModelConfig
@@ -61,6 +62,7 @@ class GPTFormat(MegatronLMFormat):
         "moe_expert_capacity_factor": Annotated[float, Between(-1e6, 1e6)],
     }
 
+    @override
     def groups_from_arguments(
         self, args: Arguments, model: ModelConfig, stored: Collection[str], *, legacy: bool
     ) -> tuple[object, ...]:
@@ -87,6 +89,7 @@ class GPTFormat(MegatronLMFormat):
             raise CheckpointError(f"{args.where} describes a router that {' and '.join(problems)}")
         return (moe,)
 
+    @override
     def default_tensors(self, stored: Mapping[str, LazyTensor]) -> dict[str, LazyTensor]:
         """Zeros for the biases of routers whose experts have some: releases before core 0.15 have none."""
         found = {}
@@ -98,6 +101,7 @@ class GPTFormat(MegatronLMFormat):
                 found[name] = LazyTensor(like.shape[:1], like.dtype, zeros)
         return found
 
+    @override
     def unsupported(self, portable: PortableModel) -> dict[str, bool]:
         """What no router or experts of Megatron-LM's have, and whether these have it."""
         moe = experts_of(portable.groups)
@@ -113,6 +117,7 @@ class GPTFormat(MegatronLMFormat):
             "no biases in shared experts": shared and portable.model.add_mlp_bias,
         }
 
+    @override
     def arguments(self, portable: PortableModel) -> dict[str, Any]:
         """Arguments that describe experts; none for a dense model."""
         moe = experts_of(portable.groups)
@@ -128,12 +133,14 @@ class GPTFormat(MegatronLMFormat):
             "expert_tensor_parallel_size": 1,
         }
 
+    @override
     def flags(self, groups: Sequence[object]) -> dict[str, Any]:
         """Flags of routers and shared experts that --use-checkpoint-args doesn't take, unless they are the defaults."""
         moe, usual = experts_of(groups), MoEConfig()
         found = {name: getattr(moe, name) for name in _NOT_TAKEN} if moe.has_experts else {}
         return {name: value for name, value in found.items() if value != getattr(usual, name)}
 
+    @override
     def notes(self, args: Arguments) -> tuple[str, ...]:
         """Choices that were dropped."""
         factor = args("moe_expert_capacity_factor", -1.0)

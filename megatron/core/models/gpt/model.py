@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Sequence
 
 from torch import Tensor, nn
+from typing_extensions import override
 
 from megatron.config.model import ModelConfig
 from megatron.config.moe import experts_of
@@ -74,6 +75,7 @@ class GPTModel(nn.Module):
         if seed is not None:
             initialize(self, context.mesh, seed=seed)
 
+    @override
     def forward(
         self,
         tokens: Tensor | None,

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import override
 
 from megatron.core.datasets.samples import TEXT_LENGTH
 from megatron.core.parallel.context import ParallelContext
@@ -80,6 +81,7 @@ class MultiTokenLayer(nn.Module):
         self.transformer_layer = TransformerLayer(stack, context, number=number, recompute=recompute.selected)
         self.final_layernorm = Norm(model.hidden_size, model, context)
 
+    @override
     def forward(self, hidden: Tensor, embedded: Tensor, inputs: LayerInputs) -> Tensor:
         """Hidden states of the depth before and embeddings, ``[s, b, h]`` each, to this depth's, normalized."""
         if self._recompute and self.training:

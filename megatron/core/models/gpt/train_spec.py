@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import override
 
 from megatron.config.model import ModelConfig
 from megatron.config.moe import LOSS_NAMES, Z_LOSS, experts_of
@@ -48,15 +49,18 @@ class GPTSpec(TrainSpec):
         **dict.fromkeys((TOKENS, LABELS, MASK, TEXT), 2),
     }
 
+    @override
     def loss_names(self, run: RunConfig) -> tuple[str, ...]:
         """Names of the losses: of the next token, of each depth of multi-token prediction, and of routers."""
         later = map(loss_name, range(run.model.mtp_num_layers))
         return ("lm loss", *later, *experts_of(run.groups()).loss_names)
 
+    @override
     def tallies(self, run: RunConfig) -> Mapping[str, int]:
         """Choices of experts, and losses of routers."""
         return tallies(experts_of(run.groups()), run.model)
 
+    @override
     def describe_tallies(
         self, run: RunConfig, tallies: Mapping[str, Sequence[float]]
     ) -> tuple[str, Mapping[str, float]]:
@@ -64,6 +68,7 @@ class GPTSpec(TrainSpec):
         per_layer = experts_of(run.groups()).moe_per_layer_logging
         return log_line_and_curves(tallies, ranks=run.parallel.expert_model_parallel_size, per_layer=per_layer)
 
+    @override
     def fields(self, run: RunConfig, stages: Sequence[Stage]) -> frozenset[str]:
         """Tokens for the embedding, labels for the loss; positions and documents wherever they matter, and where there
         may be padding for experts, which rows are text.
@@ -82,6 +87,7 @@ class GPTSpec(TrainSpec):
         }
         return frozenset(name for name, is_needed in needed.items() if is_needed)
 
+    @override
     def completed(self, batch: Mapping[str, Tensor], run: RunConfig) -> Mapping[str, Tensor]:
         """The batch with the tokens that multi-token prediction predicts and, where there is padding, which positions
         are text.
@@ -93,6 +99,7 @@ class GPTSpec(TrainSpec):
             found[TEXT_MASK] = is_text
         return found
 
+    @override
     def build_model(
         self,
         model: ModelConfig,
@@ -107,6 +114,7 @@ class GPTSpec(TrainSpec):
         stack = decoder_stack(model, groups)
         return GPTModel(model, context, stage=stage, stack=stack, recompute=recompute, seed=seed)
 
+    @override
     def forward(self, model: nn.Module, stage_inputs: StageInputs, microbatch: Microbatch) -> Any:
         """Tokens (or the previous stage's hidden states) through this stage."""
         output = model(
@@ -122,6 +130,7 @@ class GPTSpec(TrainSpec):
         )
         return output if isinstance(output, VocabularyOutput) else {"hidden": output}
 
+    @override
     def loss(self, output: Any, microbatch: Microbatch) -> LossSum:
         """Cross entropy summed over the tokens that the loss mask keeps, and over those of each later token."""
         assert isinstance(output, VocabularyOutput)
@@ -134,6 +143,7 @@ class GPTSpec(TrainSpec):
         coefficients = {loss_name(depth): later.coefficient for depth, later in enumerate(output.later)}
         return LossSum.of(parts, weights=microbatch.loss_weights, coefficients=coefficients)
 
+    @override
     def counts(self, microbatch: Microbatch, context: ParallelContext) -> dict[str, Tensor]:
         """Tokens that the loss mask keeps, and those of each later token; routers' losses are means over all text."""
         tensors = microbatch.tensors
@@ -144,6 +154,7 @@ class GPTSpec(TrainSpec):
         text = tensors[TEXT_MASK].sum() if TEXT_MASK in tensors else torch.full((), mask.numel(), device=mask.device)
         return found | dict.fromkeys((*LOSS_NAMES.values(), Z_LOSS), text)
 
+    @override
     def build_datasets(self, run: RunConfig, tokenizer: Tokenizer, sizes: SplitSizes) -> DatasetSplits:
         """Packed samples of ``--seq-length`` tokens from ``--data-path`` and its relatives."""
         return build_gpt_splits(

@@ -7,6 +7,8 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, ClassVar
 
+from typing_extensions import override
+
 from megatron.config.data import DataConfig
 from megatron.config.family import Rule
 from megatron.config.flags import architecture_flag, architecture_switch, flag
@@ -57,6 +59,7 @@ class T5Config(SentenceConfig):
         "Multiply the input of the output layer by 1 / sqrt(hidden size), as the original T5 does with tied embeddings."
     )
 
+    @override
     def resolved(self, model: ModelConfig, data: DataConfig) -> Self:
         """The group with defaults filled in: as many decoder as encoder layers, and sequences a quarter as long."""
         layers, length = self.decoder_num_layers, self.decoder_seq_length
@@ -66,26 +69,31 @@ class T5Config(SentenceConfig):
             decoder_seq_length=max(data.seq_length // 4, 1) if length is None else length,
         )
 
+    @override
     def rules(self) -> Sequence[Rule]:
         """Rules of the families that learn from sentences, and T5's own."""
         from megatron.core.models.t5.rules import RULES
 
         return (*super().rules(), *RULES)
 
+    @override
     def num_layers(self, model: ModelConfig) -> int:
         """The encoder's and the decoder's."""
         return model.num_layers + self.decoder_num_layers
 
+    @override
     def layers_asked(self, model: ModelConfig) -> str:
         """``--num-layers`` and ``--decoder-num-layers``."""
         return (
             f"{super().layers_asked(model)} + --decoder-num-layers {self.decoder_num_layers} = {self.num_layers(model)}"
         )
 
+    @override
     def longest_sequence(self, data: DataConfig) -> int:
         """The decoder's sequences may be the longer ones."""
         return max(data.seq_length, self.decoder_seq_length)
 
+    @override
     def shrunk(self, model: ModelConfig, *, num_layers: int, seq_length: int, multiple: int) -> tuple[int, Self]:
         """A decoder of the rest of the layers, and half as many tokens."""
         encoder = model.num_layers if num_layers == self.num_layers(model) else min(model.num_layers, num_layers // 2)

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from typing_extensions import override
 
 from megatron.config.data import DataConfig
 from megatron.core.datasets.build import DatasetSplits, build_splits
@@ -70,6 +71,7 @@ class T5Maker(SampleMaker):
     rules: MaskingRules
     hide_pads: bool = False
 
+    @override
     def __call__(
         self, tokens: NDArray[Any], lengths: NDArray[np.int32], target: int, random: np.random.RandomState
     ) -> Sample:

@@ -11,6 +11,8 @@ import dataclasses
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
+from typing_extensions import override
+
 from megatron.config.family import group_among
 from megatron.config.model import Activation, ModelConfig
 from megatron.core.conversion.bounds import Layers, Width
@@ -165,6 +167,7 @@ class T5Format(HuggingFaceFormat):
 
     types: Mapping[str, ModelType] = {"t5": T5, "mt5": MT5}
 
+    @override
     def settings_of_groups(self, groups: Sequence[object], model_type: str, model: ModelConfig) -> dict[str, Any]:
         """The decoder, the relative positions and the scale of the output."""
         group = group_among(groups, T5Config)
@@ -175,6 +178,7 @@ class T5Format(HuggingFaceFormat):
             "relative_attention_max_distance": group.relative_attention_max_distance,
         }
 
+    @override
     def differences(self, model_type: str, model: ModelConfig, groups: Sequence[object]) -> list[str]:
         """An output that no T5 has."""
         if not group_among(groups, T5Config).scale_output:
@@ -183,6 +187,7 @@ class T5Format(HuggingFaceFormat):
             return ["the output is scaled (--scale-output is given)"]
         return ["the output is scaled and not tied"] if model.untie_embeddings_and_output_weights else []
 
+    @override
     def groups_from_config(self, known: Known, tensors: Collection[str], *, where: str) -> tuple[object, ...]:
         """The decoder and the relative positions."""
         if not any(name.startswith("decoder.") for name in tensors):
@@ -198,10 +203,12 @@ class T5Format(HuggingFaceFormat):
         )
         return (group,)
 
+    @override
     def table(self, model_type: str, model: ModelConfig, groups: Sequence[object] = ()) -> Sequence[Row]:
         """Rows of the model's modules, with a gated MLP or a plain one."""
         return GATED_TABLE if model.gated else T5.table
 
+    @override
     def complete(self, model: ModelConfig, tensors: dict[str, LazyTensor]) -> ModelConfig:
         """Word embeddings may have the encoder's name; without an output layer, as transformers 5 saves a v1.1 that it
         made, the output is tied.
@@ -212,6 +219,7 @@ class T5Format(HuggingFaceFormat):
             return model
         return dataclasses.replace(model, untie_embeddings_and_output_weights=False)
 
+    @override
     def special_tokens(self, tokenizer: Tokenizer) -> dict[str, Any]:
         """The decoder begins as the tokenizer's folder says, the original's with padding."""
         usual = tokenizer.pad if tokenizer.bos is None else tokenizer.bos

@@ -6,6 +6,8 @@ import dataclasses
 from collections.abc import Collection, Mapping
 from typing import Any
 
+from typing_extensions import override
+
 from megatron.config.family import group_among
 from megatron.config.model import ModelConfig
 from megatron.core.conversion.bounds import Count, Layers, Width
@@ -65,6 +67,7 @@ class T5Format(MegatronLMFormat):
         **dict.fromkeys(("relative_attention_num_buckets", "relative_attention_max_distance"), Width),
     }
 
+    @override
     def check(self, args: Arguments) -> None:
         """A tied output has a bias there, whatever the linear layers have."""
         tied = not args("untie_embeddings_and_output_weights", False)
@@ -74,6 +77,7 @@ class T5Format(MegatronLMFormat):
                 "still has a bias; here it has none, so only an untied output layer can be converted"
             )
 
+    @override
     def groups_from_arguments(
         self, args: Arguments, model: ModelConfig, stored: Collection[str], *, legacy: bool
     ) -> tuple[object, ...]:
@@ -81,6 +85,7 @@ class T5Format(MegatronLMFormat):
         group = T5Config(decoder_num_layers=depths_of(stored)["decoder"])
         return (dataclasses.replace(group, **{name: args(name, getattr(group, name)) for name in _SAME_FIELDS}),)
 
+    @override
     def unsupported(self, portable: PortableModel) -> dict[str, bool]:
         """Stacks of unequal depth, a scaled output, shared keys and values, a tied output without bias."""
         model, group = portable.model, group_among(portable.groups, T5Config)
@@ -93,6 +98,7 @@ class T5Format(MegatronLMFormat):
             "a bias in a T5's tied output layer even with --disable-bias-linear": tied and not model.add_bias_linear,
         }
 
+    @override
     def arguments(self, portable: PortableModel) -> dict[str, Any]:
         """Arguments for both stacks' sizes and relative positions."""
         group = group_among(portable.groups, T5Config)

@@ -7,6 +7,7 @@ import math
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import override
 
 from megatron.config.model import ModelConfig
 from megatron.config.pipeline import Stage
@@ -102,6 +103,7 @@ class T5Model(nn.Module):
             tied=f"{name}.weight",
         )
 
+    @override
     def forward(
         self,
         encoder_tokens: Tensor | None,

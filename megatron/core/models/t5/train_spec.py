@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 from torch import Tensor, nn
+from typing_extensions import override
 
 from megatron.config.family import group_among
 from megatron.config.model import ModelConfig
@@ -40,10 +41,12 @@ class T5Spec(TrainSpec):
         "enc_mask": None,
     }
 
+    @override
     def loss_names(self, run: RunConfig) -> tuple[str, ...]:
         """Name of the one loss."""
         return ("lm loss",)
 
+    @override
     def fields(self, run: RunConfig, stages: Sequence[Stage]) -> frozenset[str]:
         """Tokens for both embeddings, labels for the loss, and what is padding for every layer."""
         found = {"enc_mask"}
@@ -55,6 +58,7 @@ class T5Spec(TrainSpec):
             found |= {"labels", "loss_mask"}
         return frozenset(found)
 
+    @override
     def stage_inputs(self, run: RunConfig, stage: Stage, context: ParallelContext) -> dict[str, TensorSpec]:
         """Hidden states ``[s, b, h]``; of the decoder together with the encoder's output."""
         if stage.is_first:
@@ -69,6 +73,7 @@ class T5Spec(TrainSpec):
         whole = stage.layers.start == run.model.num_layers
         return {"hidden": from_encoder if whole else hidden_spec(run, context, length=length)}
 
+    @override
     def build_model(
         self,
         model: ModelConfig,
@@ -82,6 +87,7 @@ class T5Spec(TrainSpec):
         """The stage's part of the T5."""
         return T5Model(model, group_among(groups, T5Config), context, stage=stage, recompute=recompute, seed=seed)
 
+    @override
     def forward(self, model: nn.Module, stage_inputs: StageInputs, microbatch: Microbatch) -> Any:
         """Tokens, or the previous stage's hidden states, through this stage."""
         tensors = microbatch.tensors
@@ -95,6 +101,7 @@ class T5Spec(TrainSpec):
             side_losses=microbatch.side_losses,
         )
 
+    @override
     def loss(self, output: Any, microbatch: Microbatch) -> LossSum:
         """Cross entropy summed over the decoder's target tokens."""
         assert isinstance(output, VocabularyOutput)
@@ -102,11 +109,13 @@ class T5Spec(TrainSpec):
         total = output.cross_entropy(labels, mask, backward_scale=microbatch.backward_scale)
         return LossSum.single("lm loss", total, mask.sum())
 
+    @override
     def counts(self, microbatch: Microbatch, context: ParallelContext) -> dict[str, Tensor]:
         """The decoder's target tokens."""
         tensors = microbatch.tensors
         return {"lm loss": tensors["loss_mask"].sum()} if "loss_mask" in tensors else {}
 
+    @override
     def build_datasets(self, run: RunConfig, tokenizer: Tokenizer, sizes: SplitSizes) -> DatasetSplits:
         """Samples of sentences from ``--data-path`` and its relatives."""
         t5 = run.group(T5Config)
@@ -121,6 +130,7 @@ class T5Spec(TrainSpec):
             short_probability=t5.short_seq_prob,
         )
 
+    @override
     def workload(self, run: RunConfig, context: ParallelContext) -> Workload:
         """Texts with padding for the encoder, shorter ones for the decoder."""
         length = run.group(T5Config).decoder_seq_length

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from megatron.core.ops.attention.masks import alibi, distances, each_document
 from megatron.core.ops.attention.request import AttentionOptions, AttentionRequest, Gradients, PartialResult
@@ -55,6 +56,7 @@ class _Chunked(torch.autograd.Function):
     """
 
     @staticmethod
+    @override
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, options: AttentionOptions) -> Tensor:
         ctx.save_for_backward(q, k, v, bias)
         ctx.options = dataclasses.replace(options, bias=None)
@@ -66,6 +68,7 @@ class _Chunked(torch.autograd.Function):
         return out.flatten(2)
 
     @staticmethod
+    @override
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor | None, None]:
         q, k, v, bias = ctx.saved_tensors
         options = dataclasses.replace(ctx.options, bias=bias, generator=generator_at(ctx.generator_state, q.device))

@@ -24,6 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
+from typing_extensions import override
 
 from megatron.core.device import seeded
 from megatron.core.ops.attention.capabilities import Capabilities
@@ -166,6 +167,7 @@ class _Flash(torch.autograd.Function):
     """Keeps q, k, v, the sinks, the result and its log-sum-exp."""
 
     @staticmethod
+    @override
     def forward(
         ctx: Any,
         q: Tensor,
@@ -183,6 +185,7 @@ class _Flash(torch.autograd.Function):
         return whole.out
 
     @staticmethod
+    @override
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, sinks, out, lse, state = ctx.saved_tensors
         options, backend = ctx.call

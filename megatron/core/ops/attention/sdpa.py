@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from typing_extensions import override
 
 from megatron.core.ops.attention.masks import allowed_keys, each_document
 from megatron.core.ops.attention.online_softmax import OnlineSoftmax
@@ -157,6 +158,7 @@ class _Whole(torch.autograd.Function):
     """Attention on a CPU by the kernel's own two passes. Keeps q, k, v, the result and its log-sum-exp."""
 
     @staticmethod
+    @override
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions, causal: bool) -> Tensor:
         query, key, value = (_fold(x) for x in (q, k, v))
         folded, lse = _kernel(query, key, value, options, causal=causal)
@@ -166,6 +168,7 @@ class _Whole(torch.autograd.Function):
         return out
 
     @staticmethod
+    @override
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse = ctx.saved_tensors
         upstream, query, key, value, result = (_fold(x) for x in (grad, q, k, v, out))
@@ -228,6 +231,7 @@ class _Windowed(torch.autograd.Function):
     """Keeps q, k, v, the result and its log-sum-exp."""
 
     @staticmethod
+    @override
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Tensor:
         merged = OnlineSoftmax.uninitialized(q, v)
         for part in _parts(q.shape[0], _length(options)):
@@ -246,6 +250,7 @@ class _Windowed(torch.autograd.Function):
         return whole.out
 
     @staticmethod
+    @override
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
         q, k, v, out, lse = ctx.saved_tensors
         options: AttentionOptions = ctx.options
@@ -293,6 +298,7 @@ class _Masked(torch.autograd.Function):
     """Masked attention on a CPU. Keeps q, k, v, the result and its log-sum-exp."""
 
     @staticmethod
+    @override
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Tensor:
         query, key, value = (_fold(x) for x in (q, k, v))
         found = []
@@ -307,6 +313,7 @@ class _Masked(torch.autograd.Function):
         return _unfold(out, q)
 
     @staticmethod
+    @override
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
         q, k, v, out, lse = ctx.saved_tensors
         upstream, query, key, value = (_fold(x) for x in (grad, q, k, v))

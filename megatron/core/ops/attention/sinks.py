@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from megatron.core.ops.attention.masks import each_document
 from megatron.core.ops.attention.online_softmax import sinks_gradient, with_sinks
@@ -34,6 +35,7 @@ class _Sinks(torch.autograd.Function):
     """Keeps the inputs, the result, its log-sum-exp, and the state of the generator."""
 
     @staticmethod
+    @override
     def forward(
         ctx: Any,
         q: Tensor,
@@ -51,6 +53,7 @@ class _Sinks(torch.autograd.Function):
         return whole.out
 
     @staticmethod
+    @override
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, bias, sinks, out, lse = ctx.saved_tensors
         options, backend = ctx.call

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
+from typing_extensions import override
 
 from megatron.config import DataConfig, ModelConfig, OptimizerConfig, ParallelConfig, RunConfig, TrainingConfig
 from megatron.core.models.bert.config import BertConfig
@@ -62,6 +63,7 @@ class Attention(nn.Module):
         self.qkv = nn.Linear(config.hidden_size, (self.heads + 2 * self.groups) * self.width, bias=False)
         self.proj = nn.Linear(self.heads * self.width, config.hidden_size, bias=False)
 
+    @override
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         b, s, _ = x.shape
         sizes = [self.heads * self.width, self.groups * self.width, self.groups * self.width]
@@ -83,6 +85,7 @@ class Reference(nn.Module):
         self.down = nn.ModuleList(nn.Linear(f, h, bias=False) for _ in self.attention)
         self.output: nn.Module = nn.Linear(h, config.padded_vocab_size(1), bias=False)
 
+    @override
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for attention, up, down in zip(self.attention, self.up, self.down):
             x = x + attention(x)

@@ -10,12 +10,14 @@ import sys
 from collections.abc import Callable
 
 import pytest
+from typing_extensions import override
 
 from megatron.training.reporting.progress import ProgressBar
 from tests.architecture.source_tree import ROOT
 
 
 class Terminal(io.StringIO):
+    @override
     def isatty(self) -> bool:
         return True
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from typing_extensions import override
 
 from megatron.config.reporting import ReportingConfig
 from megatron.training.reporting.curves import Curves
@@ -207,6 +208,7 @@ def test_test_set_losses_are_printed_but_do_not_overwrite_the_validation_curve()
 
 
 class Terminal(io.StringIO):
+    @override
     def isatty(self) -> bool:
         return True
 

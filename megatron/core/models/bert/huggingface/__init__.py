@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
+from typing_extensions import override
+
 from megatron.config.family import group_among
 from megatron.config.model import ModelConfig
 from megatron.core.conversion.huggingface.format import HuggingFaceFormat, ModelType
@@ -20,11 +22,13 @@ class BertFormat(HuggingFaceFormat):
 
     types: Mapping[str, ModelType] = {**bert.TYPES, **roberta.TYPES, **modernbert.TYPES}
 
+    @override
     def classes(self, model_type: str) -> tuple[str, ...]:
         """Classes with the head for masked tokens; for BERT, the class with both heads comes first."""
         heads = ("PreTraining", "MaskedLM") if model_type in bert.TYPES else ("MaskedLM",)
         return tuple(f"{self.types[model_type].architecture}For{each}" for each in heads)
 
+    @override
     def settings_of_groups(self, groups: Sequence[object], model_type: str, model: ModelConfig) -> dict[str, Any]:
         """The class with these heads, and the token types; of a ModernBERT the bias of its head."""
         group = group_among(groups, BertConfig)
@@ -33,6 +37,7 @@ class BertFormat(HuggingFaceFormat):
             return {"architectures": [architecture], "classifier_bias": group.head_bias}
         return {"architectures": [architecture], "type_vocab_size": token_types(groups)}
 
+    @override
     def differences(self, model_type: str, model: ModelConfig, groups: Sequence[object]) -> list[str]:
         """Heads and token types that the type lacks, and a GELU or a bias that its head has not."""
         group, types, found = group_among(groups, BertConfig), token_types(groups), list[str]()
@@ -51,6 +56,7 @@ class BertFormat(HuggingFaceFormat):
             found.append("the head for masked tokens has no bias (--bert-no-head-bias)")
         return found if types else [*found, "there are no token types"]
 
+    @override
     def groups_from_config(self, known: Known, tensors: Collection[str], *, where: str) -> tuple[object, ...]:
         """BERT's settings: with a head for the order of texts where there are tensors of one."""
         model_type = known("model_type")
@@ -69,6 +75,7 @@ class BertFormat(HuggingFaceFormat):
         types = 0 if model_type in modernbert.TYPES else known("type_vocab_size")
         return (head, TokenTypesConfig(num_tokentypes=types))
 
+    @override
     def complete(self, model: ModelConfig, tensors: dict[str, LazyTensor]) -> ModelConfig:
         """The bias of an untied output: files of transformers 4 have it where a tied one is, and 5 keeps one there
         that nothing reads.
@@ -79,6 +86,7 @@ class BertFormat(HuggingFaceFormat):
                     tensors.setdefault(live, tensors.pop(name))
         return model
 
+    @override
     def is_unused(self, name: str, model_type: str) -> bool:
         """Whether a tensor isn't read: also the pooler of a model without the head that reads it."""
         return super().is_unused(name, model_type) or name.startswith(f"{self.types[model_type].prefix}pooler.")

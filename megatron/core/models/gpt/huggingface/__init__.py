@@ -6,6 +6,8 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from typing_extensions import override
+
 from megatron.config.model import ModelConfig
 from megatron.config.moe import experts_of
 from megatron.core.conversion.huggingface.format import HuggingFaceFormat, ModelType
@@ -70,16 +72,19 @@ class DecoderFormat(HuggingFaceFormat):
     unknown_tokens: Mapping[str, Any] = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
     types: Mapping[str, ModelType] = {name: each for kind in _KINDS for name, each in kind.TYPES.items()}
 
+    @override
     def complete(self, model: ModelConfig, tensors: dict[str, LazyTensor]) -> ModelConfig:
         """Files that transformers saved lack the layers of multi-token prediction."""
         has_later = any(name.endswith(".eh_proj.weight") for name in tensors)
         return model if has_later or not model.mtp_num_layers else replace(model, mtp_num_layers=0)
 
+    @override
     def groups_from_config(self, known: Known, tensors: Collection[str], *, where: str) -> tuple[object, ...]:
         """The experts of types that have some."""
         described = self.types[known("model_type")]
         return (described.experts(known),) if isinstance(described, ExpertType) else ()
 
+    @override
     def settings_of_groups(self, groups: Sequence[object], model_type: str, model: ModelConfig) -> dict[str, Any]:
         """Settings of the experts."""
         described = self.types[model_type]
@@ -87,6 +92,7 @@ class DecoderFormat(HuggingFaceFormat):
             return {}
         return described.write_experts(experts_of(groups), model)
 
+    @override
     def differences(self, model_type: str, model: ModelConfig, groups: Sequence[object]) -> list[str]:
         """What a type can't express about the model's experts."""
         described, moe = self.types[model_type], experts_of(groups)
@@ -94,6 +100,7 @@ class DecoderFormat(HuggingFaceFormat):
             return described.expert_differences(moe, model)
         return ["it has experts"] if moe.has_experts else []
 
+    @override
     def table(self, model_type: str, model: ModelConfig, groups: Sequence[object] = ()) -> Sequence[Row]:
         """Rows of the model's modules, those of experts included."""
         described, moe = self.types[model_type], experts_of(groups)
