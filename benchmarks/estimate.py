@@ -27,8 +27,9 @@ from megatron.core.models.registry import FAMILIES, family_of
 from megatron.errors import ParallelError
 from megatron.planning.estimate import rank_peak
 from megatron.rehearsal.accelerator import unavailable
-from megatron.rehearsal.ranks import Task, rehearse_tasks
+from megatron.rehearsal.ranks import rehearse_tasks
 from megatron.rehearsal.settings import rehearsed
+from megatron.rehearsal.task import Task
 from tests.golden.regenerate_examples import FLAG_FILES, example
 
 EXAMPLES = {path.stem: path for path in FLAG_FILES}

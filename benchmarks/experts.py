@@ -30,7 +30,8 @@ from megatron.core.parallel.side_losses import SideLosses
 from megatron.core.tensor_parallel.initialize import initialize
 from megatron.core.transformer.inputs import LayerInputs
 from megatron.core.transformer.mlp import MLP
-from megatron.core.transformer.stack import BranchPlace, StackConfig
+from megatron.core.transformer.place import BranchPlace
+from megatron.core.transformer.stack import StackConfig
 
 
 @dataclass(frozen=True)

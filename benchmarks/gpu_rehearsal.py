@@ -17,9 +17,10 @@ from benchmarks.gpu_steps import SPEC, PlainSettings, Way, plain_step, run_of
 from megatron.errors import ConfigError
 from megatron.planning.estimate import rank_peak
 from megatron.rehearsal.accelerator import Waits, pretending, register, unavailable
-from megatron.rehearsal.ranks import Task, rehearse_tasks
+from megatron.rehearsal.ranks import rehearse_tasks
 from megatron.rehearsal.recorder import Memory
 from megatron.rehearsal.settings import rehearsed
+from megatron.rehearsal.task import Task
 
 
 @dataclasses.dataclass(frozen=True)

@@ -264,7 +264,7 @@ def our_published(model_type: str, shape: Shape, config: Any, context: Any) -> t
     """GPTModel with the architecture of the published type, whatever ``config`` says."""
     import dataclasses
 
-    from megatron.core.conversion.huggingface.format import model_from_config
+    from megatron.core.conversion.huggingface.formats import model_from_config
 
     described = model_from_config(published_settings(model_type, shape).to_dict(), where=model_type)
     return our_gpt(shape, dataclasses.replace(described, attention_dropout=0.0, hidden_dropout=0.0), context)
@@ -326,7 +326,7 @@ class Experts:
     def _model(self, shape: Shape) -> Any:
         import dataclasses
 
-        from megatron.core.conversion.huggingface.format import model_from_config
+        from megatron.core.conversion.huggingface.formats import model_from_config
 
         described = model_from_config(self.settings(shape).to_dict(), where="mixtral")
         return dataclasses.replace(described, attention_dropout=0.0, hidden_dropout=0.0)

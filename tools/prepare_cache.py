@@ -51,7 +51,7 @@ def main(argv: Sequence[str]) -> int:
 def cache_folders(config: RunConfig) -> list[Path]:
     """Folders of the run's indices."""
     from megatron.core.datasets.build import sources_read
-    from megatron.training.run.preflight import split_sizes
+    from megatron.training.run.split_sizes import split_sizes
 
     data = config.data
     if data.data_cache_path:

@@ -39,6 +39,7 @@ from megatron.core.files.durable import replaced_file, write_errors
 from megatron.core.tokenizers.base import Tokenizer
 from megatron.core.tokenizers.encode import EncodedBatch, Encoding, encode_in_order, shared_tokenizer
 from megatron.core.tokenizers.engine import GIGATOKEN, OWN, PROBE_BYTES, EngineChoice, choose_engine
+from megatron.core.tokenizers.line_batches import LineBatch
 from megatron.core.tokenizers.sentences import (
     LEARNED_FROM_BYTES,
     SentenceRules,
@@ -48,7 +49,6 @@ from megatron.core.tokenizers.sentences import (
 )
 from megatron.core.tokenizers.text_files import (
     BadLine,
-    LineBatch,
     find_inputs,
     is_plain_text,
     read_batches,

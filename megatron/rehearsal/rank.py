@@ -38,8 +38,8 @@ from megatron.core.tensor_parallel import initialize
 from megatron.planning.model import stage_models
 from megatron.rehearsal.accelerator import DEVICE_TYPE, Waits, pretending, register
 from megatron.rehearsal.experts import balanced
-from megatron.rehearsal.ranks import Task
 from megatron.rehearsal.recorder import Memory, Operation, Recorder
+from megatron.rehearsal.task import Task
 from megatron.training.checkpoints.trained_model import PlacedModel
 from megatron.training.evaluation.evaluate import evaluate
 from megatron.training.evaluation.generating import engine_of_every_rank

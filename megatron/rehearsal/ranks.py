@@ -7,7 +7,6 @@ import multiprocessing
 import os
 import traceback
 from collections.abc import Sequence
-from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import BaseContext
 from typing import TYPE_CHECKING, Any
@@ -15,20 +14,10 @@ from typing import TYPE_CHECKING, Any
 from megatron.config.run import RunConfig
 from megatron.core.models.train_spec import TrainSpec
 from megatron.errors import MegatronError, ParallelError
+from megatron.rehearsal.task import Task
 
 if TYPE_CHECKING:
     from megatron.rehearsal.rank import Rehearsed
-
-
-@dataclass(frozen=True, kw_only=True)
-class Task:
-    """A rank to rehearse, for ``steps`` steps on a device of ``memory`` bytes."""
-
-    config: RunConfig
-    train_spec: TrainSpec
-    rank: int
-    steps: int
-    memory: int
 
 
 def rehearse_ranks(

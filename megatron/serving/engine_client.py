@@ -20,22 +20,11 @@ from megatron.errors import MegatronError
 from megatron.serving.errors import ApiError
 from megatron.serving.grammars import Grammar
 from megatron.serving.messages import Abort, Report, Submission
+from megatron.serving.progress import Progress
 from megatron.serving.streams import Stream
 
 if TYPE_CHECKING:
     from megatron.serving.metrics import Metrics
-
-
-@dataclass
-class Progress:
-    """One request on its way, with the times that metrics need (seconds, monotonic)."""
-
-    stream: Stream
-    arrived: float
-    prompt_tokens: int
-    first_token: float | None = None
-    last_token: float = 0.0
-    generated: int = 0
 
 
 @dataclass(eq=False)

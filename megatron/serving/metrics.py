@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, disable_created_metrics, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -11,13 +12,24 @@ from prometheus_client.registry import Collector
 from typing_extensions import override
 
 from megatron.core.inference.request import Update
-from megatron.serving.engine_client import EngineClient, Progress
+from megatron.core.inference.statistics import Statistics
+from megatron.serving.progress import Progress
 
 _FIRST_TOKEN = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160)
 _BETWEEN = (0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80)
 _WHOLE = (0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920)
 _STEP = (1, *(8 << power for power in range(11)))
 _TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 50_000, 100_000)
+
+
+class ObservedEngine(Protocol):
+    """The engine's own numbers: its latest ``statistics``, and how many requests have not ended."""
+
+    statistics: Statistics
+
+    @property
+    def unfinished(self) -> int:
+        """Requests that wait or run."""
 
 
 @dataclass(eq=False)
@@ -50,7 +62,7 @@ class Metrics:
         self._texts = self._histogram("request_generation_tokens", "Generated tokens of a request.", _TOKENS)
         self._steps = self._histogram("iteration_tokens_total", "Tokens that a step of the engine computes.", _STEP)
 
-    def watch(self, engine: EngineClient) -> None:
+    def watch(self, engine: ObservedEngine) -> None:
         """Add the engine's own numbers, which are read at each scrape."""
         self.registry.register(_EngineNumbers(engine, self.model_name, self.prefix))
 
@@ -106,7 +118,7 @@ class Metrics:
 class _EngineNumbers(Collector):
     """Gauges and counters of the engine, read at each scrape."""
 
-    engine: EngineClient
+    engine: ObservedEngine
     model_name: str
     prefix: str
 

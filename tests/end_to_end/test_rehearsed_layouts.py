@@ -24,8 +24,9 @@ from megatron.core.models.t5.config import T5Config
 from megatron.planning.estimate import rank_peak
 from megatron.rehearsal.accelerator import unavailable
 from megatron.rehearsal.rank import Rehearsed
-from megatron.rehearsal.ranks import Task, rehearse_tasks
+from megatron.rehearsal.ranks import rehearse_tasks
 from megatron.rehearsal.report import problems
+from megatron.rehearsal.task import Task
 from tests.equivalence import test_context, test_experts, test_fp8, test_freezing, test_pipeline, test_t5
 from tests.equivalence import test_equivalence as table
 from tests.equivalence.families import LENGTH, T5_SETTINGS, VOCABULARY

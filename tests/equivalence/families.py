@@ -36,7 +36,8 @@ from megatron.core.tensor_parallel.layers import ReplicatedLinear
 from megatron.core.transformer.initialization import input_init
 from megatron.core.transformer.inputs import LayerInputs
 from megatron.core.transformer.mlp import MLP
-from megatron.core.transformer.stack import FEED_FORWARD, SELF_ATTENTION, Branch, BranchPlace, StackConfig
+from megatron.core.transformer.place import BranchPlace
+from megatron.core.transformer.stack import FEED_FORWARD, SELF_ATTENTION, Branch, StackConfig
 from tasks.fine_tuning.model import BertClassifier
 from tasks.fine_tuning.train_spec import ACCURACY, LOSS, ClassificationSpec, LabelledData
 

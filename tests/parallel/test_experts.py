@@ -25,7 +25,8 @@ from megatron.core.parallel.rng import StreamKey
 from megatron.core.parallel.side_losses import SideLosses
 from megatron.core.tensor_parallel.initialize import initialize
 from megatron.core.transformer.inputs import LayerInputs
-from megatron.core.transformer.stack import BranchPlace, StackConfig
+from megatron.core.transformer.place import BranchPlace
+from megatron.core.transformer.stack import StackConfig
 from megatron.training import loop
 from megatron.training.checkpoints.loading import load
 from megatron.training.checkpoints.saving import Saver

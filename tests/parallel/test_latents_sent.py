@@ -16,7 +16,8 @@ from megatron.core.models.gpt.model import GPTModel
 from megatron.core.parallel import exchange
 from megatron.core.parallel.context import ParallelContext
 from megatron.core.transformer.latent_attention import LatentAttention
-from megatron.core.transformer.stack import BranchPlace, StackConfig
+from megatron.core.transformer.place import BranchPlace
+from megatron.core.transformer.stack import StackConfig
 from tests.harness import run_ranks
 
 LENGTH, BATCH, RANKS, LAYERS = 8, 2, 3, 2

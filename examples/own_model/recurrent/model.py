@@ -16,7 +16,8 @@ from megatron.core.parallel.costs import Costs, Workload, total_of
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.initialization import input_init, output_init
 from megatron.core.transformer.inputs import LayerInputs
-from megatron.core.transformer.stack import FEED_FORWARD, Branch, BranchPlace, StackConfig
+from megatron.core.transformer.place import BranchPlace
+from megatron.core.transformer.stack import FEED_FORWARD, Branch, StackConfig
 
 
 class Recurrence(nn.Module):

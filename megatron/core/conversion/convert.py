@@ -15,9 +15,9 @@ from megatron.core.conversion import proof
 from megatron.core.conversion.huggingface.hub import model_folder
 from megatron.core.conversion.huggingface.reading import read_huggingface
 from megatron.core.conversion.huggingface.writing import write_huggingface
+from megatron.core.conversion.megatron_lm.answer import megatron_lm_answer
 from megatron.core.conversion.megatron_lm.files import find_folder
 from megatron.core.conversion.megatron_lm.format import format_for
-from megatron.core.conversion.megatron_lm.forward import megatron_lm_answer
 from megatron.core.conversion.megatron_lm.known_arguments import not_handed_on
 from megatron.core.conversion.megatron_lm.layer_arguments import notes_for_training
 from megatron.core.conversion.megatron_lm.reading import read_megatron_lm

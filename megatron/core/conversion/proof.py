@@ -22,7 +22,7 @@ from megatron.config.model import ModelConfig
 from megatron.config.pipeline import Stage
 from megatron.core.checkpointing.find import find_checkpoint
 from megatron.core.checkpointing.load import MODEL_NAME, load_checkpoint, read_run_state
-from megatron.core.conversion.huggingface.format import format_of
+from megatron.core.conversion.huggingface.formats import format_of
 from megatron.core.conversion.huggingface.reading import read_config
 from megatron.core.conversion.portable import PortableModel, fill, layers_of
 from megatron.core.conversion.questions import Answer, Question

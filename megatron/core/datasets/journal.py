@@ -17,7 +17,8 @@ from numpy.typing import NDArray
 
 from megatron.core.datasets.metadata import DatasetMetadata
 from megatron.core.files.durable import replaced_file, write_errors
-from megatron.core.tokenizers.text_files import STDIN, Position
+from megatron.core.tokenizers.line_batches import Position
+from megatron.core.tokenizers.text_files import STDIN
 from megatron.errors import DataError
 from megatron.small_files import VOCABULARY_BYTES, read_json
 

@@ -26,7 +26,8 @@ from megatron.core.tensor_parallel.regions import all_rows, own_rows
 from megatron.core.transformer.initialization import input_init
 from megatron.core.transformer.inputs import LayerInputs
 from megatron.core.transformer.mlp import MLP
-from megatron.core.transformer.stack import FEED_FORWARD, Branch, BranchPlace
+from megatron.core.transformer.place import BranchPlace
+from megatron.core.transformer.stack import FEED_FORWARD, Branch
 
 
 class SharedExperts(MLP):

@@ -22,8 +22,9 @@ from megatron.config.tokenizer import TokenizerConfig
 from megatron.core.tokenizers.base import Tokenizer
 from megatron.core.tokenizers.build import build_tokenizer
 from megatron.core.tokenizers.engine import OWN, Engine, build_engine
+from megatron.core.tokenizers.line_batches import LineBatch, Position
 from megatron.core.tokenizers.sentences import SentenceRules, split_all
-from megatron.core.tokenizers.text_files import BadLine, LineBatch, Position, read_documents
+from megatron.core.tokenizers.text_files import BadLine, read_documents
 from megatron.errors import RESTART_MAY_HELP, DataError
 
 BATCHES_AHEAD = 2  # per worker: one being encoded and one waiting, so that no worker waits for the reader

@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from megatron.core.tokenizers.text_files import LineBatch, Position
+from megatron.core.tokenizers.line_batches import LineBatch, Position
 from megatron.errors import ConfigError, DataError
 
 _ROWS = 256  # decoded at a time; a row of web text is a few KB

@@ -20,6 +20,7 @@ from typing_extensions import override
 
 from megatron.core.tokenizers import compressed
 from megatron.core.tokenizers.compressed import DamagedStreamError, decompressed
+from megatron.core.tokenizers.line_batches import START, LineBatch, Position
 from megatron.errors import DataError
 from megatron.small_files import check_regular, has_file
 
@@ -30,26 +31,6 @@ TEXT_ENDINGS = (".txt",)
 BATCH_BYTES = 1 << 19
 
 _scan: Callable[[str, int], tuple[Any, int]] = vars(json.JSONDecoder())["scan_once"]
-
-
-@dataclass(frozen=True)
-class Position:
-    """A place between two lines of the input: ``offset`` bytes (decompressed) into file number ``file``."""
-
-    file: int = 0
-    line: int = 1
-    offset: int = 0
-
-
-@dataclass(frozen=True)
-class LineBatch:
-    """Whole lines of one file; ``end``: where the next batch begins."""
-
-    path: str
-    first_line: int
-    data: bytes
-    bytes_read: int  # so far, of all files as they lie on the disk
-    end: Position = Position()
 
 
 @dataclass(frozen=True)
@@ -114,7 +95,7 @@ def total_size(paths: Sequence[str]) -> int | None:
 
 
 def read_batches(
-    paths: Sequence[str], *, keys: Sequence[str] = (), start: Position = Position(), batch_bytes: int = BATCH_BYTES
+    paths: Sequence[str], *, keys: Sequence[str] = (), start: Position = START, batch_bytes: int = BATCH_BYTES
 ) -> Iterator[LineBatch]:
     """Lines of all files from ``start`` on, in batches of about ``batch_bytes``, decompressed by the file's ending.
 

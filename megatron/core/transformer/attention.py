@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor, nn
 from typing_extensions import override
@@ -26,10 +26,8 @@ from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParall
 from megatron.core.transformer.initialization import input_init, output_init
 from megatron.core.transformer.inputs import LayerInputs
 from megatron.core.transformer.norm import HeadNorm, Norm
+from megatron.core.transformer.place import BranchPlace
 from megatron.core.transformer.positions import rotary_of
-
-if TYPE_CHECKING:
-    from megatron.core.transformer.stack import BranchPlace
 
 
 @dataclass(frozen=True)

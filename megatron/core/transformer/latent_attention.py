@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,10 +23,8 @@ from megatron.core.transformer.attention import Attention, Seen
 from megatron.core.transformer.initialization import input_init
 from megatron.core.transformer.inputs import LayerInputs
 from megatron.core.transformer.norm import Norm
+from megatron.core.transformer.place import BranchPlace
 from megatron.core.transformer.positions import rotary_of, score_factor_of
-
-if TYPE_CHECKING:
-    from megatron.core.transformer.stack import BranchPlace
 
 
 class LatentAttention(Attention):

@@ -14,7 +14,8 @@ from megatron.core.parallel.costs import Costs, Workload, costs_of
 from megatron.core.parallel.recompute import recomputed, with_recomputed_inputs
 from megatron.core.transformer.inputs import LayerInputs
 from megatron.core.transformer.norm import Norm
-from megatron.core.transformer.stack import Branch, BranchPlace, StackConfig
+from megatron.core.transformer.place import BranchPlace
+from megatron.core.transformer.stack import Branch, StackConfig
 
 
 class TransformerLayer(nn.Module):

@@ -9,23 +9,10 @@ from torch import nn
 
 from megatron.config.model import ModelConfig
 from megatron.config.training import RecomputeModule
-from megatron.core.parallel.context import ParallelContext
 from megatron.core.transformer.attention import CrossAttention, SelfAttention
 from megatron.core.transformer.latent_attention import LatentAttention
 from megatron.core.transformer.mlp import MLP
-
-
-@dataclass(frozen=True, eq=False)
-class BranchPlace:
-    """Where a branch is built: number of its layer in the whole model, and settings of its stack.
-
-    ``recompute``: modules that are recomputed in the backward pass.
-    """
-
-    stack: StackConfig
-    context: ParallelContext
-    number: int
-    recompute: frozenset[RecomputeModule] = frozenset()
+from megatron.core.transformer.place import BranchPlace
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,7 @@ from megatron.core.tokenizers.build import build_tokenizer
 from megatron.core.tokenizers.chat_settings import ChatSettings
 from megatron.errors import RESTART_CANNOT_HELP, CheckpointError, DataError, ParallelError
 from megatron.small_files import as_kind
-from megatron.training.run.preflight import split_sizes
+from megatron.training.run.split_sizes import split_sizes
 from megatron.training.run.stages import stages_here
 
 

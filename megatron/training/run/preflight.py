@@ -16,28 +16,16 @@ from megatron.config.rules import listed
 from megatron.config.run import RunConfig
 from megatron.core.datasets.build import open_source, sources_read
 from megatron.core.datasets.metadata import TokenizerStamp
-from megatron.core.datasets.splits import SplitSizes
 from megatron.core.files.remote_path import is_url, path_of
 from megatron.core.files.writable import why_not_writable
 from megatron.core.tokenizers.base import Tokenizer
 from megatron.core.tokenizers.build import build_tokenizer
 from megatron.errors import ConfigError, MegatronError, read_errors
+from megatron.training.run.split_sizes import split_sizes
 
 T = TypeVar("T")
 _WITH_BUCKETS = ("s3", "s3a", "gs", "gcs", "az", "abfs", "abfss")
 _WITHOUT = "to check all else where these files are missing, as on another machine, add --no-check-files"
-
-
-def split_sizes(config: RunConfig) -> SplitSizes:
-    """Samples of each split that the run needs."""
-    training = config.training
-    return SplitSizes.of_run(
-        train_samples=0 if training.skip_train else config.train_samples,
-        train_iters=config.train_iters,
-        eval_interval=training.eval_interval,
-        eval_iters=training.eval_iters,
-        global_batch_size=training.global_batch_size,
-    )
 
 
 @dataclass

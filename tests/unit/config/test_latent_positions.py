@@ -7,7 +7,7 @@ import math
 import pytest
 
 from megatron.config.run import RunConfig
-from megatron.core.conversion.huggingface.format import model_from_config
+from megatron.core.conversion.huggingface.formats import model_from_config
 from megatron.core.transformer.positions import rotary_of, score_factor_of
 from megatron.errors import ConfigError
 

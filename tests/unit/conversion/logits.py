@@ -7,7 +7,7 @@ from pathlib import Path
 from torch import Tensor
 
 from megatron.config.model import ModelConfig
-from megatron.core.conversion.megatron_lm.forward import megatron_lm_answer
+from megatron.core.conversion.megatron_lm.answer import megatron_lm_answer
 from megatron.core.conversion.proof import huggingface_answer, native_answer
 from megatron.core.conversion.questions import question_for
 from megatron.core.models.gpt.questions import CausalQuestion

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from megatron.config.model import ModelConfig
-from megatron.core.conversion.huggingface.format import config_from_model, format_for, model_from_config
+from megatron.core.conversion.huggingface.formats import config_from_model, format_for, model_from_config
 from megatron.core.conversion.tables import matches
 from megatron.errors import CheckpointError
 from tests.published import MODELS

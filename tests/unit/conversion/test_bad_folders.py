@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 
 from megatron.core.checkpointing.find import find_checkpoint
 from megatron.core.conversion.convert import Conversion, convert
-from megatron.core.conversion.huggingface.format import model_from_config
+from megatron.core.conversion.huggingface.formats import model_from_config
 from megatron.core.conversion.huggingface.reading import read_huggingface
 from megatron.core.conversion.huggingface.two_rotaries import scaled_windows
 from megatron.errors import CheckpointError

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from megatron.config.model import ModelConfig
 from megatron.core.conversion.convert import Conversion, convert
-from megatron.core.conversion.huggingface.format import format_of
+from megatron.core.conversion.huggingface.formats import format_of
 from megatron.core.conversion.native import read_native, write_native
 from megatron.core.conversion.proof import huggingface_answer, native_answer
 from megatron.core.conversion.questions import Answer, question_for

@@ -12,7 +12,7 @@ from typing import Any, get_origin
 
 import pytest
 
-from megatron.core.conversion.huggingface.format import format_of
+from megatron.core.conversion.huggingface.formats import format_of
 from megatron.core.conversion.huggingface.reading import read_config, read_huggingface, tensors_in
 from megatron.core.conversion.portable import refuse_more_layers
 from megatron.errors import CheckpointError, MegatronError

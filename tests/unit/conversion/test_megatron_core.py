@@ -19,7 +19,7 @@ import torch
 from megatron.config.model import ModelConfig
 from megatron.config.moe import MoEConfig
 from megatron.core.conversion.convert import Conversion, convert
-from megatron.core.conversion.megatron_lm.forward import megatron_lm_answer
+from megatron.core.conversion.megatron_lm.answer import megatron_lm_answer
 from megatron.core.conversion.native import read_native, write_native
 from megatron.core.conversion.proof import native_answer
 from megatron.core.conversion.questions import Answer, question_for

@@ -17,8 +17,9 @@ from megatron.core.checkpointing.storage import CheckpointWriter
 from megatron.core.checkpointing.streamed import StreamedBox, table_of, write_boxes
 from megatron.core.conversion.convert import Conversion, convert
 from megatron.core.conversion.megatron_lm import reading
-from megatron.core.conversion.megatron_lm.arguments import Arguments, model_from_arguments
+from megatron.core.conversion.megatron_lm.arguments import model_from_arguments
 from megatron.core.conversion.megatron_lm.reading import read_megatron_lm
+from megatron.core.conversion.megatron_lm.saved_arguments import Arguments
 from megatron.core.conversion.native import read_native, write_native
 from megatron.core.conversion.portable import PortableModel
 from megatron.core.models.bert.config import BertConfig

@@ -26,7 +26,7 @@ from megatron.core.checkpointing.streamed import StreamedBox
 from megatron.core.conversion import convert as conversion
 from megatron.core.conversion import proof
 from megatron.core.conversion.convert import Conversion, convert
-from megatron.core.conversion.huggingface.format import config_from_model, model_from_config
+from megatron.core.conversion.huggingface.formats import config_from_model, model_from_config
 from megatron.core.conversion.huggingface.reading import read_huggingface
 from megatron.core.conversion.huggingface.writing import write_safetensors
 from megatron.core.conversion.native import read_native, write_native

@@ -12,9 +12,10 @@ import pytest
 from megatron.config.family import FamilyConfig
 from megatron.config.model import ModelConfig
 from megatron.core.conversion.convert import Conversion, convert
-from megatron.core.conversion.megatron_lm.arguments import Arguments, check_is_known
+from megatron.core.conversion.megatron_lm.arguments import check_is_known
 from megatron.core.conversion.megatron_lm.known_arguments import LIMITED, READ, WITHOUT_EFFECT, limits, unknown
 from megatron.core.conversion.megatron_lm.reading import read_megatron_lm
+from megatron.core.conversion.megatron_lm.saved_arguments import Arguments
 from megatron.core.conversion.native import read_native
 from megatron.errors import CheckpointError, ConfigError
 from tests.harness.data import REPOSITORY

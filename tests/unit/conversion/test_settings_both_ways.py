@@ -14,11 +14,12 @@ from megatron.config.flags import flags_of
 from megatron.config.model import ModelConfig
 from megatron.config.moe import MoEConfig
 from megatron.config.positions import ROTARY_FIELDS
-from megatron.core.conversion.huggingface.format import config_from_model, format_for, format_of, model_from_config
+from megatron.core.conversion.huggingface.formats import config_from_model, format_for, format_of, model_from_config
 from megatron.core.conversion.huggingface.known import Known
 from megatron.core.conversion.huggingface.listing import published_types
 from megatron.core.conversion.megatron_lm import arguments
-from megatron.core.conversion.megatron_lm.arguments import Arguments, arguments_of, model_from_arguments
+from megatron.core.conversion.megatron_lm.arguments import arguments_of, model_from_arguments
+from megatron.core.conversion.megatron_lm.saved_arguments import Arguments
 from megatron.core.models.gpt import megatron_lm
 from megatron.core.transformer.positions import rotary_of
 from megatron.errors import CheckpointError

@@ -16,7 +16,7 @@ import torch
 from megatron.config.model import ModelConfig
 from megatron.core.conversion import convert as conversion
 from megatron.core.conversion.convert import Conversion, convert
-from megatron.core.conversion.huggingface.format import config_from_model, model_from_config
+from megatron.core.conversion.huggingface.formats import config_from_model, model_from_config
 from megatron.core.conversion.huggingface.reading import read_huggingface
 from megatron.core.conversion.native import read_native
 from megatron.core.conversion.portable import LazyTensor

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megatron.config.model import ModelConfig
-from megatron.core.conversion.huggingface.format import formats
+from megatron.core.conversion.huggingface.formats import formats
 from megatron.core.conversion.transforms import GROUPED, TRANSPOSED_THIRDS, halves, neighbours
 
 ROWS = (4 + 2 * 2) * 8  # of a fused query, key and value with the sizes below

@@ -24,8 +24,9 @@ from megatron.core.datasets.metadata import DatasetMetadata
 from megatron.core.datasets.splits import Share, parse_split, read_sources
 from megatron.core.tokenizers.conversations import ChatFormat
 from megatron.core.tokenizers.encode import Encoding, encode_batch
+from megatron.core.tokenizers.line_batches import LineBatch
 from megatron.core.tokenizers.records import Conversation, read_sample
-from megatron.core.tokenizers.text_files import LineBatch, read_record
+from megatron.core.tokenizers.text_files import read_record
 from megatron.errors import ConfigError, DataError
 
 JSON = st.recursive(

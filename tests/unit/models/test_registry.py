@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from megatron.core.conversion.huggingface.format import format_for, format_of
+from megatron.core.conversion.huggingface.formats import format_for, format_of
 from megatron.core.conversion.megatron_lm.format import format_for as megatron_lm_format_for
 from megatron.core.models import registry
 from megatron.core.models.registry import Family, family_named, family_of, find_family, owner_of, register, saved_run

@@ -30,7 +30,8 @@ from megatron.core.parallel.rng import StreamKey
 from megatron.core.parallel.side_losses import SideLosses
 from megatron.core.tensor_parallel.initialize import initialize
 from megatron.core.transformer.inputs import LayerInputs
-from megatron.core.transformer.stack import BranchPlace, StackConfig
+from megatron.core.transformer.place import BranchPlace
+from megatron.core.transformer.stack import StackConfig
 
 SWIGLU: dict[str, Any] = {"activation": "swiglu", "add_bias_linear": False}
 HIDDEN, WIDTH, EXPERTS = 16, 8, 8

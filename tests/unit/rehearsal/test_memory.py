@@ -10,8 +10,9 @@ from megatron.core.models.registry import FAMILIES
 from megatron.planning.estimate import rank_peak
 from megatron.rehearsal.accelerator import unavailable
 from megatron.rehearsal.rank import Rehearsed
-from megatron.rehearsal.ranks import Task, rehearse_tasks
+from megatron.rehearsal.ranks import rehearse_tasks
 from megatron.rehearsal.settings import rehearsed
+from megatron.rehearsal.task import Task
 from tests.harness.runs import tiny_config
 
 pytestmark = pytest.mark.skipif(unavailable() is not None, reason=str(unavailable()))

@@ -13,7 +13,8 @@ import pytest
 from megatron.config.tokenizer import TokenizerConfig
 from megatron.core.tokenizers import encode as module
 from megatron.core.tokenizers.encode import EncodedBatch, Encoding, encode_batch, encode_in_order, shared_tokenizer
-from megatron.core.tokenizers.text_files import LineBatch, read_batches
+from megatron.core.tokenizers.line_batches import LineBatch
+from megatron.core.tokenizers.text_files import read_batches
 from megatron.errors import DataError
 from tests.unit.tokenizers.conftest import TEXTS
 

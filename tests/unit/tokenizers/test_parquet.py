@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from megatron.core.tokenizers.text_files import LineBatch, Position, find_inputs, read_batches, read_documents
+from megatron.core.tokenizers.line_batches import LineBatch, Position
+from megatron.core.tokenizers.text_files import find_inputs, read_batches, read_documents
 from megatron.errors import ConfigError, DataError
 
 TEXTS = [f"text {number} " * (number % 7) for number in range(1000)]

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 import zstandard
 
+from megatron.core.tokenizers.line_batches import LineBatch
 from megatron.core.tokenizers.text_files import (
-    LineBatch,
     find_inputs,
     is_plain_text,
     read_batches,

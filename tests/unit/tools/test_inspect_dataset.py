@@ -18,7 +18,7 @@ from megatron.core.models.gpt.data import build_gpt_splits
 from megatron.core.tokenizers.chat_settings import ChatSettings
 from megatron.core.tokenizers.null import NullTokenizer
 from megatron.errors import ConfigError, DataError
-from megatron.training.run.preflight import split_sizes
+from megatron.training.run.split_sizes import split_sizes
 from tools import inspect_dataset
 
 NULL = ["--tokenizer-type", "NullTokenizer", "--vocab-size", "50"]

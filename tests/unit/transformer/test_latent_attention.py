@@ -16,8 +16,9 @@ from megatron.core.parallel.side_losses import SideLosses
 from megatron.core.tensor_parallel.initialize import initialize
 from megatron.core.transformer.inputs import LayerInputs
 from megatron.core.transformer.latent_attention import LatentAttention
+from megatron.core.transformer.place import BranchPlace
 from megatron.core.transformer.positions import RotaryPositions, score_factor_of
-from megatron.core.transformer.stack import BranchPlace, StackConfig
+from megatron.core.transformer.stack import StackConfig
 
 pytest.importorskip("transformers", reason="the other latent attention is that of the dev extra's transformers")
 

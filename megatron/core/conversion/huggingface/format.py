@@ -6,7 +6,7 @@ architecture that no table and no code of the family converts must have the valu
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, Literal
@@ -17,21 +17,14 @@ from megatron.config.positions import ROTARY_FIELDS
 from megatron.config.rules.positions import rotated_channels
 from megatron.core.conversion.bounds import KINDS, Count
 from megatron.core.conversion.huggingface.known import Feature, Json, Known
-from megatron.core.conversion.huggingface.nearest import unknown_type
-from megatron.core.conversion.huggingface.quantized import check_quantization
 from megatron.core.conversion.portable import LazyTensor
 from megatron.core.conversion.tables import Row
-from megatron.core.models.registry import FAMILIES, Family, all_families, family_of
+from megatron.core.models.registry import family_of
 from megatron.core.tokenizers.base import Tokenizer
 from megatron.errors import CheckpointError
 
 # Fields that every format converts: the ties by ``tie_word_embeddings``, the order of rotary pairs by moving rows.
 _BY_ALL = ("untie_embeddings_and_output_weights", "rotary_interleaved")
-# Settings of a source that may contradict the written ones.
-_NOT_KEPT = (
-    *("rope_parameters", "rope_scaling", "original_max_position_embeddings"),
-    *("dtype", "torch_dtype", "transformers_version", "auto_map", "quantization_config"),
-)
 _BY_ALL_KINDS: dict[str, Any] = {"model_type": str, "vocab_size": Count, "tie_word_embeddings": bool}
 USUAL_SETTINGS = {
     "num_layers": "num_hidden_layers",
@@ -307,81 +300,3 @@ class HuggingFaceFormat:
     def special_tokens(self, tokenizer: Tokenizer) -> dict[str, Any]:
         """Ids of special tokens in config.json, beside those of every model."""
         return {}
-
-
-def format_of(model_type: str) -> HuggingFaceFormat | None:
-    """The format of models whose config.json says ``model_type``, if they are known."""
-    return next((each for each in _formats() if model_type in each.types), None)
-
-
-def format_for(groups: Sequence[object]) -> HuggingFaceFormat:
-    """The format of the family that the settings in ``groups`` are of; CheckpointError for a family without one."""
-    family = family_of(groups)
-    if not family.has("huggingface"):
-        raise CheckpointError(
-            f"a {family.title} has no Hugging Face format: {family.package} has no module huggingface"
-        )
-    return _format(family)
-
-
-def _formats() -> Iterator[HuggingFaceFormat]:
-    return (found for _, found in formats())
-
-
-def formats() -> Iterator[tuple[Family, HuggingFaceFormat]]:
-    """Every family with a format. Those that are built in come first: others are looked up when none of them is the
-    one.
-    """
-    yield from ((family, _format(family)) for family in FAMILIES.values())
-    others = (family for family in all_families() if family.name not in FAMILIES and family.has("huggingface"))
-    yield from ((family, _format(family)) for family in others)
-
-
-def _format(family: Family) -> HuggingFaceFormat:
-    found: HuggingFaceFormat = family.module("huggingface").FORMAT
-    return found
-
-
-def model_from_config(config: Json, *, where: str, tensors: Collection[str] = ()) -> ModelConfig:
-    """The architecture that a config.json describes; CheckpointError for a type or a setting that isn't available.
-
-    ``where``: the file, for messages. ``tensors``: names of the model's, which tell which type is nearest.
-    """
-    model_type = str(config.get("model_type"))
-    known_format = format_of(model_type)
-    if known_format is None:
-        raise unknown_type(config, tensors, list(_formats()), where=where)
-    check_quantization(config, where=where)
-    return known_format.model_from_config(known_format.known(config, where=where), model_type)
-
-
-def config_from_model(
-    model: ModelConfig, groups: Sequence[object] = (), *, dtype: str, source: Json, tokens: Json
-) -> dict[str, Any]:
-    """The config.json of a model, with what else stood in the one it came from (``source``, or empty).
-
-    ``groups``: settings of its family alone. ``tokens``: ids of special tokens, where the source has none. Raises
-    CheckpointError for an architecture that no published model has.
-    """
-    described = format_for(groups).config_from_model(model, groups, source)
-    padding, wanted = tokens.get("pad_token_id"), described.get("pad_token_id")
-    if padding is not None and wanted not in (None, padding):
-        raise CheckpointError(
-            f"a {described['model_type']} of this architecture has the padding id {wanted}, and the tokenizer's is "
-            f"{padding}: positions begin after it, so train with --position-embedding-offset {padding + 1}"
-        )
-    published = format_for(groups)
-    shared = published.types[described["model_type"]].shared_settings
-    kept = dict(source) if source.get("model_type") == described["model_type"] else {}
-    for dropped in _NOT_KEPT:
-        kept.pop(dropped, None)
-    return {
-        **published.unknown_tokens,
-        **tokens,
-        **{theirs: getattr(model, ours) for theirs, ours in shared.items()},
-        **kept,
-        **described,
-        "tie_word_embeddings": not model.untie_embeddings_and_output_weights,
-        "vocab_size": model.vocab_size,
-        "torch_dtype": dtype,
-    }

@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection
 from pathlib import Path
 
 from megatron.core.conversion.companions import SETTINGS, TOKENIZER_FILES
-from megatron.core.conversion.huggingface.format import model_from_config
+from megatron.core.conversion.huggingface.formats import model_from_config
 from megatron.core.conversion.huggingface.reading import CONFIG, WEIGHTS, homes_of_tensors, read_config
 from megatron.core.files.remote_path import AnyPath
 from megatron.errors import RESTART_MAY_HELP, CheckpointError, exit_code_of

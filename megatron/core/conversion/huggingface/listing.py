@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from megatron.core.conversion.huggingface.format import formats
+from megatron.core.conversion.huggingface.formats import formats
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from megatron.core.checkpointing.manifest import listed
 from megatron.core.checkpointing.torch_files import load_torch_file
 from megatron.core.conversion.chat_files import ids_of, read_chat
 from megatron.core.conversion.companions import companions_in, tokenizer_in, tokenizer_of
-from megatron.core.conversion.huggingface.format import format_of, model_from_config
+from megatron.core.conversion.huggingface.formats import format_of, model_from_config
 from megatron.core.conversion.huggingface.nearest import unread
 from megatron.core.conversion.huggingface.quantized import QUANTIZED, widened
 from megatron.core.conversion.portable import LazyTensor, PortableModel, refuse_more_layers

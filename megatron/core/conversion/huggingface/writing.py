@@ -15,7 +15,7 @@ import torch
 from megatron.config.model import ModelConfig
 from megatron.core.conversion.chat_files import GENERATION, write_chat
 from megatron.core.conversion.companions import TOKENIZER_FILES, copy_files, text_tokenizer_of, tokenizer_of
-from megatron.core.conversion.huggingface.format import config_from_model, format_for
+from megatron.core.conversion.huggingface.formats import config_from_model, format_for
 from megatron.core.conversion.huggingface.reading import CONFIG, read_config
 from megatron.core.conversion.portable import LazyTensor, PortableModel
 from megatron.core.conversion.tables import Match, matches, to_theirs

@@ -13,7 +13,7 @@ from torch import Tensor
 from megatron.core.checkpointing.folders import TRACKER
 from megatron.core.checkpointing.stored_tensors import StoredTensors
 from megatron.core.checkpointing.torch_files import load_torch_file
-from megatron.core.conversion.megatron_lm.arguments import Arguments
+from megatron.core.conversion.megatron_lm.saved_arguments import Arguments
 from megatron.core.files.remote_path import RemotePath
 from megatron.errors import CheckpointError
 from megatron.small_files import has_file, read_text

@@ -6,8 +6,8 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from megatron.config.model import ModelConfig
-from megatron.core.conversion.megatron_lm.arguments import Arguments
 from megatron.core.conversion.megatron_lm.names import Names
+from megatron.core.conversion.megatron_lm.saved_arguments import Arguments
 from megatron.core.conversion.portable import LazyTensor, PortableModel
 from megatron.core.models.registry import Family, all_families, family_of
 from megatron.errors import CheckpointError

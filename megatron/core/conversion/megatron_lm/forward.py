@@ -9,37 +9,24 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from megatron.core.conversion.megatron_lm.arguments import has_residual_behind_norm, is_exact_gelu
-from megatron.core.conversion.megatron_lm.files import DistFiles, ShardFiles, open_checkpoint
+from megatron.core.conversion.megatron_lm.files import DistFiles, ShardFiles
 from megatron.core.conversion.megatron_lm.format import family_among, format_of
 from megatron.core.conversion.megatron_lm.names import is_legacy, is_weight
-from megatron.core.conversion.questions import Answer, Question
 from megatron.core.ops.rotary import Rotary, apply_rotary
 from megatron.core.ops.rotary_scaling import Linear, Llama3, Scaling, Yarn
 from megatron.errors import CheckpointError
 
 Shard = Mapping[str, Tensor]
 _IN_STACK = re.compile(r"(?:language_model\.)?(\w+)\.layers\.(?:(\d+)\.)?")
-
-
-@torch.no_grad()
-def megatron_lm_answer(
-    root: Path, question: Question, *, step: int | None = None, ignored: Collection[str] = ()
-) -> Answer:
-    """Logits in fp32, those of words over the padded vocabulary.
-
-    ``ignored``: saved arguments that are read as if they weren't there.
-    """
-    return question.ask_megatron_lm(MegatronLMModel(open_checkpoint(root, step=step, ignored=ignored)))
 
 
 def future(length: int) -> Tensor:

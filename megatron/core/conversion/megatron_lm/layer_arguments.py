@@ -7,17 +7,15 @@ Core has windows, sinks, a scale of scores, L2 norms of queries and keys, latent
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from megatron.config.family import FamilyConfig
 from megatron.config.flags import flags_of
 from megatron.config.layer_patterns import listed_layers, marked_layers, window_layers, window_pattern
 from megatron.config.model import ModelConfig
 from megatron.core.conversion.megatron_lm.known_arguments import OF_QUICK_GEGLU
+from megatron.core.conversion.megatron_lm.saved_arguments import Arguments
 from megatron.errors import CheckpointError
-
-if TYPE_CHECKING:
-    from megatron.core.conversion.megatron_lm.arguments import Arguments
 
 YARN = {
     "rotary_scaling_factor": "yarn_rotary_scaling_factor",

@@ -10,9 +10,9 @@ from typing_extensions import override
 
 from megatron.config.family import group_among
 from megatron.config.model import ModelConfig
-from megatron.core.conversion.megatron_lm.arguments import Arguments
 from megatron.core.conversion.megatron_lm.format import MegatronLMFormat
 from megatron.core.conversion.megatron_lm.names import OUTPUT, POSITIONS, WORDS, Names, both, same, stack
+from megatron.core.conversion.megatron_lm.saved_arguments import Arguments
 from megatron.core.conversion.portable import LazyTensor, PortableModel
 from megatron.core.models.bert.config import BertConfig, TokenTypesConfig, token_types
 from megatron.errors import CheckpointError

@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron.core.conversion.megatron_lm.arguments import Arguments
 from megatron.core.conversion.megatron_lm.forward import Layer, MegatronLMModel, Shard, need, pick
+from megatron.core.conversion.megatron_lm.saved_arguments import Arguments
 
 _OF_EXPERT = (  # an expert's tensor: in a module of its own, in one for all of a rank, in torch_dist
     re.compile(r"mlp\.experts\.local_experts\.(?P<expert>\d+)\.(?P<name>.+)"),

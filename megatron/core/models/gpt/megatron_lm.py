@@ -13,7 +13,6 @@ from megatron.config.layer_patterns import every_or_listed, shortest_pattern
 from megatron.config.model import ModelConfig
 from megatron.config.moe import MoEConfig, experts_of, sinkhorn_weights
 from megatron.core.conversion.bounds import Factor, Width
-from megatron.core.conversion.megatron_lm.arguments import Arguments
 from megatron.core.conversion.megatron_lm.format import MegatronLMFormat
 from megatron.core.conversion.megatron_lm.names import (
     OUTPUT,
@@ -24,6 +23,7 @@ from megatron.core.conversion.megatron_lm.names import (
     later_layers,
     stack,
 )
+from megatron.core.conversion.megatron_lm.saved_arguments import Arguments
 from megatron.core.conversion.portable import LazyTensor, PortableModel
 from megatron.errors import CheckpointError, ConfigError
 from megatron.small_files import Between

@@ -11,7 +11,6 @@ from typing_extensions import override
 from megatron.config.family import group_among
 from megatron.config.model import ModelConfig
 from megatron.core.conversion.bounds import Count, Layers, Width
-from megatron.core.conversion.megatron_lm.arguments import Arguments
 from megatron.core.conversion.megatron_lm.format import MegatronLMFormat
 from megatron.core.conversion.megatron_lm.names import (
     ATTENTION,
@@ -25,6 +24,7 @@ from megatron.core.conversion.megatron_lm.names import (
     sinks,
     stack,
 )
+from megatron.core.conversion.megatron_lm.saved_arguments import Arguments
 from megatron.core.conversion.portable import PortableModel
 from megatron.core.models.t5.config import T5Config
 from megatron.errors import CheckpointError
