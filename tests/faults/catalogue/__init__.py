@@ -1,0 +1,19 @@
+"""All faults, and why those may survive that do."""
+
+from __future__ import annotations
+
+from tests.faults.catalogue import data, model, public_reports, ranks, service, training
+from tests.faults.fault import Fault
+
+FAULTS: tuple[Fault, ...] = (
+    *ranks.FAULTS,
+    *model.FAULTS,
+    *data.FAULTS,
+    *service.FAULTS,
+    *training.FAULTS,
+    *public_reports.FAULTS,
+)
+"""Their numbers on the command line count from 1 in this order."""
+
+SURVIVORS: dict[str, str] = {}
+"""Faults that the default tier does not notice, each with the reason."""

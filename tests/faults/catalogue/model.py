@@ -1,0 +1,130 @@
+"""Faults in layers, models and what models are trained on."""
+
+from __future__ import annotations
+
+from tests.faults.fault import Fault
+
+FAULTS = (
+    Fault(
+        "interleaved_pairs_turned_back_as_halves",
+        "megatron/core/ops/rotary.py",
+        old="return _rotate(grad, cos, -sin, ctx.interleaved), None, None, None",
+        new="return _rotate(grad, cos, -sin, False), None, None, None",
+        suffers="Models that rotate neighbouring channels learn from wrong gradients of queries and keys.",
+    ),
+    Fault(
+        "sines_without_attention_factor",
+        "megatron/core/ops/rotary.py",
+        old="(angles.sin() * factor).to(dtype)",
+        new="angles.sin().to(dtype)",
+        suffers="YaRN and LongRope models score distances wrongly.",
+        first=("unit/ops/test_rotary_scaling.py", "unit/ops/test_rotary.py"),
+    ),
+    Fault(
+        "norm_offset_lost_in_gradients",
+        "megatron/core/ops/norm.py",
+        old="factor = _shifted(weight, offset, scale.dtype)",
+        new="factor = weight",
+        suffers="Gemma's norms, whose weights are stored with one subtracted, hand back gradients near zero.",
+    ),
+    Fault(
+        "kept_activations_not_enlarged",
+        "megatron/core/ops/dropout.py",
+        old="return (x * kept).mul_((1 << 16) / values if values else 0.0)",
+        new="return x * kept",
+        suffers="Activations are smaller in training than in evaluation by the rate of dropout.",
+    ),
+    Fault(
+        "clamp_lets_negative_gradients_through",
+        "megatron/core/ops/activation.py",
+        old="grad_value.masked_fill_(value.abs() > limit, 0.0)",
+        new="grad_value.masked_fill_(value > limit, 0.0)",
+        suffers="gpt-oss models get gradients for values that were clamped from below.",
+    ),
+    Fault(
+        "large_numbers_overflow_fp8",
+        "megatron/core/ops/quantize.py",
+        old="return scaled.clamp_(-limit, limit).to(fmt)",
+        new="return scaled.to(fmt)",
+        suffers="With FP8 a number above the scale becomes NaN instead of the largest one.",
+    ),
+    Fault(
+        "window_one_key_short",
+        "megatron/core/ops/attention/masks.py",
+        old="ahead >= -before",
+        new="ahead > -before",
+        suffers="Sliding windows see one key fewer than --window-size says.",
+        first=("unit/ops/test_attention.py",),
+    ),
+    Fault(
+        "slopes_of_the_next_power",
+        "megatron/core/ops/attention/masks.py",
+        old="2.0 ** (-4.0 * (2 * head + 1) / power)",
+        new="2.0 ** (-4.0 * (head + 1) / power)",
+        suffers="ALiBi with a number of heads that is no power of two has other slopes than BLOOM's.",
+        first=("unit/ops/test_attention.py",),
+    ),
+    Fault(
+        "position_offset_ignored",
+        "megatron/core/transformer/embedding.py",
+        old="position_ids.t() + self._offset",
+        new="position_ids.t()",
+        suffers="OPT's learned positions are two rows off when positions are given, as in generation.",
+        first=(
+            "unit/transformer/test_positions.py",
+            "unit/models/test_gpt_against_transformers.py",
+            "unit/inference/test_published.py",
+        ),
+    ),
+    Fault(
+        "clipped_above_only",
+        "megatron/core/transformer/attention.py",
+        old="projected.clamp(-limit, limit)",
+        new="projected.clamp(max=limit)",
+        suffers="--clip-qkv clips positive numbers alone, and OLMo answers differently.",
+        first=("unit/models/test_gpt_against_transformers.py",),
+    ),
+    Fault(
+        "branch_scale_lost",
+        "megatron/core/transformer/layer.py",
+        old=("                output = output * branch.scale\n"),
+        new=("                output = output * 1.0\n"),
+        suffers="--residual-multiplier has no effect, and Granite answers nonsense.",
+        first=("unit/transformer/test_multipliers.py",),
+    ),
+    Fault(
+        "one_layer_more_recomputed",
+        "megatron/core/transformer/block.py",
+        old="[(i, i + 1, i < first) for i in range(count)]",
+        new="[(i, i + 1, i <= first) for i in range(count)]",
+        suffers="--recompute-method block recomputes one layer more than asked for, and the first without being asked.",
+    ),
+    Fault(
+        "last_label_of_padding",
+        "megatron/core/models/gpt/data.py",
+        old="loss_mask[text_length:] = 0",
+        new="loss_mask[text_length + 1 :] = 0",
+        suffers="The first position of padding has a loss, and models learn to predict padding.",
+    ),
+    Fault(
+        "later_token_of_another_document",
+        "megatron/core/models/gpt/multi_token.py",
+        old="mask, text = mask * same, text & same",
+        new="mask, text = mask, text & same",
+        suffers="Multi-token prediction learns to guess tokens of the next document.",
+    ),
+    Fault(
+        "upcycled_experts_too_small",
+        "megatron/core/models/gpt/upcycling.py",
+        old="transpose(0, 1) * parts",
+        new="transpose(0, 1)",
+        suffers="An upcycled model with divided experts answers otherwise than the dense one.",
+    ),
+    Fault(
+        "decoder_sees_its_answer",
+        "megatron/core/models/t5/data.py",
+        old="[self.vocabulary.bos, *decoder], self.decoder_seq_length",
+        new="[*decoder, self.vocabulary.eos], self.decoder_seq_length",
+        suffers="T5's decoder reads the token that it is to predict, and learns nothing.",
+    ),
+)

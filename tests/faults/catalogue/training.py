@@ -1,0 +1,138 @@
+"""Faults in settings, planning, rehearsal, training, tasks and tools."""
+
+from __future__ import annotations
+
+from tests.faults.fault import Fault
+
+FAULTS = (
+    Fault(
+        "ramp_one_step_late",
+        "megatron/config/batch_ramp.py",
+        old="if consumed / each >= index)",
+        new="if consumed / each > index)",
+        suffers="--rampup-batch-size grows at other samples than Megatron-LM's.",
+    ),
+    Fault(
+        "zero_2_taken_for_1",
+        "megatron/config/deepspeed.py",
+        old="if stage not in (0, 1) else []",
+        new="if stage not in (0, 1, 2) else []",
+        suffers="A DeepSpeed file that asks for ZeRO 2 is accepted and trains without any.",
+    ),
+    Fault(
+        "two_precisions_accepted",
+        "megatron/config/rules/model.py",
+        old="lambda run: run.precision.fp16 and run.precision.bf16,",
+        new="lambda run: False,",
+        suffers="--fp16 and --bf16 together are accepted, and one is ignored.",
+    ),
+    Fault(
+        "shards_of_experts_over_all",
+        "megatron/planning/estimate.py",
+        old="return replicas * parallel.tensor_model_parallel_size // experts",
+        new="return replicas * parallel.tensor_model_parallel_size",
+        suffers="A dry run of a model with experts counts too little optimizer state.",
+        first=("unit/planning/test_experts.py", "unit/planning/test_estimate.py"),
+    ),
+    Fault(
+        "shrunk_heads_do_not_divide",
+        "megatron/planning/shrinking.py",
+        old="heads = math.lcm(groups, unit)",
+        new="heads = groups",
+        suffers="tools/check_parity.py --shrink fails for layouts with more ranks than key groups.",
+        first=("unit/planning/test_shrinking.py",),
+    ),
+    Fault(
+        "types_not_compared",
+        "megatron/rehearsal/comparing.py",
+        old="return operation.dtype, elements, operation.reduction",
+        new="return elements, operation.reduction",
+        suffers="A rehearsal misses a collective in which ranks send different types.",
+        first=("unit/rehearsal/test_comparing.py",),
+    ),
+    Fault(
+        "changed_while_it_is_sent",
+        "megatron/rehearsal/recorder.py",
+        old="(*each.written, *(each.read if changes else ()))",
+        new="(*each.written,)",
+        suffers="A rehearsal misses a tensor that is overwritten while it is sent.",
+        first=("unit/rehearsal/test_recorder.py",),
+    ),
+    Fault(
+        "skipped_step_moves_the_schedule",
+        "megatron/training/step.py",
+        old="progress.scheduled_samples += 0 if update.skipped else batch_size",
+        new="progress.scheduled_samples += batch_size",
+        suffers="Steps that --fp16 skips count for the learning rate.",
+    ),
+    Fault(
+        "training_seed_of_the_new_run",
+        "megatron/training/checkpoints/loading.py",
+        old='run.context.rng.seed = state["random_seed"]',
+        new="run.context.rng.seed = run.context.rng.seed",
+        suffers="A resumed run with another --seed draws other dropout than the one it continues.",
+    ),
+    Fault(
+        "masters_rounded_on_loading",
+        "megatron/training/checkpoints/loading.py",
+        old="found[master] = (master, entry.name)",
+        new="found[master] = (entry.name, master)",
+        suffers="A bf16 run resumes from weights rounded to 16 bits.",
+    ),
+    Fault(
+        "last_interval_never_saved",
+        "megatron/training/loop.py",
+        old="is_last = reason is not None or progress.iteration == config.train_iters",
+        new="is_last = progress.iteration == config.train_iters",
+        suffers="A run that ends because of its time limit or a signal saves nothing.",
+    ),
+    Fault(
+        "answer_scored_from_the_next_token",
+        "tasks/zero_shot/lambada.py",
+        old="first_scored=max(0, len(ids) - 1 - len(target))",
+        new="first_scored=max(0, len(ids) - len(target))",
+        suffers="LAMBADA counts words whose first token is wrong.",
+    ),
+    Fault(
+        "bits_are_nats",
+        "megatron/core/inference/scoring.py",
+        old="return self.nats / math.log(2) / num_bytes",
+        new="return self.nats / num_bytes",
+        suffers="--task LM prints nats per byte as bits.",
+    ),
+    Fault(
+        "text_of_the_first_answer",
+        "tasks/fine_tuning/dataset.py",
+        old="found[1, min(len(head), room) : size] = 1",
+        new="found[1, min(len(head), room) + 1 : size] = 1",
+        suffers="Fine-tuned classifiers read the first token of the second text as one of the first.",
+    ),
+    Fault(
+        "damaged_data_get_a_new_digest",
+        "tools/merge_datasets.py",
+        old=("            metadata.check_content(dataset.prefix, dataset.digests())\n"),
+        new=("            pass\n"),
+        suffers="Merging damaged token files gives them a digest that says they are whole.",
+    ),
+    Fault(
+        "continued_with_other_settings",
+        "tools/preprocess_data.py",
+        old=('        "append_eod": config.append_eod,\n'),
+        new="",
+        suffers="An interrupted preprocessing is continued with another --append-eod.",
+    ),
+    Fault(
+        "key_given_twice",
+        "megatron/small_files.py",
+        old="if len(found) < len(pairs):",
+        new="if len(found) < 0:",
+        suffers="A settings file with a key twice is read with its last value, silently.",
+    ),
+    Fault(
+        "restarted_for_a_missing_file",
+        "megatron/errors.py",
+        old="return RESTART_CANNOT_HELP if error.errno in _LASTING else RESTART_MAY_HELP",
+        new="return RESTART_MAY_HELP",
+        suffers="A launcher restarts a run again and again for a file that doesn't exist.",
+    ),
+)
