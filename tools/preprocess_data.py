@@ -33,7 +33,7 @@ from megatron.config.preprocessing_flags import PREPROCESSING_FLAGS
 from megatron.config.tokenizer import TokenizerConfig
 from megatron.core.datasets.indexed_dataset import IndexedDatasetWriter
 from megatron.core.datasets.indexed_format import token_dtype
-from megatron.core.datasets.journal import Journal, Milestone, Tally
+from megatron.core.datasets.journal import Journal, Milestone, Totals
 from megatron.core.datasets.metadata import DatasetMetadata, TokenizerStamp
 from megatron.core.files.durable import replaced_file, write_errors
 from megatron.core.tokenizers.base import Tokenizer
@@ -112,37 +112,37 @@ class Progress:
     """
 
     def __init__(
-        self, size: int | None, *, log_interval: int, stream: TextIO, done: Tally | None = None, bytes_done: int = 0
+        self, size: int | None, *, log_interval: int, stream: TextIO, done: Totals | None = None, bytes_done: int = 0
     ) -> None:
         self._interval, self._stream = log_interval, stream
         self.bar = ProgressBar(size, initial=bytes_done, counted=False, stream=stream)
         self._start = time.monotonic()
-        before = done or Tally()
+        before = done or Totals()
         self._documents, self._text_bytes, self._tokens = before.documents, before.text_bytes, _tokens(before)
         self._logged = before.documents // log_interval
 
-    def update(self, tally: Tally, bytes_read: int) -> None:
+    def update(self, totals: Totals, bytes_read: int) -> None:
         """Show the progress: always on a bar, every ``log_interval`` documents as a line."""
         if self.bar.enabled:
-            rate = (tally.text_bytes - self._text_bytes) / self.seconds / 1e6
-            self.bar.show(bytes_read, f"{tally.documents:,} documents", f"{rate:.1f} MB/s")
-        elif tally.documents // self._interval > self._logged:
-            self._logged = tally.documents // self._interval
-            facts = ", ".join(filter(None, (self.rates(tally), self.bar.time_left(bytes_read))))
-            print(f"Processed {tally.documents} documents ({facts}).", file=self._stream, flush=True)
+            rate = (totals.text_bytes - self._text_bytes) / self.seconds / 1e6
+            self.bar.show(bytes_read, f"{totals.documents:,} documents", f"{rate:.1f} MB/s")
+        elif totals.documents // self._interval > self._logged:
+            self._logged = totals.documents // self._interval
+            facts = ", ".join(filter(None, (self.rates(totals), self.bar.time_left(bytes_read))))
+            print(f"Processed {totals.documents} documents ({facts}).", file=self._stream, flush=True)
 
     def say(self, line: str) -> None:
         """Print a line in place of the bar."""
         self.bar.clear()
         print(line, file=self._stream, flush=True)
 
-    def rates(self, tally: Tally) -> str:
+    def rates(self, totals: Totals) -> str:
         """Documents, text and tokens per second since the start."""
         seconds = self.seconds
         return (
-            f"{(tally.documents - self._documents) / seconds:.1f} docs/s, "
-            f"{(tally.text_bytes - self._text_bytes) / seconds / 1e6:.2f} MB/s, "
-            f"{(_tokens(tally) - self._tokens) / seconds:.0f} tokens/s"
+            f"{(totals.documents - self._documents) / seconds:.1f} docs/s, "
+            f"{(totals.text_bytes - self._text_bytes) / seconds / 1e6:.2f} MB/s, "
+            f"{(_tokens(totals) - self._tokens) / seconds:.0f} tokens/s"
         )
 
     @property
@@ -151,8 +151,8 @@ class Progress:
         return max(time.monotonic() - self._start, 1e-9)
 
 
-def _tokens(tally: Tally) -> int:
-    return sum(tally.tokens.values())
+def _tokens(totals: Totals) -> int:
+    return sum(totals.tokens.values())
 
 
 def main(argv: Sequence[str]) -> int:
@@ -174,7 +174,7 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def preprocess(config: PreprocessConfig, tokenizer_config: TokenizerConfig) -> Tally:
+def preprocess(config: PreprocessConfig, tokenizer_config: TokenizerConfig) -> Totals:
     """Write the token files of every key.
 
     Raises ConfigError for settings that cannot work, DataError for failing input or output; then no file appears.
@@ -198,7 +198,7 @@ def preprocess(config: PreprocessConfig, tokenizer_config: TokenizerConfig) -> T
     milestone = _with_parts(journal.read())
     if milestone is not None:
         batches = read_batches(paths, keys=config.json_keys, start=milestone.position)
-        print(f"continuing after the {milestone.tally.documents:,} documents of an interrupted run", file=sys.stderr)
+        print(f"continuing after the {milestone.totals.documents:,} documents of an interrupted run", file=sys.stderr)
     else:
         journal.remove()
     run = Conversion(config, paths, milestone)
@@ -213,7 +213,7 @@ def preprocess(config: PreprocessConfig, tokenizer_config: TokenizerConfig) -> T
         run.convert(encoded, journal)
     journal.remove()
     _summarize(run, stamp, dtype=dtype.name, engine=engine, rules=rules)
-    return run.tally
+    return run.totals
 
 
 def _remarks(config: PreprocessConfig, tokenizer: Tokenizer, probe: Sequence[str]) -> Iterator[str]:
@@ -258,30 +258,30 @@ class Conversion:
     def __init__(self, config: PreprocessConfig, paths: Sequence[str], milestone: Milestone | None) -> None:
         self.config = config
         self.writers: dict[str, IndexedDatasetWriter] = {}
-        self.tally = milestone.tally if milestone else Tally()
+        self.totals = milestone.totals if milestone else Totals()
         self._bytes_done = milestone.bytes_read if milestone else 0
         self.progress = Progress(
             total_size(paths),
             log_interval=config.log_interval,
             stream=sys.stderr,
-            done=self.tally,
+            done=self.totals,
             bytes_done=self._bytes_done,
         )
 
     def convert(self, encoded: Iterator[EncodedBatch], journal: Journal) -> None:
         """Write all batches, with a milestone after every ``SHARD_BYTES`` of text."""
-        lasting = self.tally.text_bytes
+        lasting = self.totals.text_bytes
         for batch in encoded:
             self._report(batch.bad)
             self._write(batch)
-            self.progress.update(self.tally, batch.bytes_read)
-            if journal.possible and self.tally.text_bytes - lasting >= SHARD_BYTES:
+            self.progress.update(self.totals, batch.bytes_read)
+            if journal.possible and self.totals.text_bytes - lasting >= SHARD_BYTES:
                 outputs = {self.config.prefix(key): writer.sync() for key, writer in self.writers.items()}
-                journal.write(Milestone(batch.end, batch.bytes_read, outputs, self.tally))
-                lasting = self.tally.text_bytes
-        if not self.tally.documents:
+                journal.write(Milestone(batch.end, batch.bytes_read, outputs, self.totals))
+                lasting = self.totals.text_bytes
+        if not self.totals.documents:
             raise DataError(
-                f"--input {' '.join(self.config.input)} holds no documents ({self.tally.bad} bad lines); "
+                f"--input {' '.join(self.config.input)} holds no documents ({self.totals.bad} bad lines); "
                 "nothing is written."
             )
 
@@ -289,10 +289,10 @@ class Conversion:
         for key, writer in self.writers.items():
             texts = batch.texts[key]
             writer.add_documents(texts.tokens, texts.lengths, texts.sequences)
-            self.tally.add_documents(key, texts.document_lengths)
-        self.tally.documents += len(batch.texts[self.config.json_keys[0]].sequences)
-        self.tally.bad += len(batch.bad)
-        self.tally.text_bytes += batch.num_bytes
+            self.totals.add_documents(key, texts.document_lengths)
+        self.totals.documents += len(batch.texts[self.config.json_keys[0]].sequences)
+        self.totals.bad += len(batch.bad)
+        self.totals.text_bytes += batch.num_bytes
 
     def _report(self, bad: Sequence[BadLine]) -> None:
         if bad and self.config.on_bad_line == "error":
@@ -303,7 +303,7 @@ class Conversion:
                     f"jq -Rc '{{text: .}}' {bad[0].path} > {Path(bad[0].path).stem}.jsonl"
                 )
             raise DataError(f"{bad[0]}; {remedy}. Nothing is written.")
-        for count, line in enumerate(bad, self.tally.bad):
+        for count, line in enumerate(bad, self.totals.bad):
             if count < BAD_LINES_SHOWN:
                 self.progress.say(f"skipped {line}")
             elif count == BAD_LINES_SHOWN:
@@ -376,30 +376,30 @@ def _summarize(
     run: Conversion, stamp: TokenizerStamp, *, dtype: str, engine: EngineChoice, rules: SentenceRules | None
 ) -> None:
     """Print what was written, and store it as JSON. ``dtype`` of the ids."""
-    config, tally = run.config, run.tally
-    print(f"documents    {tally.documents:,}" + (f" ({tally.empty:,} empty texts)" if tally.empty else ""))
-    if tally.bad:
-        print(f"bad lines    {tally.bad:,} left out")
+    config, totals = run.config, run.totals
+    print(f"documents    {totals.documents:,}" + (f" ({totals.empty:,} empty texts)" if totals.empty else ""))
+    if totals.bad:
+        print(f"bad lines    {totals.bad:,} left out")
     if rules:
         print(f"sentences    by {rules.origin}")
-    print(f"rate         {run.progress.rates(tally)}, encoded by {engine.name} ({engine.reason})")
+    print(f"rate         {run.progress.rates(totals)}, encoded by {engine.name} ({engine.reason})")
     print(f"tokenizer    {stamp.type}, {stamp.vocab_size:,} ids, end of document {stamp.eod}")
     print(f"fingerprint  {stamp.fingerprint}")
     outputs: dict[str, Any] = {}
     for key, writer in run.writers.items():
-        percentiles = dict(zip(PERCENTILES, tally.lengths[key].percentiles(*PERCENTILES)))
+        percentiles = dict(zip(PERCENTILES, totals.lengths[key].percentiles(*PERCENTILES)))
         written = ", ".join(f"{share}% {length:,}" for share, length in percentiles.items())
         print(
-            f"wrote        {config.prefix(key)}.{{bin,idx,meta.json}}: {tally.tokens[key]:,} tokens, {dtype}; "
+            f"wrote        {config.prefix(key)}.{{bin,idx,meta.json}}: {totals.tokens[key]:,} tokens, {dtype}; "
             f"tokens per document: {written}"
         )
         outputs[config.prefix(key)] = _counts(writer.metadata()) | {"tokens_per_document": percentiles}
     path = Path(f"{config.output_prefix}_summary.json")
     content = {
-        "documents": tally.documents,
-        "empty_texts": tally.empty,
-        "bad_lines": tally.bad,
-        "text_bytes": tally.text_bytes,
+        "documents": totals.documents,
+        "empty_texts": totals.empty,
+        "bad_lines": totals.bad,
+        "text_bytes": totals.text_bytes,
         "seconds": round(run.progress.seconds, 3),
         "dtype": dtype,
         "engine": engine.name,

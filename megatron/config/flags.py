@@ -235,7 +235,7 @@ class FlagSpec:
                     return f"{self.positive} is {abridged(str(number))}; it must be {words} {limit:.12g}"
         return None
 
-    def stand_in(self) -> Any:
+    def placeholder(self) -> Any:
         """A valid value in place of a missing or wrong one, so that other settings can still be checked."""
         if not self.required:
             return self.default

@@ -131,7 +131,7 @@ class MoEConfig(FamilyConfig):
     )
     moe_count_padding: bool = switch(
         "Route and count padding as text, as Megatron-LM's pretraining does: rows after the text of a sample, and "
-        "positions of multi-token prediction whose later token is outside of their text. Balance, capacity and expert "
+        "positions of multi-token prediction whose future token is outside of their text. Balance, capacity and expert "
         "biases then depend on how much padding there is."
     )
     moe_router_force_load_balancing: bool = switch(

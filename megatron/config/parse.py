@@ -7,8 +7,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from megatron.config.command import CommandConfig
+from megatron.config.flag_resolver import FlagResolver
 from megatron.config.flags import flags_of, group_name
-from megatron.config.intake import Intake
 from megatron.config.legacy_flags import LegacyFlag
 from megatron.config.rules import failures, listed, remarks
 from megatron.config.rules.remarking import without_effect
@@ -32,37 +32,37 @@ def parse_run(
     """Parse a command line to a checked run; ``RunConfig.parse`` describes the arguments."""
     groups = (*CORE_GROUPS, *extra_groups, CommandConfig)
     _answer_help(argv, groups, prog, about, defaults=defaults)
-    intake = Intake(groups, owner_of=owner_of)
-    intake.read_command_line(argv)
-    intake.read_defaults(defaults, prog)
-    intake.read_checkpoint(checkpoint_config, published_config)
-    intake.finish()
-    command: CommandConfig = intake.build(CommandConfig)
+    resolver = FlagResolver(groups, owner_of=owner_of)
+    resolver.read_command_line(argv)
+    resolver.read_defaults(defaults, prog)
+    resolver.read_checkpoint(checkpoint_config, published_config)
+    resolver.finish()
+    command: CommandConfig = resolver.build(CommandConfig)
     out_of_bounds = dict(_out_of_bounds(command))
-    problems = [*intake.problems, *out_of_bounds.values()]
+    problems = [*resolver.problems, *out_of_bounds.values()]
     asked = command.world_size if command.dry_run else None
     run = RunConfig(
-        **{group_name(group): intake.build(group) for group in CORE_GROUPS},
-        extra=tuple(intake.build(group) for group in extra_groups),
+        **{group_name(group): resolver.build(group) for group in CORE_GROUPS},
+        extra=tuple(resolver.build(group) for group in extra_groups),
         world_size=world_size if asked is None else max(asked, 1),
         command=command,
     )
-    object.__setattr__(run, "provenance", {spec.field: intake.source(spec, run.value(spec)) for spec in run.flags()})
-    object.__setattr__(run, "inherited", intake.inherited)
-    problems += [as_typed(run, sentence) for sentence in failures(run, faulted={*intake.faulted, *out_of_bounds})]
+    object.__setattr__(run, "provenance", {spec.field: resolver.source(spec, run.value(spec)) for spec in run.flags()})
+    object.__setattr__(run, "inherited", resolver.inherited)
+    problems += [as_typed(run, sentence) for sentence in failures(run, faulted={*resolver.faulted, *out_of_bounds})]
     if problems:
         raise ConfigError(listed(problems))
-    unused = [intake.renamed.get(flag) for flags, _ in without_effect(run) for flag in flags]
-    object.__setattr__(run, "notes", tuple(note for note in intake.notes if note not in unused))
+    unused = [resolver.renamed.get(flag) for flags, _ in without_effect(run) for flag in flags]
+    object.__setattr__(run, "notes", tuple(note for note in resolver.notes if note not in unused))
     object.__setattr__(run, "notes", (*run.notes, *remarks(run)))
     return run
 
 
-def read_given(argv: Sequence[str], *groups: type) -> Intake:
+def read_given(argv: Sequence[str], *groups: type) -> FlagResolver:
     """What flags and files give of a run with ``groups``, unchecked: for a command whose groups depend on it."""
-    intake = Intake((*CORE_GROUPS, *groups, CommandConfig))
-    intake.read_command_line(argv)
-    return intake
+    resolver = FlagResolver((*CORE_GROUPS, *groups, CommandConfig))
+    resolver.read_command_line(argv)
+    return resolver
 
 
 def parse_groups(
@@ -74,14 +74,14 @@ def parse_groups(
     Raises ConfigError with every failure at once.
     """
     _answer_help(argv, groups, prog, about)
-    intake = Intake(groups, legacy)
-    intake.read_command_line(argv)
-    intake.finish()
-    built = tuple(intake.build(group) for group in groups)
-    problems = [*intake.problems, *(sentence for group in built for _, sentence in _out_of_bounds(group))]
+    resolver = FlagResolver(groups, legacy)
+    resolver.read_command_line(argv)
+    resolver.finish()
+    built = tuple(resolver.build(group) for group in groups)
+    problems = [*resolver.problems, *(sentence for group in built for _, sentence in _out_of_bounds(group))]
     if problems:
         raise ConfigError(listed(problems))
-    for note in intake.notes:
+    for note in resolver.notes:
         print(note, file=sys.stderr)  # noqa: T201  (a tool has no start-up report)
     return built
 

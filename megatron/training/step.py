@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from megatron.core.optimizer.grad_norm import GradientStatistics, nonfinite_gradients
 from megatron.core.parallel.collectives import all_reduce, on_host
 from megatron.core.parallel.context import ParallelContext
-from megatron.core.parallel.side_losses import Tallying
+from megatron.core.parallel.side_losses import UpdatedFromCounts
 from megatron.core.pipeline_parallel.chunk import LossSum, Microbatch
 from megatron.errors import ConfigError
 from megatron.training.reporting.metrics import StepRecord
@@ -25,21 +25,21 @@ from megatron.training.run.stop import check_finite, nonfinite_gradient_error
 class GlobalLoss:
     """The loss of a global batch, the same on every rank.
 
-    ``totals``: sum and count of each named loss. ``count``: what gradients are divided by. ``tallies``: sums of what
-    layers report, by name.
+    ``totals``: sum and count of each named loss. ``count``: what gradients are divided by. ``layer_metrics``: sums of
+    what layers report, by name.
     """
 
     totals: dict[str, tuple[float, float]]
     count: float
-    tallies: dict[str, list[float]] = field(default_factory=dict)
+    layer_metrics: dict[str, list[float]] = field(default_factory=dict)
 
     @classmethod
     def of(
-        cls, sums: Sequence[float], names: Sequence[str], *, tallies: Mapping[str, list[float]] | None = None
+        cls, sums: Sequence[float], names: Sequence[str], *, layer_metrics: Mapping[str, list[float]] | None = None
     ) -> GlobalLoss:
         """The losses from the numbers of ``loss_sums``, row by row."""
         (_, count), *named = zip(sums[::2], sums[1::2])
-        return cls(dict(zip(names, named)), max(count, 1.0), dict(tallies or {}))
+        return cls(dict(zip(names, named)), max(count, 1.0), dict(layer_metrics or {}))
 
     @property
     def means(self) -> dict[str, float]:
@@ -82,7 +82,9 @@ def loss_sums(loss: LossSum | None, names: Sequence[str], context: ParallelConte
     return all_reduce(pairs, context.mesh, "pp", "dp", "cp")
 
 
-def global_tallies(loss: LossSum | None, widths: Mapping[str, int], context: ParallelContext) -> dict[str, Tensor]:
+def global_layer_metrics(
+    loss: LossSum | None, widths: Mapping[str, int], context: ParallelContext
+) -> dict[str, Tensor]:
     """Sums of what layers reported in the global batch, by name, on every rank: fp64, in which whole numbers are exact
     up to 2^53. A collective where there are any.
 
@@ -90,19 +92,19 @@ def global_tallies(loss: LossSum | None, widths: Mapping[str, int], context: Par
     """
     if not widths:
         return {}
-    here = {} if loss is None else loss.tallies
+    here = {} if loss is None else loss.layer_metrics
     device = context.device
     flat = [here.get(name, torch.zeros(width, device=device)).double() for name, width in widths.items()]
     totals = all_reduce(torch.cat(flat), context.mesh, "pp", "dp", "cp", "tp")
     return dict(zip(widths, torch.split(totals, [*widths.values()])))
 
 
-def learn_from_tallies(models: Iterable[nn.Module], tallies: Mapping[str, Tensor]) -> None:
+def update_from_layer_metrics(models: Iterable[nn.Module], layer_metrics: Mapping[str, Tensor]) -> None:
     """Let each module that adjusts itself by a step's counts, not by a gradient, do so."""
-    for model in models if tallies else ():
+    for model in models if layer_metrics else ():
         for module in model.modules():
-            if isinstance(module, Tallying):
-                module.learn(tallies[module.tally_name])
+            if isinstance(module, UpdatedFromCounts):
+                module.update_from_counts(layer_metrics[module.metric_name])
 
 
 def total_counts(
@@ -127,7 +129,7 @@ def loss_weights(totals: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name: first / total for name, total in totals.items()}
 
 
-def ready_to_learn(run: Run, microbatches: Sequence[Microbatch]) -> list[Microbatch]:
+def with_gradient_scales(run: Run, microbatches: Sequence[Microbatch]) -> list[Microbatch]:
     """This rank's microbatches of a global batch with the factors that scale the gradients of their losses.
 
     A collective for several losses and for fp16; a single loss of another precision needs no counts beforehand. Raises
@@ -174,17 +176,17 @@ def train_step(run: Run, microbatches: Sequence[Microbatch]) -> StepRecord:
 
     run.grad_sync.zero()
     with timers("forward-backward", level=1):
-        loss_sum = run.runner.step(plan, ready_to_learn(run, microbatches))
+        loss_sum = run.runner.step(plan, with_gradient_scales(run, microbatches))
     with timers("grads-sync", level=1):
         run.grad_sync.finish()
-    tallies = global_tallies(loss_sum, run.train_spec.tallies(run.config), run.context)
+    layer_metrics = global_layer_metrics(loss_sum, run.train_spec.layer_metrics(run.config), run.context)
     names = run.train_spec.loss_names(run.config)
     sums = loss_sums(loss_sum, names, run.context)
     with timers("gradient-norm", level=1):
         gradient_sums = run.optimizer.gradient_sums()
     with waiting_for_device(run.context):  # the only time in a step
-        loss_numbers, gradient_numbers, *counts = on_host(sums, gradient_sums, *tallies.values())
-    loss = GlobalLoss.of(loss_numbers, names, tallies=dict(zip(tallies, counts)))
+        loss_numbers, gradient_numbers, *counts = on_host(sums, gradient_sums, *layer_metrics.values())
+    loss = GlobalLoss.of(loss_numbers, names, layer_metrics=dict(zip(layer_metrics, counts)))
     if settings.check_for_nan_in_loss_and_grad:
         check_finite(
             loss.means,
@@ -212,7 +214,7 @@ def train_step(run: Run, microbatches: Sequence[Microbatch]) -> StepRecord:
         )
 
     if not update.skipped:
-        learn_from_tallies(run.models, tallies)
+        update_from_layer_metrics(run.models, layer_metrics)
     progress.iteration += 1
     progress.consumed_samples += batch_size
     progress.scheduled_samples += 0 if update.skipped else batch_size
@@ -228,5 +230,5 @@ def train_step(run: Run, microbatches: Sequence[Microbatch]) -> StepRecord:
         num_zeros=update.num_zeros,
         params_norm=run.optimizer.parameter_norm() if run.config.reporting.log_params_norm else None,
         skipped=update.skipped,
-        tallies=loss.tallies,
+        layer_metrics=loss.layer_metrics,
     )

@@ -40,7 +40,7 @@ LLAMA: dict[str, Any] = table.VARIANTS["llama"]
 FOUR: dict[str, Any] = LLAMA | {"num_layers": 4}
 DEEP: dict[str, Any] = LLAMA | {"num_layers": 9}
 EXPERTS: dict[str, Any] = next(iter(test_experts.VARIANTS.values()))
-LATER: dict[str, Any] = table.VARIANTS["later tokens, documents"]
+LATER: dict[str, Any] = table.VARIANTS["future tokens, documents"]
 BERT: dict[str, Any] = table.VARIANTS["bert"]
 T5: dict[str, Any] = test_t5.VARIANTS["original"]
 TP2 = Layout(tp=2, sequence_parallel=True)
@@ -84,7 +84,7 @@ CASES: dict[str, Case] = {
         )
         for name, layout in test_fp8.LAYOUTS.items()
     },
-    **named("later tokens, ", LATER | {"num_layers": 9}, some(STAGES, STAGED)),
+    **named("future tokens, ", LATER | {"num_layers": 9}, some(STAGES, STAGED)),
     **named("bert, ", BERT, some(table.LAYOUTS, ("tp2 sp", "dp2 zero", *SLICED))),
     **named("bert, ", BERT | {"num_layers": 9}, some(STAGES, STAGED)),
     **named("t5, ", T5, some(table.LAYOUTS, ("tp4 sp", "dp2 zero", *SLICED))),
@@ -110,7 +110,7 @@ WAITS = {
     "expert_scales": "rounds of Sinkhorn routing: they end when scales no longer change",
     "parts": "rows of each expert: shapes depend on them",
     "cross_entropy_where_weighted": "words that count, of BERT: shapes depend on them",
-    "ready_to_learn": "of fp16, words that count: gradients are scaled by a number of the host",
+    "with_gradient_scales": "of fp16, words that count: gradients are scaled by a number of the host",
     "train_step": "how often experts were chosen, for the log",
     "document_lengths": "where documents begin: which keys are read depends on them",
 }

@@ -29,7 +29,7 @@ from megatron.core.models.t5.config import T5Config
 from megatron.core.models.t5.model import T5Model
 from megatron.core.models.t5.train_spec import T5Spec
 from megatron.core.models.train_spec import TrainSpec
-from megatron.core.moe.layer import tallies
+from megatron.core.moe.layer import layer_metrics
 from megatron.core.parallel.context import ParallelContext
 from megatron.core.pipeline_parallel.chunk import Microbatch, TensorSpec
 from megatron.core.tensor_parallel.layers import ReplicatedLinear
@@ -52,7 +52,7 @@ class Family:
 
     ``build``: the model from its config, context, and keywords ``stage``, ``recompute`` and ``seed``. ``stage_inputs``:
     of a stage that isn't the first, for a function from length to hidden states. ``more_layers``: those that the
-    model has besides its config's. ``tallies``: what its layers count.
+    model has besides its config's. ``layer_metrics``: what its layers count.
     """
 
     train_spec: TrainSpec
@@ -65,7 +65,7 @@ class Family:
         lambda config, stage, hidden: {"hidden": hidden(LENGTH)}
     )
     more_layers: int = 0
-    tallies: Callable[[ModelConfig], dict[str, int]] = lambda model: {}
+    layer_metrics: Callable[[ModelConfig], dict[str, int]] = lambda model: {}
 
 
 def causal_batch(step: int) -> dict[str, Tensor]:
@@ -93,7 +93,7 @@ MASKS = ("document_ids", "text_mask", "mtp_text_mask")
 
 
 def later_batch(step: int) -> dict[str, Tensor]:
-    """``causal_batch`` with two later tokens, position by position: none from beyond the sequence or the document."""
+    """``causal_batch`` with two future tokens, position by position: none from beyond the sequence or the document."""
     batch = causal_batch(step)
     found = {name: torch.zeros(GLOBAL_BATCH, 2, LENGTH, dtype=torch.int64) for name in ("mtp_tokens", "mtp_labels")}
     found["mtp_text_mask"] = torch.zeros(GLOBAL_BATCH, 2, LENGTH, dtype=torch.bool)
@@ -259,7 +259,7 @@ def arranged_model(config: ModelConfig, context: ParallelContext, **options: Any
 FAMILIES = {
     "arranged": Family(GPTSpec(), arranged_model, causal_batch, ("lm loss",), optional=MASKS),
     "gated": Family(GatedSpec(), gated_model, causal_batch, ("lm loss", GATE), optional=MASKS),
-    "gpt, later tokens": Family(
+    "gpt, future tokens": Family(
         GPTSpec(), GPTModel, later_batch, ("lm loss", "mtp_1 loss", "mtp_2 loss"), optional=MASKS
     ),
     "gpt": Family(GPTSpec(), GPTModel, causal_batch, ("lm loss",), optional=MASKS),
@@ -300,7 +300,7 @@ def family_with_groups(family: Family, groups: tuple[FamilyConfig, ...]) -> Fami
             model, [group.resolved(model, NO_DATA) for group in groups], context, **options
         ),
         losses=(*family.losses, *experts_of(groups).loss_names),
-        tallies=lambda model: tallies(experts_of(groups), model),
+        layer_metrics=lambda model: layer_metrics(experts_of(groups), model),
     )
 
 

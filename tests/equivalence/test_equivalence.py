@@ -185,10 +185,10 @@ VARIANTS |= {
     "latent attention without latent queries and norms, wide values, windows, sinks": LATENT
     | {"v_head_dim": 12, "window_size": (3, 0), "window_attn_skip_freq": "2", "softmax_type": "learnable"},
 }
-LATER: dict[str, Any] = {"family": "gpt, later tokens", "mtp_num_layers": 2, "mtp_loss_scaling_factor": 0.7}
+LATER: dict[str, Any] = {"family": "gpt, future tokens", "mtp_num_layers": 2, "mtp_loss_scaling_factor": 0.7}
 VARIANTS |= {
-    "later tokens, documents": LLAMA | STILL | LATER | {"document_ids": True},
-    "later tokens, tied, norms after, latent attention": LATENT
+    "future tokens, documents": LLAMA | STILL | LATER | {"document_ids": True},
+    "future tokens, tied, norms after, latent attention": LATENT
     | LATER
     | {"untie_embeddings_and_output_weights": False, "norm_placement": "both", "q_lora_rank": 14},
 }

@@ -27,8 +27,8 @@ def experts(**settings: Any) -> tuple[MoEConfig]:
     return (MoEConfig(**sizes | settings),)
 
 
-GLOBAL = "a loss over all replicas, later tokens, losses of layers"
-PADDED = "padding, capacity, bias, losses, shared experts, later tokens"
+GLOBAL = "a loss over all replicas, future tokens, losses of layers"
+PADDED = "padding, capacity, bias, losses, shared experts, future tokens"
 VARIANTS: dict[str, dict[str, Any]] = {
     "softmax, all losses": LLAMA
     | STILL
@@ -100,7 +100,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "num_layers": 4,
         "groups": experts(moe_expert_capacity_factor=0.8, moe_token_drop_policy="position"),
     },
-    "latent attention, groups, bias, shared experts, later tokens": LATENT
+    "latent attention, groups, bias, shared experts, future tokens": LATENT
     | LATER
     | {
         "num_layers": 3,
@@ -216,7 +216,7 @@ MORE = {
     PADDED: ("tp2 ep2 etp1", "pp2 tp2 sp ep2 etp1 zb-v recompute", "dp2 ep2 recompute moe"),
     "sinkhorn, padding, all tokens to all ranks": ("cp2 ep2", "one rank, recompute full"),
     "capacity, all tokens to all ranks": ("tp2 sp dp2 ep2 etp2 zero recompute",),
-    "latent attention, groups, bias, shared experts, later tokens": (
+    "latent attention, groups, bias, shared experts, future tokens": (
         "dp2 ep2 recompute moe",
         "pp2 tp2 sp ep2 etp1 zb-h1 recompute parts of moe and attention",
     ),

@@ -35,7 +35,7 @@ LOSSES = "--moe-router-load-balancing-type aux_loss seq_aux_loss --moe-aux-loss-
 VARIANTS = {
     "losses": LOSSES,
     "a loss over all replicas": "--moe-router-load-balancing-type global_aux_loss --moe-aux-loss-coeff 0.3",
-    "capacity, bias, groups, shared experts, later tokens": (
+    "capacity, bias, groups, shared experts, future tokens": (
         "--moe-expert-capacity-factor 1.0 --moe-router-enable-expert-bias --moe-router-bias-update-rate 0.1 "
         "--moe-router-score-function sigmoid --moe-router-topk 4 --moe-router-num-groups 4 --moe-router-group-topk 2 "
         f"--moe-shared-expert-intermediate-size 16 --mtp-num-layers 2 {LOSSES}"
@@ -71,7 +71,7 @@ LAYOUTS: dict[str, tuple[str, dict[str, Any]]] = {
 KEY_LAYOUTS = ("tp2 sp cp2 ep4 etp1", "one rank, recompute full")
 MORE = {
     "losses": ("ep2", "tp2 etp1 ep2", "cp2 ep2"),
-    "capacity, bias, groups, shared experts, later tokens": ("pp2 dp2 ep2 zero", "one rank, recompute moe"),
+    "capacity, bias, groups, shared experts, future tokens": ("pp2 dp2 ep2 zero", "one rank, recompute moe"),
     "capacity by position, all tokens to all ranks": ("tp2 etp2",),
 }
 
@@ -93,11 +93,11 @@ def steps(context: ParallelContext, flags: str) -> list[dict[str, float]]:
     for _ in range(3):
         record = train_step(run, next(batches))
         assert record.grad_norm is not None
-        tallies = {f"{name} {at}": each for name, row in record.tallies.items() for at, each in enumerate(row)}
-        found.append({**record.losses, **tallies, "grad norm": record.grad_norm})
+        metrics = {f"{name} {at}": each for name, row in record.layer_metrics.items() for at, each in enumerate(row)}
+        found.append({**record.losses, **metrics, "grad norm": record.grad_norm})
     found.append(dict(evaluate(run, run.data.evaluation_batches("valid", evaluation=0)).means))
     routers = [module for model in run.models for module in model.modules() if isinstance(module, Router)]
-    biases = {each.tally_name: each.expert_bias for each in routers if each.expert_bias is not None}
+    biases = {each.metric_name: each.expert_bias for each in routers if each.expert_bias is not None}
     found.append({f"{name} {at}": bias for name, row in biases.items() for at, bias in enumerate(row.tolist())})
     return found
 

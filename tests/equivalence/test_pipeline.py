@@ -23,7 +23,7 @@ OFFLOADED = RecomputePlan(offloaded=9, least_offloaded=1)
 VEE: dict[str, Any] = {"pp": 2, "chunks": 2, "schedule": "zb-v"}
 LOOPED: dict[str, Any] = {"pp": 2, "chunks": 2, "schedule": "interleaved"}
 OVERLAPPED: dict[str, Any] = {"overlap": True, "bucket_size": 1000}
-LATER = ("later tokens, documents", "later tokens, tied, norms after, latent attention")
+LATER = ("future tokens, documents", "future tokens, tied, norms after, latent attention")
 LATENT = "latent attention, yarn with a factor of scores, documents"
 BERT = ("bert", "bert, residuals behind norms")
 

@@ -36,7 +36,13 @@ from megatron.training.evaluation.parity import Observed, parts_of, whole_gradie
 from megatron.training.run.data import held_slices
 from megatron.training.run.pipeline import Plans, routes
 from megatron.training.run.stages import model_state, named_parameters, share_tied_parameters
-from megatron.training.step import global_loss, global_tallies, learn_from_tallies, loss_weights, total_counts
+from megatron.training.step import (
+    global_layer_metrics,
+    global_loss,
+    loss_weights,
+    total_counts,
+    update_from_layer_metrics,
+)
 from tests.equivalence.families import (
     FAMILIES,
     GLOBAL_BATCH,
@@ -167,8 +173,8 @@ def train(context: ParallelContext, settings: Mapping[str, Any], layout: Layout)
         if step == 0:
             outcome.gradients = whole_gradients(buffers, context.mesh, sharded=layout.sharded)
         update = optimizer.update(count=total[1].item(), lr=1e-2, weight_decay=0.1)
-        counted = global_tallies(loss, family.tallies(config), context)
-        learn_from_tallies(models, counted)
+        counted = global_layer_metrics(loss, family.layer_metrics(config), context)
+        update_from_layer_metrics(models, counted)
         outcome.losses += [float(number) for each in counted.values() for number in each]
         outcome.losses += [(total[0] / total[1]).item(), *parts.means.values()]
         assert update.grad_norm is not None

@@ -80,7 +80,7 @@ def _parameters(run: RunConfig, stages: Sequence[Stage], *, ranks: int, vocabula
         "layers": sum(len(stage.layers) * layer for stage in stages) + sum(len(each.decoder) * cross for each in held),
         "embedding_norm": norm * model.embedding_norm * embeds,
         "first_attention_norm": -norm * (not model.first_attention_norm) * embeds,
-        "later_tokens": (layer + 2 * hidden * hidden // ranks + 3 * norm) * model.mtp_num_layers * last,
+        "future_tokens": (layer + 2 * hidden * hidden // ranks + 3 * norm) * model.mtp_num_layers * last,
         "final_norm": norm * (last + (parts.decoder_layers > 0 and any(each.closes_encoder for each in held))),
         "output_layer": vocabulary * model.word_width * (last and parts.predicts_words and not (tied and embeds)),
         "heads": _head_parameters(parts, hidden=hidden, norm=norm, vocabulary=vocabulary) if last else 0,
@@ -172,7 +172,7 @@ def gpt_flops_per_sample(model: ModelConfig, seq_length: int, *, tensor_model_pa
     """Model FLOPs of one sequence, forward and backward: 2 per multiply-add, times 3.
 
     Megatron's formula: every matrix product of the dense model, half of the attention square (the causal half), the
-    vocabulary as padded for the tensor-parallel size; all again for each later token. Recomputation, norms and
+    vocabulary as padded for the tensor-parallel size; all again for each future token. Recomputation, norms and
     activations are not counted.
     """
     padded_vocab_size = model.padded_vocab_size(tensor_model_parallel_size)

@@ -19,7 +19,7 @@ from megatron.core.ops.attention import attention as attention_of_one_rank
 from megatron.core.ops.attention.partial import partial_attention, partial_attention_gradients
 from megatron.core.parallel import exchange
 from megatron.core.parallel.context import ParallelContext
-from megatron.core.parallel.exchange import Team, all_to_all, circulate, shift
+from megatron.core.parallel.exchange import RankGroup, all_to_all, circulate, shift
 from tests.harness import run_ranks
 from tests.tiers import tiers
 
@@ -173,8 +173,8 @@ def test_keys_travel_while_attention_is_computed() -> None:
 
 def places_of_keys(context: ParallelContext) -> tuple[list[float], int]:
     """What a rank sees on a ring, and in how many places of memory it lay."""
-    team = Team.of(context.mesh, "cp")
-    seen = [(x[0].item(), x.data_ptr()) for _, x in circulate(torch.full((3,), float(team.rank)), team)]
+    peers = RankGroup.of(context.mesh, "cp")
+    seen = [(x[0].item(), x.data_ptr()) for _, x in circulate(torch.full((3,), float(peers.rank)), peers)]
     return [value for value, _ in seen], len({place for _, place in seen})
 
 
@@ -187,13 +187,13 @@ def test_a_ring_holds_two_ranks_keys() -> None:
 
 def exchanges(context: ParallelContext) -> tuple[list[tuple[int, float]], list[float], list[float], float]:
     """What a rank of four sees on a ring, from its pairs and its counterparts, and two rings at once."""
-    team = Team.of(context.mesh, "cp")
-    mine = torch.full((3,), float(team.rank))
-    seen = [(owner, x[0].item()) for owner, x in circulate(mine.clone(), team)]
-    numbers = torch.arange(2.0) + 10 * team.rank
-    pairs = all_to_all(numbers, team.neighbours(2)).tolist()
-    across = all_to_all(numbers, team.counterparts(2)).tolist()
-    one, other = shift(mine, team), shift(mine + 100, team, tag=1)
+    peers = RankGroup.of(context.mesh, "cp")
+    mine = torch.full((3,), float(peers.rank))
+    seen = [(owner, x[0].item()) for owner, x in circulate(mine.clone(), peers)]
+    numbers = torch.arange(2.0) + 10 * peers.rank
+    pairs = all_to_all(numbers, peers.neighbours(2)).tolist()
+    across = all_to_all(numbers, peers.counterparts(2)).tolist()
+    one, other = shift(mine, peers), shift(mine + 100, peers, tag=1)
     return seen, pairs, across, other.wait()[0].item() - one.wait()[0].item()
 
 

@@ -20,7 +20,7 @@ from megatron.core.parallel.activity import Activity
 from megatron.core.parallel.collectives import Handle
 from megatron.core.parallel.context import ParallelContext
 from megatron.core.parallel.costs import Workload
-from megatron.core.parallel.exchange import Team, start_all_to_all_rows
+from megatron.core.parallel.exchange import RankGroup, start_all_to_all_rows
 from megatron.core.parallel.rng import StreamKey
 from megatron.core.parallel.side_losses import SideLosses
 from megatron.core.tensor_parallel.initialize import initialize
@@ -102,10 +102,10 @@ def sent(context: ParallelContext, settings: dict[str, Any]) -> tuple[list[int],
     """
     counted, calls = list[int](), Calls()
 
-    def counting(x: torch.Tensor, team: Team, sends: list[int], receives: list[int]) -> Handle[torch.Tensor]:
-        away = sum(sends) - sends[team.rank]
+    def counting(x: torch.Tensor, peers: RankGroup, sends: list[int], receives: list[int]) -> Handle[torch.Tensor]:
+        away = sum(sends) - sends[peers.rank]
         counted.append(away * x[0].numel() * x.element_size())
-        return start_all_to_all_rows(x, team, sends, receives)
+        return start_all_to_all_rows(x, peers, sends, receives)
 
     built = MoELayer(
         moe_config(moe_router_force_load_balancing=True, **settings),

@@ -8,8 +8,8 @@ from typing import Any
 from megatron.config.family import group_among
 from megatron.config.model import ModelConfig
 from megatron.core.conversion.bounds import Rate
+from megatron.core.conversion.huggingface.config_reader import ConfigReader
 from megatron.core.conversion.huggingface.format import HuggingFaceFormat, ModelType
-from megatron.core.conversion.huggingface.known import Known
 from megatron.core.conversion.tables import Row
 from megatron.core.conversion.transforms import stacked
 from recurrent.config import RecurrentConfig
@@ -40,7 +40,7 @@ RECURRENT = ModelType(
         "norm_epsilon": "norm_eps",
     },
     by_code=("num_attention_heads", "kv_channels", "num_query_groups"),  # there are no heads
-    read=lambda known: {"num_attention_heads": 1},  # which divides every width
+    read=lambda reader: {"num_attention_heads": 1},  # which divides every width
     kinds={"forget_floor": Rate},
     fixed={
         "normalization": "RMSNorm",
@@ -57,9 +57,9 @@ class RecurrentFormat(HuggingFaceFormat):
 
     types: Mapping[str, ModelType] = {"recurrent": RECURRENT}
 
-    def groups_from_config(self, known: Known, tensors: Collection[str], *, where: str) -> tuple[object, ...]:
+    def groups_from_config(self, reader: ConfigReader, tensors: Collection[str], *, where: str) -> tuple[object, ...]:
         """The family's own settings."""
-        return (RecurrentConfig(forget_floor=known("forget_floor")),)
+        return (RecurrentConfig(forget_floor=reader("forget_floor")),)
 
     def settings_of_groups(self, groups: Sequence[object], model_type: str, model: ModelConfig) -> dict[str, Any]:
         """The family's own settings."""

@@ -127,8 +127,8 @@ def formats_need_the_precision_aware_optimizer(run: RunConfig) -> str | None:
     return f"{subject(asked, 'needs', 'need')} --use-precision-aware-optimizer; add it"
 
 
-def later_tokens_are_plainly_embedded(run: RunConfig) -> str | None:
-    """The last stage embeds later tokens with copies of the tables alone."""
+def future_tokens_are_plainly_embedded(run: RunConfig) -> str | None:
+    """The last stage embeds future tokens with copies of the tables alone."""
     given, later = _typed(run, ("embedding_norm", "word_embedding_size")), run.model.mtp_num_layers
     if not given or not later:
         return None
@@ -167,7 +167,7 @@ RULES: tuple[Rule, ...] = (
         "--word-embedding-size {run.model.word_embedding_size} is the --hidden-size; leave it out",
         lambda run: run.model.word_embedding_size == run.model.hidden_size,
     ),
-    later_tokens_are_plainly_embedded,
+    future_tokens_are_plainly_embedded,
     fields_are_of_the_family,
     biases_have_one_name,
     windows_are_of_the_family,

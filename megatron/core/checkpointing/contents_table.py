@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from megatron.core.checkpointing.unpickling import MOST_DIMS, Builders, StandIn, mapping_of, unpickle
+from megatron.core.checkpointing.unpickling import MOST_DIMS, Builders, Placeholder, mapping_of, unpickle
 from megatron.errors import CheckpointError
 
 _DCP = "torch.distributed.checkpoint."
@@ -77,17 +77,17 @@ def read_table(file: IO[bytes], *, is_foreign: bool) -> Metadata:
 
 def _fields(value: Any, name: str) -> Mapping[str, Any]:
     """The attributes of what was an instance of DCP's class ``name``."""
-    if not isinstance(value, StandIn) or value.stands_for != _DCP + name or not isinstance(value.state, dict):
+    if not isinstance(value, Placeholder) or value.stands_for != _DCP + name or not isinstance(value.state, dict):
         raise CheckpointError(f"{_shown(value)} is not a {name.rpartition('.')[2]}")
     return value.state
 
 
 def _entry(name: str, value: Any) -> TensorStorageMetadata | BytesStorageMetadata:
-    if isinstance(value, StandIn) and value.stands_for == f"{_DCP}metadata.BytesStorageMetadata":
+    if isinstance(value, Placeholder) and value.stands_for == f"{_DCP}metadata.BytesStorageMetadata":
         return BytesStorageMetadata()
     fields = _fields(value, "metadata.TensorStorageMetadata")
     properties, size = fields["properties"], _shape(fields["size"])
-    dtype = properties.state[0] if isinstance(properties, StandIn) and properties.state else None
+    dtype = properties.state[0] if isinstance(properties, Placeholder) and properties.state else None
     if not isinstance(dtype, torch.dtype):
         raise CheckpointError(f"tensor {name}, shape {list(size)}, has no dtype")
     chunks, filled = [], 0

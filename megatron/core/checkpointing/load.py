@@ -27,8 +27,10 @@ from megatron.core.tokenizers.chat_settings import ChatSettings
 from megatron.errors import CheckpointError
 from megatron.small_files import Between, check_kinds, read_json
 
-MODEL_NAME = "recipe"
+MODEL_NAME = "model"
 """Key of the run's state under which it names its family, or what its model was fine-tuned for."""
+
+_OLD_MODEL_NAME = "recipe"  # its key in older checkpoints
 
 CHAT = "chat"
 """Key of the run's state for the chat template and the end tokens that its model has learned."""
@@ -103,6 +105,8 @@ def read_run_document(folder: CheckpointFolder | AnyPath) -> dict[str, Any]:
         if document.get(name) is None:
             raise _lacking(str(path), name)
     check_kinds(document, _OF_THE_FILE, where=str(path), error=CheckpointError)
+    if _OLD_MODEL_NAME in document["state"]:
+        document["state"].setdefault(MODEL_NAME, document["state"].pop(_OLD_MODEL_NAME))
     check_kinds(document["state"], _OF_THE_STATE, where=f"{path}: state", error=CheckpointError)
     if config := document["state"].get("config"):
         where = f"{path}: state: config"

@@ -21,7 +21,7 @@ from typing import IO, Any, cast
 import torch
 from torch import Tensor
 
-from megatron.core.checkpointing.unpickling import Builders, StandIn, key_of, mapping_of, unpickle
+from megatron.core.checkpointing.unpickling import Builders, Placeholder, key_of, mapping_of, unpickle
 from megatron.errors import CheckpointError
 from megatron.small_files import check_regular
 
@@ -170,7 +170,7 @@ class _Storages:
 
     def __call__(self, identity: Any) -> Tensor:
         kind, of, key, _, count, *views = identity
-        dtype = _STORAGES.get(of.stands_for) if isinstance(of, StandIn) else None
+        dtype = _STORAGES.get(of.stands_for) if isinstance(of, Placeholder) else None
         if kind != "storage" or dtype is None or type(key) is not str or not _are_counts((count,)):
             raise CheckpointError(
                 f"it names {ascii(kind)[:20]} {ascii(of)[:60]} outside the file, which is not a storage"

@@ -1,7 +1,7 @@
 """Untrusted pickles give plain data alone, and no name in them is looked up.
 
 This is Python's unpickler written in Python, cut down to the operations that parse plain data. Those that call, fill
-or hash something are replaced. A name becomes a ``StandIn``, a record of the name, of the arguments it was called
+or hash something are replaced. A name becomes a ``Placeholder``, a record of the name, of the arguments it was called
 with and of the state it was given. The caller says for which names it builds something, with functions of its own.
 """
 
@@ -22,7 +22,7 @@ from megatron.errors import CheckpointError
 
 Builders = Mapping[str, Callable[..., Any] | None]
 """What is built when a pickle calls a name, by its full name: a function that checks its arguments, since a stranger
-wrote them, or None for a ``StandIn``."""
+wrote them, or None for a ``Placeholder``."""
 
 # Packages whose classes are in other programs' checkpoints and needed by no conversion: random states, enums, plans.
 _FOREIGN = ("megatron", "transformer_engine", "apex", "numpy", "torch", "signal", "functools", "pathlib", "enum")
@@ -31,7 +31,7 @@ MOST_DIMS = 64
 
 
 @dataclass(eq=False, slots=True, repr=False)
-class StandIn:
+class Placeholder:
     """A name in a pickle (``arguments`` is None), or what the pickle made of the name; it does nothing."""
 
     stands_for: str
@@ -82,7 +82,7 @@ class _PlainUnpickler(pickle._Unpickler):
         if module == "torch" and isinstance(dtype := vars(torch).get(name), torch.dtype):
             return dtype
         if full in self._builders or (self._is_foreign and full.split(".")[0] in _FOREIGN):
-            return StandIn(full)
+            return Placeholder(full)
         raise CheckpointError(f"it names {ascii(full)[1:-1][:100]}, which checkpoints may not name")
 
     @override
@@ -95,12 +95,12 @@ class _PlainUnpickler(pickle._Unpickler):
     def call(self) -> None:
         """REDUCE and NEWOBJ."""
         arguments, function = self.stack.pop(), self.stack.pop()
-        if not isinstance(function, StandIn) or function.arguments is not None or type(arguments) is not tuple:
+        if not isinstance(function, Placeholder) or function.arguments is not None or type(arguments) is not tuple:
             raise CheckpointError(f"it calls {_kind(function)}, which is not callable")
         build = self._builders.get(function.stands_for)
         if build is not None:
             self._count_copied(*arguments)
-        self.append(StandIn(function.stands_for, arguments) if build is None else build(*arguments))
+        self.append(Placeholder(function.stands_for, arguments) if build is None else build(*arguments))
 
     def call_marked(self) -> None:
         """Opcode OBJ: call with arguments from the mark on."""
@@ -117,7 +117,7 @@ class _PlainUnpickler(pickle._Unpickler):
     def set_state(self) -> None:
         """Opcode BUILD: set an object's state."""
         state, target = self.stack.pop(), self.stack[-1]
-        if isinstance(target, StandIn) and target.arguments is not None:
+        if isinstance(target, Placeholder) and target.arguments is not None:
             target.state = state
         elif type(target) is Namespace:
             self._count_copied(state)
@@ -132,7 +132,7 @@ class _PlainUnpickler(pickle._Unpickler):
             target += values
         elif type(target) is set:
             target.update(map(key_of, values))
-        elif not isinstance(target, StandIn):
+        elif not isinstance(target, Placeholder):
             raise CheckpointError(f"it appends to {_kind(target)}")
 
     def set_items(self, values: list[Any]) -> None:
@@ -141,7 +141,7 @@ class _PlainUnpickler(pickle._Unpickler):
         if type(target) is dict:
             for key, value in zip(values[::2], values[1::2], strict=True):
                 target[key if type(key) is str else key_of(key)] = value
-        elif not isinstance(target, StandIn):
+        elif not isinstance(target, Placeholder):
             raise CheckpointError(f"it sets items of {_kind(target)}")
 
     def make_dict(self) -> None:
@@ -159,14 +159,14 @@ def key_of(value: Any, *, nested: bool = False) -> Any:
     """``value`` if it may be a key: Python's hash of deeply nested tuples overflows the stack of the process."""
     if type(value) is tuple and not nested and len(value) <= MOST_DIMS:
         return tuple(key_of(each, nested=True) for each in value)
-    if value is None or type(value) in (str, int, float, bool, bytes, torch.dtype, StandIn):
+    if value is None or type(value) in (str, int, float, bool, bytes, torch.dtype, Placeholder):
         return value
     raise CheckpointError(f"it has a {type(value).__name__} as a key")
 
 
 def _kind(value: Any) -> str:
     """The kind of a value, for an error."""
-    if isinstance(value, StandIn):
+    if isinstance(value, Placeholder):
         return ascii(value.stands_for)[1:-1][:100]
     return f"a {type(value).__name__}"
 
@@ -176,7 +176,7 @@ def mapping_of(items: Any = ()) -> dict[Any, Any]:
     return {key_of(key): value for key, value in items}
 
 
-_HOLDERS = frozenset({dict, list, tuple, set, StandIn, Namespace})
+_HOLDERS = frozenset({dict, list, tuple, set, Placeholder, Namespace})
 
 
 def _check_bounds(value: Any, most: int) -> None:
@@ -197,7 +197,7 @@ def _check_bounds(value: Any, most: int) -> None:
 
 
 def _parts(value: Any) -> Any:
-    if type(value) is StandIn:
+    if type(value) is Placeholder:
         return value.arguments, value.state
     if type(value) is Namespace:
         value = vars(value)

@@ -29,7 +29,7 @@ from megatron.core.context_parallel.visible import Documents
 from megatron.core.ops.attention import AttentionOptions, AttentionRequest
 from megatron.core.ops.attention import attention as attention_of_one_rank
 from megatron.core.parallel.context import ParallelContext
-from megatron.core.parallel.exchange import Team, all_to_all
+from megatron.core.parallel.exchange import RankGroup, all_to_all
 
 KEYS_TRAVEL: tuple[CpCommType, ...] = ("p2p", "all_gather")
 """The types by which a rank gets the keys and values of all heads."""
@@ -63,7 +63,7 @@ def attention(
     def plain(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return attention_of_one_rank(q, k, v, options, backend=backend)
 
-    everyone = Team.of(context.mesh, "cp")
+    everyone = RankGroup.of(context.mesh, "cp")
     assert expand is None or (everyone.size > 1 and comm_type in KEYS_TRAVEL), "only where keys would travel"
     if everyone.size == 1:
         return plain(q, k, v)
@@ -105,25 +105,25 @@ def actual_request(request: AttentionRequest, comm_type: CpCommType, context: Pa
     )
 
 
-def _of_heads(options: AttentionOptions, team: Team) -> AttentionOptions:
+def _of_heads(options: AttentionOptions, peers: RankGroup) -> AttentionOptions:
     """The options of this rank's part of the heads."""
 
     def part(of_all: Tensor | None) -> Tensor | None:
-        return None if of_all is None else of_all.chunk(team.size)[team.rank]
+        return None if of_all is None else of_all.chunk(peers.size)[peers.rank]
 
     return dataclasses.replace(options, sinks=part(options.sinks), slopes=part(options.slopes))
 
 
 def _with_heads_split(
-    attend: Callable[[Tensor, Tensor, Tensor], Tensor], q: Tensor, k: Tensor, v: Tensor, team: Team
+    attend: Callable[[Tensor, Tensor, Tensor], Tensor], q: Tensor, k: Tensor, v: Tensor, peers: RankGroup
 ) -> Tensor:
-    """``attend`` on all that the team holds of the sequence, for this rank's part of the heads (DeepSpeed-Ulysses,
+    """``attend`` on all that the group holds of the sequence, for this rank's part of the heads (DeepSpeed-Ulysses,
     arXiv:2309.14509).
 
-    ``q`` [s, b, n, d], ``k`` and ``v`` [s, b, g, d] -> [s, b, n·d]. n is divisible by the team's size. So is g, or the
+    ``q`` [s, b, n, d], ``k`` and ``v`` [s, b, g, d] -> [s, b, n·d]. n is divisible by the group's size. So is g, or the
     size by g: then each key and value head goes to several ranks, and its owner sums their gradients.
     """
-    size = team.size
+    size = peers.size
     if size == 1:
         return attend(q, k, v)
     copies = size // k.shape[2] if k.shape[2] < size else 1
@@ -131,15 +131,15 @@ def _with_heads_split(
     parts = [
         x.reshape(*x.shape[:2], size, -1, x.shape[3]).permute(2, 0, 1, 3, 4) for x in whole
     ]  # [size, s, b, n/size, d]
-    arrived = _exchange(torch.cat([part.flatten(1) for part in parts], dim=1), team)
+    arrived = _exchange(torch.cat([part.flatten(1) for part in parts], dim=1), peers)
     mine = torch.split(arrived, [part[0].numel() for part in parts], dim=1)
     out = attend(*(in_order(x.reshape(part.shape)) for x, part in zip(mine, parts)))  # [size·s, b, n/size·d]
-    by_head = _exchange(by_rank(out, size), team)
+    by_head = _exchange(by_rank(out, size), peers)
     return by_head.permute(1, 2, 0, 3).flatten(2)
 
 
-def _exchange(x: Tensor, team: Team) -> Tensor:
-    return _Exchange.apply(x, team)  # type: ignore[no-untyped-call, no-any-return]
+def _exchange(x: Tensor, peers: RankGroup) -> Tensor:
+    return _Exchange.apply(x, peers)  # type: ignore[no-untyped-call, no-any-return]
 
 
 class _Exchange(torch.autograd.Function):
@@ -147,11 +147,11 @@ class _Exchange(torch.autograd.Function):
 
     @staticmethod
     @override
-    def forward(ctx: Any, x: Tensor, team: Team) -> Tensor:
-        ctx.team = team
-        return all_to_all(x, team)
+    def forward(ctx: Any, x: Tensor, peers: RankGroup) -> Tensor:
+        ctx.peers = peers
+        return all_to_all(x, peers)
 
     @staticmethod
     @override
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return all_to_all(grad, ctx.team), None
+        return all_to_all(grad, ctx.peers), None

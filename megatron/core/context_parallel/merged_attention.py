@@ -46,18 +46,18 @@ class _Call:
 
     def parts(self, owner: int, q: Tensor, k: Tensor) -> Iterator[tuple[Visible, AttentionOptions]]:
         """The calls that this rank's queries make to the keys ``k`` of ``owner``."""
-        team = self.exchange.team
+        peers = self.exchange.peers
         lengths: dict[str, int] = {"queries": q.shape[0], "keys": k.shape[0]}
         causal, window = self.options.causal, self.options.window
         if window is None and self.options.slopes is None:
-            cut = [visible(team.rank, owner, **lengths, causal=causal)]
+            cut = [visible(peers.rank, owner, **lengths, causal=causal)]
         else:
-            cut = visible_pieces(team.rank, owner, team.size, **lengths, causal=causal, window=window)
+            cut = visible_pieces(peers.rank, owner, peers.size, **lengths, causal=causal, window=window)
         if self.documents is not None:
-            cut = [part for whole in cut for part in self.documents.cut(whole, team.rank, owner, team.size)]
+            cut = [part for whole in cut for part in self.documents.cut(whole, peers.rank, owner, peers.size)]
         padding = self.options.attention_mask
-        held = None if padding is None else take(padding, owner, team.size, dim=1)
-        bias = None if self.options.bias is None else take(self.options.bias, owner, team.size, dim=2)
+        held = None if padding is None else take(padding, owner, peers.size, dim=1)
+        bias = None if self.options.bias is None else take(self.options.bias, owner, peers.size, dim=2)
         for part in cut:
             mask = None if held is None else held[part.samples, part.keys]
             added = None if bias is None else bias[:, part.rows, part.keys]
@@ -79,7 +79,7 @@ def merged_attention(
     expand: Expand | None = None,
     weight: Tensor | None = None,
 ) -> Tensor:
-    """Attention over the sequence that the team holds in slices: ``q`` [s, b, n, d], ``sent``: keys and values
+    """Attention over the sequence that the group holds in slices: ``q`` [s, b, n, d], ``sent``: keys and values
     [s, b, g, d]. ``options.attention_mask`` and ``documents`` are those of the whole sequence. Returns [s, b, n·d].
 
     With ``expand`` each rank computes keys and values from what it gets, ``expand(weight, *sent)``: tensors [s, b, …],
@@ -146,7 +146,7 @@ class _MergedAttention(torch.autograd.Function):
                     given.grad_keys[at] += found.k
                     given.grad_values[at] += found.v
                     if grad_bias is not None and found.bias is not None:
-                        columns = positions(bias.shape[2], owner, call.exchange.team.size, device=q.device)[part.keys]
+                        columns = positions(bias.shape[2], owner, call.exchange.peers.size, device=q.device)[part.keys]
                         grad_bias[:, part.rows].index_add_(2, columns, found.bias.to(grad_bias.dtype))
                 yield owner, given.gradients(grad_weight)
 

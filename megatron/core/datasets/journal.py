@@ -58,7 +58,7 @@ class LengthHistogram:
 
 
 @dataclass
-class Tally:
+class Totals:
     """Counts of a conversion so far; ``tokens`` and ``lengths`` by key.
 
     ``empty``: texts without a token. ``bad``: lines that hold no document.
@@ -85,7 +85,7 @@ class Milestone:
     position: Position
     bytes_read: int
     outputs: Mapping[str, DatasetMetadata]
-    tally: Tally
+    totals: Totals
 
 
 @dataclass(frozen=True)
@@ -121,7 +121,7 @@ class Journal:
             milestone.position,
             milestone.bytes_read,
             {prefix: replace(metadata, tokenizer=None) for prefix, metadata in milestone.outputs.items()},
-            milestone.tally,
+            milestone.totals,
             settings=self._settings,
             inputs=self._files(milestone.position),
         )

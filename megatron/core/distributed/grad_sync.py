@@ -24,7 +24,7 @@ from megatron.core.parallel.collectives import (
     sum_between_stages,
 )
 from megatron.core.parallel.context import ParallelContext
-from megatron.core.parallel.exchange import Team
+from megatron.core.parallel.exchange import RankGroup
 from megatron.core.parallel.grid import Axis
 from megatron.core.parallel.weight_gradients import MainGrad
 from megatron.errors import RESTART_CANNOT_HELP, ParallelError
@@ -196,7 +196,8 @@ class GradSync:
             shared = entry.sharding.shared_range(self._mesh)
             mine = shared and Span(*shared).moved(entry.span.start).overlap(part)
             if mine:
-                everyone, sharers = Team.of(self._mesh, entry.sharding.split[0]), entry.sharding.sharers(self._mesh)
+                everyone = RankGroup.of(self._mesh, entry.sharding.split[0])
+                sharers = entry.sharding.sharers(self._mesh)
                 all_reduce_among(mine.of(buffer.grads), self._mesh, everyone.neighbours(sharers).members)
 
     def _sum_tied(self) -> None:

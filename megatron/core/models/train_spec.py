@@ -44,14 +44,14 @@ class TrainSpec(ABC):
         A perplexity is reported for those whose last word is "loss", such as "lm loss".
         """
 
-    def tallies(self, run: RunConfig) -> Mapping[str, int]:
-        """What layers report (``SideLosses.tally``) over all stages: how many numbers each has, by name."""
+    def layer_metrics(self, run: RunConfig) -> Mapping[str, int]:
+        """What layers report (``SideLosses.add_metric``) over all stages: how many numbers each has, by name."""
         return {}
 
-    def describe_tallies(
-        self, run: RunConfig, tallies: Mapping[str, Sequence[float]]
+    def describe_layer_metrics(
+        self, run: RunConfig, layer_metrics: Mapping[str, Sequence[float]]
     ) -> tuple[str, Mapping[str, float]]:
-        """A log line about the sums of ``tallies`` over some steps, and numbers for curves."""
+        """A log line about the sums of ``layer_metrics`` over some steps, and numbers for curves."""
         return "", {}
 
     @abstractmethod

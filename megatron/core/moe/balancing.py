@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from megatron.config.moe import LOSS_NAMES, Z_LOSS, LoadBalancing, MoEConfig
-from megatron.core.moe.report import tally_name
+from megatron.core.moe.report import metric_name
 from megatron.core.moe.routing import Routing, shares_of
 from megatron.core.parallel.collectives import all_reduce
 from megatron.core.parallel.context import ParallelContext
@@ -63,7 +63,7 @@ class RouterLosses:
         """Add a loss to that of this name of all layers; where they are asked for, report it as this layer's, too."""
         if self.moe.moe_per_layer_logging:
             pair = sum_and_count(total, tokens).double()
-            losses.tally(tally_name(name, self.number), pair, context=self.context)
+            losses.add_metric(metric_name(name, self.number), pair, context=self.context)
         return losses.add(weights, name, total, tokens, context=self.context, coefficient=coefficient)
 
     def _choices(self, routing: Routing, scores: Tensor, *, batch: int, text: Tensor | None) -> Tensor:

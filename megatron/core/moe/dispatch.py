@@ -19,22 +19,22 @@ from typing_extensions import override
 from megatron.core.moe.routing import Routing, times_chosen
 from megatron.core.ops.grouped_matmul import Groups
 from megatron.core.parallel.collectives import Handle, all_gather
-from megatron.core.parallel.exchange import Team, all_to_all_rows, start_all_to_all_rows
+from megatron.core.parallel.exchange import RankGroup, all_to_all_rows, start_all_to_all_rows
 from megatron.core.parallel.mesh import Mesh
 
 
 @dataclass(frozen=True)
-class Route:
+class DispatchPlan:
     """Where the rows of a microbatch go in one layer.
 
     ``sent`` [n]: the choice, ``token · k + place``, of each row that this rank sends, in the order of the receiving
     ranks and there of the experts. ``rows`` [t, k · copies]: where the rows of each token are in ``sent``.
-    ``sends``, ``receives``: how many rows go to and come from each rank of the ``team``. ``arrived``: the received
+    ``sends``, ``receives``: how many rows go to and come from each rank of the ``peers``. ``arrived``: the received
     row at each place in the order of this rank's experts; None where all rows are its own. ``groups``: rows of
     each of these experts. ``drops``: whether choices may be missing, whose rows are past the end of ``sent``.
     """
 
-    team: Team
+    peers: RankGroup
     sent: Tensor
     rows: Tensor
     choices: int
@@ -45,16 +45,16 @@ class Route:
     drops: bool = False
 
 
-def plan_local_route(routing: Routing, *, num_experts: int, mesh: Mesh) -> Route:
-    """The route of tokens whose experts are all here, but for choices that aren't kept."""
+def plan_local_dispatch(routing: Routing, *, num_experts: int, mesh: Mesh) -> DispatchPlan:
+    """The plan of tokens whose experts are all here, but for choices that aren't kept."""
     ids, kept = routing.ids, routing.kept
-    alone, (tokens, choices) = Team(mesh, (mesh.world_rank,)), ids.shape
+    alone, (tokens, choices) = RankGroup(mesh, (mesh.world_rank,)), ids.shape
     (sent, counts), sizes = _sorted(ids, kept, num_experts), None
     if kept is not None:
         sizes = rows_on_host(counts)
         sent = sent[: sum(sizes)]
     places = _places(sent, tokens * choices, copies=1, drops=kept is not None).view(tokens, choices)
-    return Route(alone, sent, places, choices, [], [], None, Groups(counts, sizes), drops=kept is not None)
+    return DispatchPlan(alone, sent, places, choices, [], [], None, Groups(counts, sizes), drops=kept is not None)
 
 
 def _sorted(ids: Tensor, kept: Tensor | None, num_experts: int) -> tuple[Tensor, Tensor]:
@@ -83,11 +83,11 @@ def _places(sent: Tensor, choices: int, *, copies: int, drops: bool) -> Tensor:
     return places.index_copy_(0, sent.index_select(0, order[:, 0]), order)
 
 
-def plan_route(routing: Routing, *, num_experts: int, mesh: Mesh) -> Route:
-    """The route of tokens to the experts that they chose. With several ranks a small collective."""
-    team, ids, kept = Team.of(mesh, "ep", "etp"), routing.ids, routing.kept
-    if team.size == 1:
-        return plan_local_route(routing, num_experts=num_experts, mesh=mesh)
+def plan_dispatch(routing: Routing, *, num_experts: int, mesh: Mesh) -> DispatchPlan:
+    """The plan of tokens to the experts that they chose. With several ranks a small collective."""
+    peers, ids, kept = RankGroup.of(mesh, "ep", "etp"), routing.ids, routing.kept
+    if peers.size == 1:
+        return plan_local_dispatch(routing, num_experts=num_experts, mesh=mesh)
     tokens, choices = ids.shape
     sent, counts = _sorted(ids, kept, num_experts)
     copies, held = mesh.size("etp"), num_experts // mesh.size("ep")
@@ -101,41 +101,42 @@ def plan_route(routing: Routing, *, num_experts: int, mesh: Mesh) -> Route:
     sent = sent[: sum(blocks)]
     if copies > 1:
         sent = torch.cat([part for part in torch.split(sent, blocks) for _ in range(copies)])
-    experts = torch.arange(held, device=ids.device).repeat(team.size)
+    experts = torch.arange(held, device=ids.device).repeat(peers.size)
     arrived = experts.repeat_interleave(received.flatten(), output_size=sum(receives)).argsort(stable=True)
     drops = kept is not None
     rows = _places(sent, tokens * choices, copies=copies, drops=drops).view(tokens, choices * copies)
     sends = [size for size in blocks for _ in range(copies)]
-    return Route(team, sent, rows, choices, sends, receives, arrived, Groups(received.sum(0), sizes), drops=drops)
+    groups = Groups(received.sum(0), sizes)
+    return DispatchPlan(peers, sent, rows, choices, sends, receives, arrived, groups, drops=drops)
 
 
-def dispatch(x: Tensor, weights: Tensor, route: Route) -> Callable[[], tuple[Tensor, Tensor]]:
+def dispatch(x: Tensor, weights: Tensor, plan: DispatchPlan) -> Callable[[], tuple[Tensor, Tensor]]:
     """Begin to send rows of tokens ``x`` [t, h] and their ``weights`` [t, k] to their experts.
 
     The function that is returned waits for the rows [n, h] that come to this rank and their weights [n], in the order
     of its experts. What is computed until then is computed while they travel, and its backward pass while their
     gradients travel back.
     """
-    if route.team.size == 1:
-        here: tuple[Tensor, Tensor] = _Stay.apply(x, weights, route)  # type: ignore[no-untyped-call]
+    if plan.peers.size == 1:
+        here: tuple[Tensor, Tensor] = _Stay.apply(x, weights, plan)  # type: ignore[no-untyped-call]
         return lambda: here
-    journey = _Journey(route, weights.dtype)
-    sent: Tensor = _Send.apply(x, weights, journey)  # type: ignore[no-untyped-call]
+    in_flight = _InFlight(plan, weights.dtype)
+    sent: Tensor = _Send.apply(x, weights, in_flight)  # type: ignore[no-untyped-call]
 
     def wait() -> tuple[Tensor, Tensor]:
-        rows, of_rows = _Receive.apply(sent, journey)  # type: ignore[no-untyped-call]
+        rows, of_rows = _Receive.apply(sent, in_flight)  # type: ignore[no-untyped-call]
         return rows, of_rows
 
     return wait
 
 
 @dataclass
-class _Journey:
+class _InFlight:
     """Rows of one dispatch between sending and arrival. ``coming``: packed rows, or in the backward pass their
     gradients, on their way to this rank.
     """
 
-    route: Route
+    plan: DispatchPlan
     weights_dtype: torch.dtype
     coming: Handle[Tensor] | None = None
 
@@ -145,9 +146,9 @@ class _Journey:
         return found
 
 
-def combine(rows: Tensor, route: Route) -> Tensor:
+def combine(rows: Tensor, plan: DispatchPlan) -> Tensor:
     """The sums [t, h] of what the experts of each token returned, ``rows`` [n, h] in the order of ``dispatch``."""
-    return _Combine.apply(rows, route)  # type: ignore[no-untyped-call, no-any-return]
+    return _Combine.apply(rows, plan)  # type: ignore[no-untyped-call, no-any-return]
 
 
 class _Stay(torch.autograd.Function):
@@ -155,14 +156,14 @@ class _Stay(torch.autograd.Function):
 
     @staticmethod
     @override
-    def forward(ctx: Any, x: Tensor, weights: Tensor, route: Route) -> tuple[Tensor, Tensor]:
-        ctx.route, ctx.shape = route, weights.shape
-        return x.index_select(0, route.sent // route.choices), weights.flatten().index_select(0, route.sent)
+    def forward(ctx: Any, x: Tensor, weights: Tensor, plan: DispatchPlan) -> tuple[Tensor, Tensor]:
+        ctx.plan, ctx.shape = plan, weights.shape
+        return x.index_select(0, plan.sent // plan.choices), weights.flatten().index_select(0, plan.sent)
 
     @staticmethod
     @override
     def backward(ctx: Any, grad: Tensor, grad_weights: Tensor) -> tuple[Tensor, Tensor, None]:
-        return _summed(grad, ctx.route), _of_choices(grad_weights, ctx.route, ctx.shape), None
+        return _summed(grad, ctx.plan), _of_choices(grad_weights, ctx.plan, ctx.shape), None
 
 
 class _Send(torch.autograd.Function):
@@ -170,77 +171,77 @@ class _Send(torch.autograd.Function):
 
     @staticmethod
     @override
-    def forward(ctx: Any, x: Tensor, weights: Tensor, journey: _Journey) -> Tensor:
-        route = journey.route
-        ctx.journey, ctx.shape, ctx.width = journey, weights.shape, x.shape[1]
-        rows = x.index_select(0, route.sent // route.choices)
-        both = packed(rows, weights.flatten().index_select(0, route.sent).unsqueeze(1))
-        journey.coming = start_all_to_all_rows(both, route.team, route.sends, route.receives)
-        return both.new_zeros(1, 1).expand(sum(route.receives), both.shape[1])
+    def forward(ctx: Any, x: Tensor, weights: Tensor, in_flight: _InFlight) -> Tensor:
+        plan = in_flight.plan
+        ctx.in_flight, ctx.shape, ctx.width = in_flight, weights.shape, x.shape[1]
+        rows = x.index_select(0, plan.sent // plan.choices)
+        both = packed(rows, weights.flatten().index_select(0, plan.sent).unsqueeze(1))
+        in_flight.coming = start_all_to_all_rows(both, plan.peers, plan.sends, plan.receives)
+        return both.new_zeros(1, 1).expand(sum(plan.receives), both.shape[1])
 
     @staticmethod
     @override
     def backward(ctx: Any, _: Tensor) -> tuple[Tensor, Tensor, None]:
-        journey: _Journey = ctx.journey
-        grad, grad_weights = unpacked(journey.arrived(), ctx.width, journey.weights_dtype)
-        return _summed(grad, journey.route), _of_choices(grad_weights.view(-1), journey.route, ctx.shape), None
+        in_flight: _InFlight = ctx.in_flight
+        grad, grad_weights = unpacked(in_flight.arrived(), ctx.width, in_flight.weights_dtype)
+        return _summed(grad, in_flight.plan), _of_choices(grad_weights.view(-1), in_flight.plan, ctx.shape), None
 
 
 class _Receive(torch.autograd.Function):
     @staticmethod
     @override
-    def forward(ctx: Any, sent: Tensor, journey: _Journey) -> tuple[Tensor, Tensor]:
-        ctx.journey, ctx.shape = journey, sent.shape
-        both, dtype = journey.arrived(), journey.weights_dtype
-        assert journey.route.arrived is not None, "rows of several ranks arrive in another order than that of experts"
-        both = both.index_select(0, journey.route.arrived)
+    def forward(ctx: Any, sent: Tensor, in_flight: _InFlight) -> tuple[Tensor, Tensor]:
+        ctx.in_flight, ctx.shape = in_flight, sent.shape
+        both, dtype = in_flight.arrived(), in_flight.weights_dtype
+        assert in_flight.plan.arrived is not None, "rows of several ranks arrive in another order than that of experts"
+        both = both.index_select(0, in_flight.plan.arrived)
         rows, of_rows = unpacked(both, both.shape[1] - dtype.itemsize // both.dtype.itemsize, dtype)
         return rows, of_rows.view(-1)
 
     @staticmethod
     @override
     def backward(ctx: Any, grad: Tensor, grad_weights: Tensor) -> tuple[Tensor, None]:
-        journey: _Journey = ctx.journey
-        route, both = journey.route, packed(grad, grad_weights.unsqueeze(1))
-        assert route.arrived is not None
-        both = both.index_select(0, _inverse(route.arrived))
-        journey.coming = start_all_to_all_rows(both, route.team, route.receives, route.sends)
+        in_flight: _InFlight = ctx.in_flight
+        plan, both = in_flight.plan, packed(grad, grad_weights.unsqueeze(1))
+        assert plan.arrived is not None
+        both = both.index_select(0, _inverse(plan.arrived))
+        in_flight.coming = start_all_to_all_rows(both, plan.peers, plan.receives, plan.sends)
         return both.new_zeros(1, 1).expand(ctx.shape), None
 
 
 class _Combine(torch.autograd.Function):
     @staticmethod
     @override
-    def forward(ctx: Any, rows: Tensor, route: Route) -> Tensor:
-        ctx.route = route
-        if route.arrived is not None:
-            rows = rows.index_select(0, _inverse(route.arrived))
-            rows = all_to_all_rows(rows, route.team, route.receives, route.sends)
-        return _summed(rows, route)
+    def forward(ctx: Any, rows: Tensor, plan: DispatchPlan) -> Tensor:
+        ctx.plan = plan
+        if plan.arrived is not None:
+            rows = rows.index_select(0, _inverse(plan.arrived))
+            rows = all_to_all_rows(rows, plan.peers, plan.receives, plan.sends)
+        return _summed(rows, plan)
 
     @staticmethod
     @override
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        route: Route = ctx.route
-        rows = grad.index_select(0, route.sent // route.choices)
-        if route.arrived is not None:
-            rows = all_to_all_rows(rows, route.team, route.sends, route.receives).index_select(0, route.arrived)
+        plan: DispatchPlan = ctx.plan
+        rows = grad.index_select(0, plan.sent // plan.choices)
+        if plan.arrived is not None:
+            rows = all_to_all_rows(rows, plan.peers, plan.sends, plan.receives).index_select(0, plan.arrived)
         return rows, None
 
 
-def _summed(rows: Tensor, route: Route) -> Tensor:
+def _summed(rows: Tensor, plan: DispatchPlan) -> Tensor:
     """The sum of each token's rows, always in the same order, in fp32 or the wider type of ``rows``."""
-    return functional.embedding_bag(route.rows, _padded(rows, route), mode="sum")
+    return functional.embedding_bag(plan.rows, _padded(rows, plan), mode="sum")
 
 
-def _of_choices(of_rows: Tensor, route: Route, shape: torch.Size) -> Tensor:
+def _of_choices(of_rows: Tensor, plan: DispatchPlan, shape: torch.Size) -> Tensor:
     """Sums [t, k] of what belongs to the rows of each choice."""
-    return _padded(of_rows, route).index_select(0, route.rows.flatten()).view(*shape, -1).sum(-1)
+    return _padded(of_rows, plan).index_select(0, plan.rows.flatten()).view(*shape, -1).sum(-1)
 
 
-def _padded(rows: Tensor, route: Route) -> Tensor:
+def _padded(rows: Tensor, plan: DispatchPlan) -> Tensor:
     """Rows, and a zero for choices that were dropped."""
-    return torch.cat((rows, rows.new_zeros(1, *rows.shape[1:]))) if route.drops else rows
+    return torch.cat((rows, rows.new_zeros(1, *rows.shape[1:]))) if plan.drops else rows
 
 
 def packed(rows: Tensor, weights: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from megatron.core.moe.dispatch import Route, packed, plan_local_route, unpacked
+from megatron.core.moe.dispatch import DispatchPlan, packed, plan_local_dispatch, unpacked
 from megatron.core.moe.routing import Routing
 from megatron.core.parallel.collectives import all_gather, reduce_scatter
 from megatron.core.parallel.mesh import Mesh
@@ -29,13 +29,13 @@ def scatter_tokens(parts: Tensor, mesh: Mesh) -> Tensor:
     return _Scatter.apply(parts, mesh)  # type: ignore[no-untyped-call, no-any-return]
 
 
-def plan_route_of_all(routing: Routing, *, num_experts: int, mesh: Mesh) -> Route:
-    """The route of all ranks' tokens to the experts of this one. A small collective."""
+def plan_dispatch_of_all(routing: Routing, *, num_experts: int, mesh: Mesh) -> DispatchPlan:
+    """The plan of all ranks' tokens to the experts of this one. A small collective."""
     held = num_experts // mesh.size("ep")
     ids = routing.ids if routing.kept is None else routing.ids.masked_fill(~routing.kept, -1)
     local = all_gather(ids, mesh, "ep", "etp") - held * mesh.rank("ep")
     is_here = (local >= 0) & (local < held)
-    return plan_local_route(Routing(local, routing.weights, is_here), num_experts=held, mesh=mesh)
+    return plan_local_dispatch(Routing(local, routing.weights, is_here), num_experts=held, mesh=mesh)
 
 
 class _Gather(torch.autograd.Function):

@@ -12,10 +12,10 @@ from typing_extensions import override
 
 from megatron.config.model import ModelConfig
 from megatron.config.moe import MoEConfig
-from megatron.core.moe.dispatch import Route, combine, dispatch, plan_route
+from megatron.core.moe.dispatch import DispatchPlan, combine, dispatch, plan_dispatch
 from megatron.core.moe.experts import Experts
-from megatron.core.moe.gather import gather_tokens, plan_route_of_all, scatter_tokens
-from megatron.core.moe.report import CHOICES, tally_name
+from megatron.core.moe.gather import gather_tokens, plan_dispatch_of_all, scatter_tokens
+from megatron.core.moe.report import CHOICES, metric_name
 from megatron.core.moe.router import Router
 from megatron.core.moe.routing import Routing
 from megatron.core.parallel.context import ParallelContext
@@ -85,13 +85,13 @@ class MoELayer(nn.Module):
             ids = own_rows(routing.ids, context)
             kept = None if routing.kept is None else own_rows(routing.kept, context)
         mine = Routing(ids, own_rows(routing.weights, context), kept)
-        route, arriving = self._send(own_rows(tokens, context), mine, inputs)
+        plan, arriving = self._send(own_rows(tokens, context), mine, inputs)
         of_all: Tensor | None = None
         if self.shared_experts is not None:  # while rows are on their way
             recomputes = self._recomputes_shared and self.training
             of_all = recomputed(self.shared_experts, x, inputs) if recomputes else self.shared_experts(x, inputs)
         share = ids.numel() * context.mesh.size("etp")
-        out = combine(self.experts(*arriving(), route.groups, share=share), route)
+        out = combine(self.experts(*arriving(), plan.groups, share=share), plan)
         if self._gathers:
             out = scatter_tokens(out, context.mesh)
         out = all_rows(out, context, rows=len(tokens)).view_as(x)
@@ -99,7 +99,7 @@ class MoELayer(nn.Module):
 
     def _send(
         self, x: Tensor, routing: Routing, inputs: LayerInputs
-    ) -> tuple[Route, Callable[[], tuple[Tensor, Tensor]]]:
+    ) -> tuple[DispatchPlan, Callable[[], tuple[Tensor, Tensor]]]:
         """Begin to send tokens ``x`` [t, h] that no other rank has to their experts; what ``dispatch`` returns. A
         recomputed pass takes the same way.
         """
@@ -107,10 +107,10 @@ class MoELayer(nn.Module):
         if self._gathers:
             x, weights = gather_tokens(x, weights, mesh)
         if self not in inputs.kept:
-            plan = plan_route_of_all if self._gathers else plan_route
-            inputs.kept[self] = plan(routing, num_experts=self._num_experts, mesh=mesh)
-        route: Route = inputs.kept[self]
-        return route, dispatch(x, weights, route)
+            planned = plan_dispatch_of_all if self._gathers else plan_dispatch
+            inputs.kept[self] = planned(routing, num_experts=self._num_experts, mesh=mesh)
+        plan: DispatchPlan = inputs.kept[self]
+        return plan, dispatch(x, weights, plan)
 
     @property
     def _shared_keeps_input(self) -> bool:
@@ -142,7 +142,7 @@ class MoELayer(nn.Module):
         return parts + Costs(kept=ids, replayed=ids, exchanged=away * (2 * row + weights))
 
 
-def tallies(moe: MoEConfig, model: ModelConfig) -> dict[str, int]:
+def layer_metrics(moe: MoEConfig, model: ModelConfig) -> dict[str, int]:
     """What the routers of layers report, and how many numbers each has: choices of each expert, and dropped ones; sum
     and count of each loss, where those of layers are asked for.
     """
@@ -150,7 +150,7 @@ def tallies(moe: MoEConfig, model: ModelConfig) -> dict[str, int]:
     widths = {CHOICES: (moe.num_experts or 0) + 1}
     if moe.moe_per_layer_logging:
         widths |= dict.fromkeys(moe.loss_names, 2)
-    return {tally_name(what, number): width for what, width in widths.items() for number in numbers}
+    return {metric_name(what, number): width for what, width in widths.items() for number in numbers}
 
 
 def expert_layers(moe: MoEConfig, model: ModelConfig) -> tuple[bool, ...]:

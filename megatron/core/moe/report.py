@@ -9,17 +9,17 @@ from dataclasses import dataclass
 CHOICES = "experts"
 
 
-def tally_name(what: str, number: int) -> str:
+def metric_name(what: str, number: int) -> str:
     """Name under which layer ``number`` reports the ``CHOICES`` or a loss."""
     return f"{what} of layer {number}"
 
 
 def log_line_and_curves(
-    tallies: Mapping[str, Sequence[float]], *, ranks: int, per_layer: bool
+    layer_metrics: Mapping[str, Sequence[float]], *, ranks: int, per_layer: bool
 ) -> tuple[str, dict[str, float]]:
     """The log line, and curves; those of losses of layers have Megatron-LM's names. ``ranks``: see ``Balance.of``."""
     layers, losses = dict[str, Balance](), dict[str, float]()
-    for name, numbers in tallies.items():
+    for name, numbers in layer_metrics.items():
         what, _, layer = name.partition(" of ")
         if what == CHOICES:
             layers[layer] = Balance.of(numbers, ranks=ranks)

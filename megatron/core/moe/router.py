@@ -12,7 +12,7 @@ from megatron.config.model import ModelConfig
 from megatron.config.moe import MoEConfig
 from megatron.core.moe.balancing import RouterLosses
 from megatron.core.moe.capacity import within_capacity
-from megatron.core.moe.report import CHOICES, tally_name
+from megatron.core.moe.report import CHOICES, metric_name
 from megatron.core.moe.routing import Routing, choose_experts, scores_of, times_chosen, weights_of
 from megatron.core.moe.sinkhorn import sinkhorn_scores
 from megatron.core.ops.matmul import linear
@@ -37,7 +37,7 @@ class Router(nn.Module):
     def __init__(self, model: ModelConfig, moe: MoEConfig, context: ParallelContext, *, number: int) -> None:
         super().__init__()
         assert moe.num_experts is not None
-        self.tally_name, self._context = tally_name(CHOICES, number), context
+        self.metric_name, self._context = metric_name(CHOICES, number), context
         self._moe, self._losses = moe, RouterLosses(moe, context, number)
         self._dtype = context.dtype
         if moe.moe_router_dtype is not None:
@@ -78,7 +78,7 @@ class Router(nn.Module):
         counts = times_chosen(of_text.flatten(), experts + 1)
         if kept is not None:
             counts[-1] = counts[:-1].sum() - kept.sum()  # dropped choices
-        inputs.side_losses.tally(self.tally_name, counts, context=self._context)
+        inputs.side_losses.add_metric(self.metric_name, counts, context=self._context)
         return Routing(ids, weights, kept)
 
     def _choose(self, logits: Tensor, scores: Tensor, *, batch: int, text: Tensor | None) -> Tensor:
@@ -99,7 +99,7 @@ class Router(nn.Module):
         return torch.promote_types(self._dtype, torch.float32).itemsize
 
     @torch.no_grad()
-    def learn(self, counts: Tensor) -> None:
+    def update_from_counts(self, counts: Tensor) -> None:
         """Move the biases towards balance: up for experts that were chosen less often than the mean of ``counts``, down
         for the others; not those of a frozen router.
 

@@ -20,14 +20,14 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Team:
+class RankGroup:
     """An ordered list of ranks, this rank among them: those over some axes, or part of them."""
 
     mesh: Mesh
     members: tuple[int, ...]
 
     @classmethod
-    def of(cls, mesh: Mesh, *axes: Axis) -> Team:
+    def of(cls, mesh: Mesh, *axes: Axis) -> RankGroup:
         """The ranks over ``axes``."""
         return cls(mesh, mesh.members(*axes))
 
@@ -50,17 +50,17 @@ class Team:
         """Note in the block that this rank waits for the others in ``what``."""
         return self.mesh.activity.waiting(what, self.members)
 
-    def neighbours(self, size: int) -> Team:
-        """The run of ``size`` ranks this rank belongs to, when the team is cut into such runs."""
+    def neighbours(self, size: int) -> RankGroup:
+        """The run of ``size`` ranks this rank belongs to, when the group is cut into such runs."""
         start = self.rank // size * size
-        return Team(self.mesh, self.members[start : start + size])
+        return RankGroup(self.mesh, self.members[start : start + size])
 
-    def counterparts(self, size: int) -> Team:
+    def counterparts(self, size: int) -> RankGroup:
         """The ranks in this rank's position of each run of ``size`` ranks."""
-        return Team(self.mesh, self.members[self.rank % size :: size])
+        return RankGroup(self.mesh, self.members[self.rank % size :: size])
 
 
-def shift(x: Tensor, team: Team, *, tag: int = 0, into: Tensor | None = None) -> Handle[Tensor]:
+def shift(x: Tensor, peers: RankGroup, *, tag: int = 0, into: Tensor | None = None) -> Handle[Tensor]:
     """Start sending ``x`` to the next rank of a ring and receiving the previous rank's.
 
     ``tag`` keeps rings apart that run at the same time; both ends start their shifts in the same order. ``x`` must not
@@ -68,49 +68,49 @@ def shift(x: Tensor, team: Team, *, tag: int = 0, into: Tensor | None = None) ->
     """
     assert x.is_contiguous(), "what is sent must be contiguous"
     received = torch.empty_like(x) if into is None else into
-    after, before = team.members[(team.rank + 1) % team.size], team.members[team.rank - 1]
+    after, before = peers.members[(peers.rank + 1) % peers.size], peers.members[peers.rank - 1]
     works = dist.batch_isend_irecv(
         [
-            dist.P2POp(dist.isend, x, after, team.group, tag),
-            dist.P2POp(dist.irecv, received, before, team.group, tag),
+            dist.P2POp(dist.isend, x, after, peers.group, tag),
+            dist.P2POp(dist.irecv, received, before, peers.group, tag),
         ]
     )
-    return Handle(received, works, team.waiting("ring exchange"), sent=x)
+    return Handle(received, works, peers.waiting("ring exchange"), sent=x)
 
 
-def circulate(x: Tensor, team: Team) -> Iterator[tuple[int, Tensor]]:
-    """Every rank's ``x`` with its position in the team: this rank's own first, then backwards round the ring.
+def circulate(x: Tensor, peers: RankGroup) -> Iterator[tuple[int, Tensor]]:
+    """Every rank's ``x`` with its position in the group: this rank's own first, then backwards round the ring.
 
     The next one travels while the yielded one is used. A rank holds two at a time: each is received in the memory of
     the one before last, so ``x`` itself is overwritten.
     """
     spare: Tensor | None = None
-    for step in range(team.size):
-        coming = shift(x, team, into=spare) if step + 1 < team.size else None
-        yield (team.rank - step) % team.size, x
+    for step in range(peers.size):
+        coming = shift(x, peers, into=spare) if step + 1 < peers.size else None
+        yield (peers.rank - step) % peers.size, x
         if coming is not None:
             x, spare = coming.wait(), x
 
 
-def all_to_all(x: Tensor, team: Team) -> Tensor:
+def all_to_all(x: Tensor, peers: RankGroup) -> Tensor:
     """Send part *i* of ``x`` along dim 0 to rank *i*; part *i* of the result is from rank *i*."""
-    group = team.group
+    group = peers.group
     if group is None:
         return x
-    assert x.shape[0] % team.size == 0, f"{x.shape[0]} rows are not divisible by {team.size} ranks"
+    assert x.shape[0] % peers.size == 0, f"{x.shape[0]} rows are not divisible by {peers.size} ranks"
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
-    with team.waiting("all-to-all"):
+    with peers.waiting("all-to-all"):
         dist.all_to_all_single(out, x.contiguous(), group=group)
     return out
 
 
-def all_to_all_rows(x: Tensor, team: Team, sends: list[int], receives: list[int]) -> Tensor:
+def all_to_all_rows(x: Tensor, peers: RankGroup, sends: list[int], receives: list[int]) -> Tensor:
     """Send ``sends[i]`` rows of ``x``, in the order of ranks, to rank *i* and receive ``receives[i]``."""
-    return start_all_to_all_rows(x, team, sends, receives).wait()
+    return start_all_to_all_rows(x, peers, sends, receives).wait()
 
 
-def start_all_to_all_rows(x: Tensor, team: Team, sends: list[int], receives: list[int]) -> Handle[Tensor]:
+def start_all_to_all_rows(x: Tensor, peers: RankGroup, sends: list[int], receives: list[int]) -> Handle[Tensor]:
     """Begin ``all_to_all_rows``; ``x`` must not be changed until ``wait``."""
     x, out = x.contiguous(), x.new_empty(sum(receives), *x.shape[1:])
-    work = dist.all_to_all_single(out, x, receives, sends, group=team.group, async_op=True)
-    return Handle(out, [work], team.waiting("all-to-all"), sent=x)
+    work = dist.all_to_all_single(out, x, receives, sends, group=peers.group, async_op=True)
+    return Handle(out, [work], peers.waiting("all-to-all"), sent=x)

@@ -14,14 +14,14 @@ from megatron.core.parallel.context import ParallelContext
 
 
 @runtime_checkable
-class Tallying(Protocol):
-    """A module that adjusts itself by what it counts in a step; it reports numbers under ``tally_name`` to
-    ``SideLosses.tally`` in each forward pass.
+class UpdatedFromCounts(Protocol):
+    """A module that adjusts itself by what it counts in a step; it reports numbers under ``metric_name`` to
+    ``SideLosses.add_metric`` in each forward pass.
     """
 
-    tally_name: str
+    metric_name: str
 
-    def learn(self, counts: Tensor) -> None:
+    def update_from_counts(self, counts: Tensor) -> None:
         """Adjust itself by the counts of the whole global batch, after the step's update and before the next pass."""
         ...
 
@@ -36,7 +36,7 @@ class SideLosses:
     def __init__(self, *, backward_scale: float = 1.0, weights: Mapping[str, Tensor] | None = None) -> None:
         self._scale, self._weights = backward_scale, weights or {}
         self._totals: dict[str, Tensor] = {}
-        self._tallies: dict[str, Tensor] = {}
+        self._metrics: dict[str, Tensor] = {}
 
     def add(
         self,
@@ -65,18 +65,18 @@ class SideLosses:
         scale = coefficient * self._scale * self._weights.get(name, torch.ones((), device=total.device))
         return _WithLoss.apply(hidden, total, scale)  # type: ignore[no-untyped-call, no-any-return]
 
-    def tally(self, name: str, numbers: Tensor, *, context: ParallelContext) -> None:
+    def add_metric(self, name: str, numbers: Tensor, *, context: ParallelContext) -> None:
         """Add numbers without a gradient, such as how often tokens did each of several things: of the tokens that this
         rank has outside the tensor-parallel regions. They are added over the ranks that hold different tokens; of those
         that hold the same, one reports.
         """
         reports = context.sequence_parallel or context.mesh.rank("tp") == 0
         numbers = numbers.detach() if reports else torch.zeros_like(numbers)
-        self._tallies[name] = self._tallies[name] + numbers if name in self._tallies else numbers
+        self._metrics[name] = self._metrics[name] + numbers if name in self._metrics else numbers
 
     def take(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """What was reported since the last call, by name: losses as ``[sum, count]``, and tallies."""
-        found, self._totals, self._tallies = (self._totals, self._tallies), {}, {}
+        """What was reported since the last call, by name: losses as ``[sum, count]``, and layer metrics."""
+        found, self._totals, self._metrics = (self._totals, self._metrics), {}, {}
         return found
 
 

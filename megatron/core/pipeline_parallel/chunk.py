@@ -59,29 +59,31 @@ class LossSum:
     """A loss as a sum and a count, never a mean: independent of how tokens are divided into microbatches and ranks.
 
     ``sum``: fp32 scalar whose gradient is accumulated. ``count``: fp32 scalar by which the sum is divided in the end.
-    ``parts``: named losses to report, each a ``[sum, count]`` pair. ``tallies``: named counts of what layers did.
+    ``parts``: named losses to report, each a ``[sum, count]`` pair. ``layer_metrics``: named counts of what layers did.
     """
 
     sum: Tensor
     count: Tensor
     parts: Mapping[str, Tensor] = field(default_factory=dict)
-    tallies: Mapping[str, Tensor] = field(default_factory=dict)
+    layer_metrics: Mapping[str, Tensor] = field(default_factory=dict)
 
     def detached(self) -> LossSum:
         """The sums without their autograd graph."""
         parts = {name: part.detach() for name, part in self.parts.items()}
-        return LossSum(self.sum.detach(), self.count.detach(), parts, self.tallies)
+        return LossSum(self.sum.detach(), self.count.detach(), parts, self.layer_metrics)
 
     def plus(self, other: LossSum) -> LossSum:
-        """Sums and counts of both, and of the parts and tallies of either."""
-        parts, tallies = _added(self.parts, other.parts), _added(self.tallies, other.tallies)
-        return LossSum(self.sum + other.sum, self.count + other.count, parts, tallies)
+        """Sums and counts of both, and of the parts and layer metrics of either."""
+        parts, layer_metrics = _added(self.parts, other.parts), _added(self.layer_metrics, other.layer_metrics)
+        return LossSum(self.sum + other.sum, self.count + other.count, parts, layer_metrics)
 
     @classmethod
-    def reported(cls, parts: Mapping[str, Tensor], tallies: Mapping[str, Tensor], *, device: torch.device) -> LossSum:
-        """Parts, ``[sum, count]`` each, and tallies that are reported only: the loss and its gradient are zero."""
+    def reported(
+        cls, parts: Mapping[str, Tensor], layer_metrics: Mapping[str, Tensor], *, device: torch.device
+    ) -> LossSum:
+        """Parts, ``[sum, count]`` each, and layer metrics, reported only: the loss and its gradient are zero."""
         nothing = torch.zeros((), device=device)
-        return cls(nothing, nothing, parts, tallies)
+        return cls(nothing, nothing, parts, layer_metrics)
 
     @classmethod
     def of(

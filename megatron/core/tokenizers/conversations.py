@@ -103,7 +103,7 @@ class ChatFormat:
                 )
             text += self.turn_start.replace("{role}", message["role"])
             start, text = len(text), f"{text}{message['content']}{self.turn_end}"
-            if message["role"] == self.learned and conversation.may_learn(number):
+            if message["role"] == self.learned and conversation.has_loss(number):
                 answers.append(Span(start, len(text)))
         check_learned(conversation, self.learned, len(answers))
         return Written(text, answers)
@@ -199,14 +199,14 @@ class ChatTemplate:
             else:
                 text += piece
         answers = [number for number, each in enumerate(conversation.messages) if each["role"] == self._learned]
-        if not all(conversation.may_learn(number) for number in answers):
+        if not all(conversation.has_loss(number) for number in answers):
             if len(spans) != len(answers):
                 raise DataError(
                     f"the chat template marks {len(spans)} stretches of text for {len(answers)} turns of the "
                     f"{self._learned}, so those of weight 0 cannot be told apart: write each within one "
                     "{% generation %} and {% endgeneration %}"
                 )
-            spans = [span for span, number in zip(spans, answers) if conversation.may_learn(number)]
+            spans = [span for span, number in zip(spans, answers) if conversation.has_loss(number)]
         check_learned(conversation, self._learned, len(answers) and sum(span.start < span.stop for span in spans))
         return Written(text, spans, is_marked=True)
 
@@ -214,7 +214,7 @@ class ChatTemplate:
         messages, variables = conversation.messages, conversation.variables
         whole, spans = self._write(messages, variables), list[Span]()
         for number, message in enumerate(messages):
-            if message["role"] != self._learned or not conversation.may_learn(number):
+            if message["role"] != self._learned or not conversation.has_loss(number):
                 continue
             before = self._write(messages[:number], variables, prompt=True) if number else ""
             until = self._write(messages[: number + 1], variables)

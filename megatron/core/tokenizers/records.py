@@ -53,7 +53,7 @@ class Conversation:
     tools: list[dict[str, Any]] | None = None
     documents: Any = None
 
-    def may_learn(self, number: int) -> bool:
+    def has_loss(self, number: int) -> bool:
         """Whether this message is trained on, if its role is."""
         return number >= self.read and self.weights[number]
 

@@ -31,8 +31,8 @@ from megatron.core.transformer.positions import rotary_of
 
 
 @dataclass(frozen=True)
-class Seen:
-    """Masks and bias of a call; see ``AttentionOptions``. ``cache``: see ``LayerInputs``."""
+class AttentionScope:
+    """What queries may attend to: masks and bias of ``AttentionOptions``, the cache of ``LayerInputs``."""
 
     document_ids: Tensor | None = None
     documents: Documents | None = None
@@ -105,33 +105,33 @@ class Attention(nn.Module):
         limit = self._config.clip_qkv
         return projected if limit is None else projected.clamp(-limit, limit)
 
-    def _mix(self, query: Tensor, key: Tensor, value: Tensor, stream: StreamKey, seen: Seen) -> Tensor:
+    def _mix(self, query: Tensor, key: Tensor, value: Tensor, stream: StreamKey, scope: AttentionScope) -> Tensor:
         """``[S, b, n, d]``, keys and values ``[T, b, g, d]``, to ``[s, b, h]``."""
         if self._recompute_core and self.training:
-            mixed = recomputed(self._attend, query, key, value, stream, seen)
+            mixed = recomputed(self._attend, query, key, value, stream, scope)
         else:
-            mixed = self._attend(query, key, value, stream, seen)
+            mixed = self._attend(query, key, value, stream, scope)
         out: Tensor = self.linear_proj(mixed)
         return out
 
-    def _attend(self, query: Tensor, key: Tensor, value: Tensor, stream: StreamKey, seen: Seen) -> Tensor:
+    def _attend(self, query: Tensor, key: Tensor, value: Tensor, stream: StreamKey, scope: AttentionScope) -> Tensor:
         config = self._config
         drop = config.attention_dropout if self.training else 0.0
         if drop:  # seeded here, so that recomputing the scores alone draws the same mask
             self._context.rng.enter(stream, f"layer {self.number} {self._purpose}")
-        if seen.cache is not None:
+        if scope.cache is not None:
             if self._cached_options is None:  # they are the same at every step
-                self._cached_options = self._options(query, seen, drop=drop, window=self._window)
-            return seen.cache.attend(self.number, query, key, value, self._cached_options)
+                self._cached_options = self._options(query, scope, drop=drop, window=self._window)
+            return scope.cache.attend(self.number, query, key, value, self._cached_options)
         window = self._window_over(key.shape[0] * self._context.mesh.size("cp"))
         return attention(
             query,
             key,
             value,
-            self._options(query, seen, drop=drop, window=window),
+            self._options(query, scope, drop=drop, window=window),
             context=self._context,
             comm_type=self._context.cp_comm_type(self.number),
-            documents=seen.documents,
+            documents=scope.documents,
             backend=self._config.attention_backend,
             **self._expansion(),
         )
@@ -142,7 +142,9 @@ class Attention(nn.Module):
         """
         return {}
 
-    def _options(self, query: Tensor, seen: Seen, *, drop: float, window: tuple[int, int] | None) -> AttentionOptions:
+    def _options(
+        self, query: Tensor, scope: AttentionScope, *, drop: float, window: tuple[int, int] | None
+    ) -> AttentionOptions:
         off_by_one = self._config.softmax_type == "off-by-one"
         return AttentionOptions(
             causal=self.is_causal,
@@ -153,9 +155,9 @@ class Attention(nn.Module):
             sinks=query.new_zeros(query.shape[2]) if off_by_one else self.sinks,
             dropout=drop,
             generator=self._context.rng.split,
-            document_ids=seen.document_ids,
-            attention_mask=seen.attention_mask,
-            bias=seen.bias,
+            document_ids=scope.document_ids,
+            attention_mask=scope.attention_mask,
+            bias=scope.bias,
             softmax_in_fp32=self._config.attention_softmax_in_fp32,
         )
 
@@ -315,8 +317,8 @@ class SelfAttention(Attention):
             query = apply_rotary(query, table, interleaved=interleaved)
             key = apply_rotary(key, table, interleaved=interleaved)
         documents = inputs.documents if self._context.mesh.size("cp") > 1 else None
-        seen = Seen(inputs.document_ids, documents, inputs.attention_mask, inputs.bias, inputs.cache)
-        return self._mix(query, key, value, inputs.rng_key, seen)
+        scope = AttentionScope(inputs.document_ids, documents, inputs.attention_mask, inputs.bias, inputs.cache)
+        return self._mix(query, key, value, inputs.rng_key, scope)
 
     def costs(self, workload: Workload) -> Costs:
         """Costs of the matmuls, and of attention of every token to the sequence."""
@@ -383,14 +385,14 @@ class CrossAttention(Attention):
         query = query.view(*query.shape[:2], -1, self._head_dim)
         query = query if self.q_layernorm is None else self.q_layernorm(query)
         if inputs.cache is not None:
-            options = self._options(query, Seen(), drop=0.0, window=None)
+            options = self._options(query, AttentionScope(), drop=0.0, window=None)
             mixed = inputs.cache.attend_encoder(self.number, query, self._keys_and_values, options)
             out: Tensor = self.linear_proj(mixed)
             return out
         assert inputs.encoder_hidden_states is not None, "a decoder that attends to an encoder is given its output"
         key, value = self._keys_and_values(inputs.encoder_hidden_states)
-        seen = Seen(attention_mask=inputs.encoder_attention_mask)
-        return self._mix(query, key, value, inputs.rng_key, seen)
+        scope = AttentionScope(attention_mask=inputs.encoder_attention_mask)
+        return self._mix(query, key, value, inputs.rng_key, scope)
 
     def _keys_and_values(self, encoder_hidden_states: Tensor) -> tuple[Tensor, Tensor]:
         """``[t, b, h]`` to key and value ``[T, b, g, d]``."""

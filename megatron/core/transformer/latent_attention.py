@@ -19,7 +19,7 @@ from megatron.core.parallel.costs import Costs, Workload, total_of
 from megatron.core.parallel.recompute import recomputed, with_recomputed_inputs
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, ReplicatedLinear
 from megatron.core.tensor_parallel.regions import enter
-from megatron.core.transformer.attention import Attention, Seen
+from megatron.core.transformer.attention import Attention, AttentionScope
 from megatron.core.transformer.initialization import input_init
 from megatron.core.transformer.inputs import LayerInputs
 from megatron.core.transformer.norm import Norm
@@ -77,11 +77,11 @@ class LatentAttention(Attention):
             plain, turned, shared_key = self._turned(of_query, shared_key, inputs)
             return self._attend_to_latents(plain, turned, enter(latent, self._context), shared_key, inputs)
         documents = inputs.documents if self._context.mesh.size("cp") > 1 else None
-        seen = Seen(inputs.document_ids, documents, inputs.attention_mask, inputs.bias)
-        attend = partial(self._attend, stream=inputs.rng_key, seen=seen)
+        scope = AttentionScope(inputs.document_ids, documents, inputs.attention_mask, inputs.bias)
+        attend = partial(self._attend, stream=inputs.rng_key, scope=scope)
         project, latents = partial(self._heads, inputs=inputs), (of_query, latent, shared_key)
         if not self.training or "mla_up_proj" not in self._recompute:
-            return self._mix(*project(*latents), inputs.rng_key, seen)
+            return self._mix(*project(*latents), inputs.rng_key, scope)
         if self._recompute_core:
             mixed = recomputed(lambda *latents: attend(*project(*latents)), *latents)
         else:
@@ -172,7 +172,7 @@ class LatentAttention(Attention):
         latent = latent.unsqueeze(2)
         query = torch.cat((products.by_head(plain, of_keys), turned), dim=-1)
         key = torch.cat((latent, shared_key), dim=-1)
-        mixed = self._attend(query, key, latent, inputs.rng_key, Seen(cache=inputs.cache))
+        mixed = self._attend(query, key, latent, inputs.rng_key, AttentionScope(cache=inputs.cache))
         by_head = mixed.view(*mixed.shape[:2], -1, config.kv_lora_rank)
         out: Tensor = self.linear_proj(products.by_head(by_head, of_values.transpose(1, 2)).flatten(2))
         return out

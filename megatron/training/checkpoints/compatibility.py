@@ -43,21 +43,21 @@ def check_loadable(
     asked = [*flags, *(["--load", str(path)] if path is not None and "--load" not in flags else [])]
     if step is not None and "--ckpt-step" not in flags:
         asked += ["--ckpt-step", str(step)]
-    intake = read_given(asked)
-    if intake.value("load") is None:
+    resolver = read_given(asked)
+    if resolver.value("load") is None:
         raise ConfigError(
             "name the checkpoint: inspect_checkpoint.py DIR --can-load FLAGS, or --load DIR among the flags"
         )
-    if intake.value("world_size") is not None:
+    if resolver.value("world_size") is not None:
         asked += ["--dry-run"]  # which alone may say how many ranks there are
     flag = "" if path is not None else "--load"
-    folder = find_checkpoint(intake.value("load"), step=intake.value("ckpt_step"), verify=False, flag=flag)
+    folder = find_checkpoint(resolver.value("load"), step=resolver.value("ckpt_step"), verify=False, flag=flag)
     state = read_run_state(folder)
     family = family_named(state[MODEL_NAME], where=str(folder.path))
     config = RunConfig.parse(
         asked,
         prog=f"pretrain_{family.name}.py",
-        world_size=math.prod(int(intake.value(size)) for size in _MODEL_PARALLEL),
+        world_size=math.prod(int(resolver.value(size)) for size in _MODEL_PARALLEL),
         extra_groups=family.groups,
         owner_of=owner_of,
         checkpoint_config=saved_config,
@@ -65,7 +65,7 @@ def check_loadable(
     tokenizer = build_tokenizer(config.tokenizer)
     config = config.with_vocab_size(tokenizer.vocab_size)
     check_same_model(state, folder, model_name=family.name, config=config, tokenizer=tokenizer)
-    is_known = intake.value("world_size") is not None
+    is_known = resolver.value("world_size") is not None
     check_continues(state, folder, config, weights_only=config.checkpoint.finetune, ranks_known=is_known)
     return folder, config
 

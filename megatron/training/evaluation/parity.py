@@ -17,7 +17,7 @@ from megatron.core.parallel.mesh import Mesh
 from megatron.core.parallel.sharding import ShardedState, Sharding
 from megatron.errors import ParallelError
 from megatron.training.run.run import build_run
-from megatron.training.step import global_loss, global_tallies, learn_from_tallies, ready_to_learn
+from megatron.training.step import global_layer_metrics, global_loss, update_from_layer_metrics, with_gradient_scales
 
 TOLERANCE = 1e-9
 """Tolerance in fp64, where the error of a wrong collective is far above rounding errors."""
@@ -63,7 +63,7 @@ def observe(config: RunConfig, train_spec: TrainSpec, context: ParallelContext, 
     seen.shapes = {_name(entry): entry.sharding.shape for entry in run.model_state()}
     seen.initial = parts_of(run.model_state(), context.mesh)
     for step in range(steps):
-        microbatches = ready_to_learn(run, next(batches))
+        microbatches = with_gradient_scales(run, next(batches))
         run.grad_sync.zero()
         loss = run.runner.step(run.plans.training(len(microbatches)), microbatches)
         run.grad_sync.finish()
@@ -73,7 +73,7 @@ def observe(config: RunConfig, train_spec: TrainSpec, context: ParallelContext, 
                 run.buffers, context.mesh, sharded=run.config.parallel.use_distributed_optimizer
             )
         update = run.optimizer.update(count=total.count, lr=1e-2, weight_decay=0.1)
-        learn_from_tallies(run.models, global_tallies(loss, train_spec.tallies(run.config), context))
+        update_from_layer_metrics(run.models, global_layer_metrics(loss, train_spec.layer_metrics(run.config), context))
         seen.losses.append(sum(total.means.values()))
         seen.grad_norms.append(update.grad_norm)
     seen.weights = parts_of(run.model_state(), context.mesh)

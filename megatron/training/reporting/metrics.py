@@ -17,7 +17,7 @@ class StepRecord:
 
     ``losses``: means over the global batch. ``learning_rate``: set after the step, which the next step uses.
     ``decoupled_learning_rate``: of word embeddings and output layer, where they have their own. ``skipped``: the
-    optimizer left the weights unchanged (an overflow). ``tallies``: sums of what layers report, by name.
+    optimizer left the weights unchanged (an overflow). ``layer_metrics``: sums of what layers report, by name.
     """
 
     iteration: int
@@ -31,7 +31,7 @@ class StepRecord:
     num_zeros: int | None = None
     params_norm: float | None = None
     skipped: bool = False
-    tallies: Mapping[str, Sequence[float]] = field(default_factory=dict)
+    layer_metrics: Mapping[str, Sequence[float]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class IntervalTotals:
     samples: int = 0
     skipped_iterations: int = 0
     nan_iterations: int = 0
-    tallies: dict[str, list[float]] = field(default_factory=dict)
+    layer_metrics: dict[str, list[float]] = field(default_factory=dict)
     _sums: dict[str, float] = field(default_factory=dict)
 
     def add(self, step: StepRecord) -> None:
@@ -62,8 +62,9 @@ class IntervalTotals:
         self.samples += step.global_batch_size
         self.skipped_iterations += step.skipped
         self.nan_iterations += not all(map(math.isfinite, step.losses.values()))
-        for name, counts in step.tallies.items():
-            self.tallies[name] = [sum(pair) for pair in zip(counts, self.tallies.get(name, [0] * len(counts)))]
+        for name, counts in step.layer_metrics.items():
+            before = self.layer_metrics.get(name, [0] * len(counts))
+            self.layer_metrics[name] = [sum(pair) for pair in zip(counts, before)]
         for name, loss in step.losses.items():
             self._sums[name] = self._sums.get(name, 0.0) + (0.0 if step.skipped else loss)
 

@@ -54,7 +54,7 @@ class ReportingRank:
         return self.rank == self.world_size - 1
 
 
-TallyReport = Callable[[Mapping[str, Sequence[float]]], tuple[str, Mapping[str, float]]]
+LayerMetricsReport = Callable[[Mapping[str, Sequence[float]]], tuple[str, Mapping[str, float]]]
 """A function from sums of what layers report to a log line and numbers for curves."""
 
 
@@ -77,13 +77,13 @@ class Reporter:
         clock: Callable[[], float] = time.perf_counter,
         now: Callable[[], datetime] = datetime.now,
         out: TextIO | None = None,
-        describe_tallies: TallyReport | None = None,
+        describe_layer_metrics: LayerMetricsReport | None = None,
     ) -> None:
         self.timers = timers
         self._config, self._rank = config, reporting_rank
         self._train_iters, self._scale = train_iters, scale
         self._curves, self._clock, self._now, self._out = curves, clock, now, out
-        self._terminal, self._describe_tallies = terminal, describe_tallies
+        self._terminal, self._describe_layer_metrics = terminal, describe_layer_metrics
         self._progress = self._bar(train_iters)
         self._totals = IntervalTotals()
         self._interval_start = clock()
@@ -133,8 +133,8 @@ class Reporter:
         """Add a finished step to the curves; every ``--log-interval`` iterations print the log line. A collective."""
         self._totals.add(step)
         self._curves.step(step)
-        if step.tallies and self._describe_tallies is not None and self._curves.wants(step.iteration):
-            self._curves.scalars(self._describe_tallies(step.tallies)[1], iteration=step.iteration)
+        if step.layer_metrics and self._describe_layer_metrics is not None and self._curves.wants(step.iteration):
+            self._curves.scalars(self._describe_layer_metrics(step.layer_metrics)[1], iteration=step.iteration)
         if self._config.log_memory_to_tensorboard and self._curves.wants(step.iteration):
             self._curves.scalars(memory_scalars(self._rank.device), iteration=step.iteration)
         if step.iteration % self._config.log_interval == 0:
@@ -162,8 +162,8 @@ class Reporter:
         self.say(line)
         if self._config.log_throughput:
             self.say(throughput_line(speed, self._scale))
-        if totals.tallies and self._describe_tallies is not None:
-            self.say(self._describe_tallies(totals.tallies)[0])
+        if totals.layer_metrics and self._describe_layer_metrics is not None:
+            self.say(self._describe_layer_metrics(totals.layer_metrics)[0])
         if not self._memory_reported:
             self._report_memory(step.iteration)
         times = self._rank.gather(self.timers.take()) if self.timers.level > 0 else []

@@ -230,7 +230,7 @@ def build_reporter(config: RunConfig, train_spec: TrainSpec, context: ParallelCo
         scale=scale,
         timers=timers,
         curves=curves,
-        describe_tallies=partial(train_spec.describe_tallies, config),
+        describe_layer_metrics=partial(train_spec.describe_layer_metrics, config),
     )
 
 

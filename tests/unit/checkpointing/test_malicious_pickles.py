@@ -24,7 +24,7 @@ import torch.distributed.checkpoint.metadata as dcp_metadata
 from megatron.core.checkpointing import contents_table, torch_files, unpickling
 from megatron.core.checkpointing.contents_table import read_table
 from megatron.core.checkpointing.torch_files import load_torch_bytes
-from megatron.core.checkpointing.unpickling import StandIn
+from megatron.core.checkpointing.unpickling import Placeholder
 from megatron.errors import CheckpointError
 
 NAMES = """
@@ -37,7 +37,7 @@ numpy ndarray, numpy.core.multiarray _reconstruct, numpy load, functools partial
 signal Signals, signal raise_signal, builtins getattr, builtins set, __builtin__ set, builtins bytearray, builtins
 complex, builtins eval, __builtin__ exec, builtins __import__, _codecs encode, _codecs decode, os system, posix
 system, subprocess Popen, importlib import_module, copyreg _reconstructor, operator attrgetter, megatron.errors
-CheckpointError, megatron.core.checkpointing.unpickling StandIn, types FunctionType
+CheckpointError, megatron.core.checkpointing.unpickling Placeholder, types FunctionType
 """
 STATE = b"}S'parent'\nS'evil'\nsS'__class__'\nS'evil'\nsS'__setstate__'\nS'evil'\nsS'__defaults__'\n)s"
 
@@ -157,7 +157,7 @@ def surroundings() -> dict[str, dict[str, Any]]:
     return found | {"functions": functions}
 
 
-PLAIN = (type(None), bool, int, float, str, bytes, torch.dtype, StandIn, dcp_metadata.Metadata)
+PLAIN = (type(None), bool, int, float, str, bytes, torch.dtype, Placeholder, dcp_metadata.Metadata)
 
 
 def is_plain(value: Any) -> bool:

@@ -19,7 +19,7 @@ from typing_extensions import override
 
 from megatron.core.checkpointing.stored_tensors import StoredTensors
 from megatron.core.checkpointing.torch_files import load_torch_bytes, load_torch_file
-from megatron.core.checkpointing.unpickling import StandIn
+from megatron.core.checkpointing.unpickling import Placeholder
 from megatron.errors import CheckpointError
 
 
@@ -59,7 +59,7 @@ def test_settings_and_tensors_come_out(
     monkeypatch.delitem(sys.modules, "megatron.core.somewhere")
     found = load_torch_file(tmp_path / "x.pt")
     assert (found["args"].num_layers, found["args"].dtype) == (2, torch.bfloat16)
-    assert isinstance(found["args"].kind, StandIn)
+    assert isinstance(found["args"].kind, Placeholder)
     assert torch.equal(found["w"], saved["w"])
     assert torch.equal(found["b"], saved["b"])
 
@@ -116,7 +116,7 @@ def torch_stream_of(data: bytes) -> Any:
 def test_getattr_reaches_nothing() -> None:
     """Python 3.11 pickles members of enums through ``getattr``, which could reach ``os.system`` as well."""
     reach = b"cbuiltins\ngetattr\n(ctorch\nhub\nS'load'\ntR"
-    assert isinstance(torch_stream_of(reach + b"."), StandIn)
+    assert isinstance(torch_stream_of(reach + b"."), Placeholder)
     with pytest.raises(CheckpointError, match="here is refused: it calls builtins.getattr, which is not callable"):
         torch_stream_of(reach + b"(S'evil'\ntR.")
 

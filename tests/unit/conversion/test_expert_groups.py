@@ -9,7 +9,7 @@ import pytest
 
 from megatron.config.model import ModelConfig
 from megatron.config.moe import MoEConfig
-from megatron.core.conversion.huggingface.known import Known
+from megatron.core.conversion.huggingface.config_reader import ConfigReader
 from megatron.core.models.gpt.huggingface.deepseek import DEEPSEEK_V2, DEEPSEEK_V3
 from megatron.errors import CheckpointError
 
@@ -25,17 +25,17 @@ def test_groups_scored_by_their_best_expert_need_not_divide_the_choices() -> Non
     }
     settings |= {"n_routed_experts": 8, "moe_intermediate_size": 16, "num_experts_per_tok": 3}
     kinds = dict.fromkeys({*DEEPSEEK_V2.merged("kinds"), *settings}, Any)
-    moe = DEEPSEEK_V2.experts(Known(settings, defaults, "it", kinds=kinds))
+    moe = DEEPSEEK_V2.experts(ConfigReader(settings, defaults, "it", kinds=kinds))
     assert (moe.moe_router_group_topk, moe.moe_router_group_score) == (2, "max")
     with pytest.raises(CheckpointError, match="have no such groups"):
-        DEEPSEEK_V2.experts(Known({**settings, "num_experts_per_tok": 5}, defaults, "it", kinds=kinds))
+        DEEPSEEK_V2.experts(ConfigReader({**settings, "num_experts_per_tok": 5}, defaults, "it", kinds=kinds))
 
 
 def v3(**settings: Any) -> MoEConfig:
     """The experts of a DeepSeek-V3 with eight of them."""
     asked = {"num_hidden_layers": 2, "n_routed_experts": 8, "moe_intermediate_size": 16, **settings}
     kinds = dict.fromkeys({*DEEPSEEK_V3.merged("kinds"), *asked}, Any)
-    return DEEPSEEK_V3.experts(Known(asked, DEEPSEEK_V3.merged("defaults"), "it", kinds=kinds))
+    return DEEPSEEK_V3.experts(ConfigReader(asked, DEEPSEEK_V3.merged("defaults"), "it", kinds=kinds))
 
 
 @pytest.mark.parametrize(("kept", "choices", "name"), [(2, 4, "sum"), (2, 3, "top2"), (3, 5, "top2"), (4, 4, "top2")])

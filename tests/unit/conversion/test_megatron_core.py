@@ -122,7 +122,7 @@ def answer(model, family, asked):
         words, order = model(tokens, asked["real"].long(), types)
         return {"words": words[asked["real"]], **({} if order is None else {"order": order})}
     length = tokens.shape[1]
-    model.config.mtp_num_layers, model.mtp_process = None, False  # losses of later tokens, which nobody asks for
+    model.config.mtp_num_layers, model.mtp_process = None, False  # losses of future tokens, which nobody asks for
     if family == "T5":
         samples, later = asked["decoder_tokens"].shape
         future = torch.ones(1, 1, later, later, dtype=torch.bool).triu(1)
@@ -212,8 +212,8 @@ MODELS: dict[str, tuple[dict[str, Any], tuple[object, ...]]] = {
     "experts in listed layers": ({**ROUTED, **BIASED, "moe_layer_freq": [0, 1, 1, 1]}, ()),
     "latents": ({**SWIGLU, **UNGROUPED, **LATENT}, ()),
     "latents and experts": ({**ROUTED, **BIASED, **UNGROUPED, **LATENT, "moe_layer_freq": [0, 1, 1, 1]}, ()),
-    "later tokens": ({**SWIGLU, "mtp_num_layers": 1}, ()),
-    "later tokens and experts": ({**ROUTED, **BIASED, "mtp_num_layers": 1}, ()),
+    "future tokens": ({**SWIGLU, "mtp_num_layers": 1}, ()),
+    "future tokens and experts": ({**ROUTED, **BIASED, "mtp_num_layers": 1}, ()),
     "bert": (CLASSIC, BOTH),
     "bert, masked tokens only, untied": (UNTIED, FIRST),
     "t5": (CLASSIC, (DEEP,)),

@@ -144,18 +144,18 @@ def test_experts_with_biases_and_without_gates(kind: str, tmp_path: Path) -> Non
 LATENTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "latents": ({**MODERN, **LATENT}, MOE),
     "queries without latents, YaRN": ({**MODERN, **LATENT, **YARN, "q_lora_rank": None}, {}),
-    "latents and later tokens": (
+    "latents and future tokens": (
         {**MODERN, **LATENT, "mtp_num_layers": 1},
         {**MOE, **BIASED, "moe_layer_freq": [0, 1]},
     ),
-    "later tokens": (LATER, {**MOE, **SHARED}),
-    "later tokens, dense": (LATER, {}),
+    "future tokens": (LATER, {**MOE, **SHARED}),
+    "future tokens, dense": (LATER, {}),
 }
 
 
 @pytest.mark.parametrize("dist", [True, False], ids=["torch_dist", "torch"])
 @pytest.mark.parametrize("name", LATENTS)
-def test_latents_and_later_tokens_there_and_back(name: str, dist: bool, tmp_path: Path) -> None:
+def test_latents_and_future_tokens_there_and_back(name: str, dist: bool, tmp_path: Path) -> None:
     """Latent attention and multi-token prediction, with experts and without."""
     settings, moe = LATENTS[name]
     model, experts = model_and_experts(settings, moe)
@@ -172,15 +172,15 @@ def test_latents_and_later_tokens_there_and_back(name: str, dist: bool, tmp_path
     [
         ("latents", {"tp": 2, "ep": 2}),
         ("latents", {"tp": 2, "ep": 2, "fused_norms": True, "whole_latents": True}),
-        ("latents and later tokens", {"tp": 2, "pp": 2, "ep": 2}),
-        ("latents and later tokens", {"ep": 2, "later": "mtp_model_layer", "kind": "grouped", "fused_norms": True}),
+        ("latents and future tokens", {"tp": 2, "pp": 2, "ep": 2}),
+        ("latents and future tokens", {"ep": 2, "later": "mtp_model_layer", "kind": "grouped", "fused_norms": True}),
         ("queries without latents, YaRN", {"tp": 2}),
-        ("later tokens", {"tp": 2, "pp": 2, "ep": 2, "etp": 1}),
+        ("future tokens", {"tp": 2, "pp": 2, "ep": 2, "etp": 1}),
     ],
     ids=str,
 )
-def test_latents_and_later_tokens_in_shards(name: str, more: dict[str, Any], tmp_path: Path) -> None:
-    """Ranks split the matrices of latents or each have them; the last stage has the layers of later tokens."""
+def test_latents_and_future_tokens_in_shards(name: str, more: dict[str, Any], tmp_path: Path) -> None:
+    """Ranks split the matrices of latents or each have them; the last stage has the layers of future tokens."""
     settings, moe = LATENTS[name]
     values = values_of(settings, moe)
     theirs = dict(settings)

@@ -158,7 +158,7 @@ def test_models_of_unknown_families(tmp_path: Path) -> None:
     """A family that a later version may have is named."""
     box = StreamedBox("model.weight", (2,), torch.float32, (0,), (2,), lambda: torch.zeros(2))
     state: dict[str, Any] = {
-        "recipe": "mamba",
+        "model": "mamba",
         "config": {"model": {}, "tokenizer": {}, "precision": {}},
         "progress": dict.fromkeys(("iteration", "consumed_samples", "scheduled_samples"), 0),
         "tokenizer": dict.fromkeys(("name", "fingerprint"), "x"),

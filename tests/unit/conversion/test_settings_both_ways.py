@@ -14,8 +14,8 @@ from megatron.config.flags import flags_of
 from megatron.config.model import ModelConfig
 from megatron.config.moe import MoEConfig
 from megatron.config.positions import ROTARY_FIELDS
+from megatron.core.conversion.huggingface.config_reader import ConfigReader
 from megatron.core.conversion.huggingface.formats import config_from_model, format_for, format_of, model_from_config
-from megatron.core.conversion.huggingface.known import Known
 from megatron.core.conversion.huggingface.listing import published_types
 from megatron.core.conversion.megatron_lm import arguments
 from megatron.core.conversion.megatron_lm.arguments import arguments_of, model_from_arguments
@@ -176,21 +176,21 @@ def test_every_setting_of_transformers_is_read(family: str, monkeypatch: pytest.
     asked: set[str] = set()
 
     def recorded(method: Callable[..., Any]) -> Callable[..., Any]:
-        def wrapped(self: Known, name: str, *default: Any) -> Any:
+        def wrapped(self: ConfigReader, name: str, *default: Any) -> Any:
             asked.add(name)
             return method(self, name, *default)
 
         return wrapped
 
-    monkeypatch.setattr(Known, "__call__", recorded(Known.__call__))
-    monkeypatch.setattr(Known, "get", recorded(Known.get))
+    monkeypatch.setattr(ConfigReader, "__call__", recorded(ConfigReader.__call__))
+    monkeypatch.setattr(ConfigReader, "get", recorded(ConfigReader.get))
     settings = {"sliding_window": None} if family == "mistral" else {}
     config = {**settings_of(family), **settings}
     model_from_config(config, where="x")
     published = format_of(family)
     assert published is not None
-    known = published.known({"model_type": family, **config}, where="x")
-    published.groups_from_config(known, {"decoder.", *published.types[family].heads}, where="x")
+    reader = published.reader({"model_type": family, **config}, where="x")
+    published.groups_from_config(reader, {"decoder.", *published.types[family].heads}, where="x")
     assert config.keys() - asked - {*WITHOUT_EFFECT.split(), *WITH_WINDOW.split()} == set()
 
 
@@ -228,7 +228,7 @@ def test_a_model_of_our_own_is_written_in_full(family: str) -> None:
     described = published.types[family]
     theirs = {**settings_of(family), "model_type": family}
     heads = {"decoder.", *described.heads}
-    groups = published.groups_from_config(published.known(theirs, where="x"), heads, where="x")
+    groups = published.groups_from_config(published.reader(theirs, where="x"), heads, where="x")
     base = {**CLASSIC, **described.merged("fixed"), **NEEDED.get(family, {})}
     if described.activations:
         base["activation"] = described.activations[theirs[described.activation]]
@@ -295,7 +295,7 @@ def test_special_tokens_that_nobody_knows() -> None:
     for family in published.types:
         config = settings_of(family)
         model, told = model_from_config(config, where="x"), {"pad_token_id": 7}
-        groups = published.groups_from_config(published.known(config, where="x"), (), where="x")
+        groups = published.groups_from_config(published.reader(config, where="x"), (), where="x")
         known = config_from_model(model, groups, dtype="float32", source={"model_type": family}, tokens=told)
         unknown = config_from_model(model, groups, dtype="float32", source={"model_type": family}, tokens={})
         assert (known["pad_token_id"], unknown["pad_token_id"]) == (7, None)

@@ -123,8 +123,8 @@ def test_equals_a_loop_over_its_modules(untied: bool, recompute: RecomputePlan) 
         assert (parameter.grad - each).abs().max() < 1e-12, name
 
 
-def test_without_later_tokens_only_the_next_is_predicted() -> None:
-    """Scoring and generation have no later tokens, and pay for no depth."""
+def test_without_future_tokens_only_the_next_is_predicted() -> None:
+    """Scoring and generation have no future tokens, and pay for no depth."""
     config = settings()
     model = GPTModel(config, ParallelContext.single(dtype=torch.float64), seed=5)
     output = model(batch_of(documents=False)["tokens"])

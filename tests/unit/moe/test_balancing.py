@@ -82,10 +82,10 @@ def test_losses_of_a_layer() -> None:
                     expected[name] += value / len(groups) / 2
         for name, value in expected.items():
             means.setdefault(name, []).append(value)
-    losses, tallies = given.side_losses.take()
+    losses, layer_metrics = given.side_losses.take()
     for name, (first, last) in means.items():
         for number, value in ((0, first), (7, last)):
-            total, count = tallies[f"{name} of layer {number}"].tolist()
+            total, count = layer_metrics[f"{name} of layer {number}"].tolist()
             assert total / count == pytest.approx(value, rel=1e-12), (name, number)
         assert abs(first - last) > 1e-3
         assert (losses[name][0] / losses[name][1]).item() == pytest.approx((first + last) / 2, rel=1e-12)

@@ -317,10 +317,10 @@ def test_biases_move_towards_balance() -> None:
     assert not router.expert_bias.requires_grad
     with torch.no_grad():
         router.expert_bias.zero_()
-    router.learn(torch.tensor([9, 1, 5, 5, 3]))
+    router.update_from_counts(torch.tensor([9, 1, 5, 5, 3]))
     assert router.expert_bias.tolist() == pytest.approx([-1e-3, 1e-3, 0.0, 0.0])
     router.weight.requires_grad_(False)
-    router.learn(torch.tensor([9, 1, 5, 5, 3]))
+    router.update_from_counts(torch.tensor([9, 1, 5, 5, 3]))
     assert router.expert_bias.tolist() == pytest.approx([-1e-3, 1e-3, 0.0, 0.0])  # a frozen router stays as it is
     bf16 = layer(model_config(), moe, dtype=torch.bfloat16).router.expert_bias
     assert bf16 is not None

@@ -31,8 +31,8 @@ def test_rows_of_padding_go_to_no_expert() -> None:
     assert alone.grad is not None
     assert torch.allclose(rows[text], expected.flatten(0, 1), atol=1e-14)
     assert torch.allclose(gradients[text], alone.grad.flatten(0, 1), atol=1e-14)
-    (losses, tallies), (wanted, counts) = given.side_losses.take(), given_alone.side_losses.take()
-    assert tallies["experts of layer 0"].tolist() == counts["experts of layer 0"].tolist()
+    (losses, layer_metrics), (wanted, counts) = given.side_losses.take(), given_alone.side_losses.take()
+    assert layer_metrics["experts of layer 0"].tolist() == counts["experts of layer 0"].tolist()
     for name, pair in wanted.items():
         assert torch.allclose(losses[name], pair, atol=1e-14)
 
@@ -44,6 +44,6 @@ def test_nothing_but_padding(more: dict[str, Any]) -> None:
     given = dataclasses.replace(inputs(), text_mask=torch.zeros(12, dtype=torch.bool))
     out = built(x, given)
     torch.autograd.backward(out, torch.ones_like(out))
-    losses, tallies = given.side_losses.take()
-    found = [out, x.grad, *losses.values(), *tallies.values(), *(each.grad for each in built.parameters())]
+    losses, layer_metrics = given.side_losses.take()
+    found = [out, x.grad, *losses.values(), *layer_metrics.values(), *(each.grad for each in built.parameters())]
     assert not any(each is not None and each.any() for each in found)

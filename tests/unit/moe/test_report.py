@@ -39,12 +39,12 @@ def test_line_and_curves() -> None:
 
 def test_losses_of_layers_are_means_over_their_tokens() -> None:
     """They had no curves: ``--moe-per-layer-logging`` wrote how evenly experts are used alone."""
-    tallies: dict[str, list[float]] = {
+    layer_metrics: dict[str, list[float]] = {
         "experts of layer 1": [3, 1, 0],
         "z_loss of layer 1": [6.0, 4.0],
         "z_loss of layer 12": [0.0, 0.0],
     }
-    line, curves = log_line_and_curves(tallies, ranks=1, per_layer=True)
+    line, curves = log_line_and_curves(layer_metrics, ranks=1, per_layer=True)
     assert "max violation: 0.50 (layer 1)" in line
     assert "z_loss" not in line
     assert (curves["moe/z_loss_layer_1"], curves["moe/z_loss_layer_12"]) == (1.5, 0.0)

@@ -87,7 +87,7 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "latent attention": {**LATENT, "q_lora_rank": 48, "qk_layernorm": True, "v_head_dim": 12},
     "latent attention, equal widths": {**LATENT, "qk_layernorm": True, "v_head_dim": 24},
     "latent attention without norms": {**LATENT, "v_head_dim": 16, "add_qkv_bias": True},
-    "later tokens": {**LLAMA, "mtp_num_layers": 2},
+    "future tokens": {**LLAMA, "mtp_num_layers": 2},
     "no positions": {**QUIET, "position_embedding_type": "none"},
 }
 RECOMPUTATION: dict[str, dict[str, Any]] = {
@@ -150,7 +150,7 @@ def measured(run: RunConfig) -> int:
     tokens = torch.zeros(run.training.micro_batch_size, run.data.seq_length, dtype=torch.int64)
     mask = {"attention_mask": torch.ones_like(tokens, dtype=torch.bool)} if run.extra else {}
     depths = run.model.mtp_num_layers
-    later = {"later_tokens": tokens.unsqueeze(1).expand(-1, depths, -1)} if depths else {}
+    later = {"future_tokens": tokens.unsqueeze(1).expand(-1, depths, -1)} if depths else {}
     return bytes_kept(model, tokens, **mask, **later)
 
 
@@ -252,7 +252,7 @@ def test_activations_without_results_of_norms(name: str, others: tuple[str, ...]
 
 IN_FP8 = (
     *("gpt2", "attention dropout", "llama", "head norms, rotary, grouped", "squared relu", "norms before and after"),
-    *("parallel, one norm", "parallel, two norms", "latent attention", "later tokens", "clipped"),
+    *("parallel, one norm", "parallel, two norms", "latent attention", "future tokens", "clipped"),
     "latent attention, equal widths",
 )
 

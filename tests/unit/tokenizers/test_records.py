@@ -67,7 +67,7 @@ def test_forms(record: dict[str, Any], form: str, messages: list[dict[str, Any]]
     assert isinstance(found, Conversation)
     assert (found.form, list(found.messages)) == (form, messages)
     read = 2 if "prompt" in record else 0
-    assert [found.may_learn(number) for number in range(len(messages))] == [n >= read for n in range(len(messages))]
+    assert [found.has_loss(number) for number in range(len(messages))] == [n >= read for n in range(len(messages))]
 
 
 def test_a_pair_of_texts() -> None:

@@ -245,7 +245,7 @@ def test_a_fine_tuned_model_has_a_command_of_its_own(root: Path, said: Said, tmp
     shutil.copytree(root / "iter_0000002", tmp_path / "iter_0000002")
     run = tmp_path / "iter_0000002" / "run.json"
     text = run.read_text()
-    run.write_text(text.replace('"recipe": "gpt"', '"recipe": "bert-mnli"'))
+    run.write_text(text.replace('"model": "gpt"', '"model": "bert-mnli"'))
     manifest = Manifest.read(tmp_path / "iter_0000002")
     files = {**manifest.files, "run.json": checksum(run)}
     (tmp_path / "iter_0000002" / MANIFEST).write_text(dataclasses.replace(manifest, files=files).to_json())

@@ -7,7 +7,7 @@ import io
 import pytest
 from typing_extensions import override
 
-from megatron.core.datasets.journal import Tally
+from megatron.core.datasets.journal import Totals
 from tools.preprocess_data import Progress
 
 
@@ -28,8 +28,8 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     return now
 
 
-def totals(documents: int) -> Tally:
-    return Tally(documents=documents, text_bytes=documents * 2_000_000, tokens={"text": documents * 10})
+def totals(documents: int) -> Totals:
+    return Totals(documents=documents, text_bytes=documents * 2_000_000, tokens={"text": documents * 10})
 
 
 def test_bar_shows_share_rate_and_time_left(clock: list[float]) -> None:

@@ -18,7 +18,7 @@ from megatron.errors import ConfigError
 from megatron.training.reporting.metrics import StepRecord
 from megatron.training.run.run import Run, build_run
 from megatron.training.run.stop import NonFiniteError
-from megatron.training.step import ready_to_learn, train_step
+from megatron.training.step import train_step, with_gradient_scales
 
 FLAGS = (
     "--num-layers 1 --hidden-size 16 --num-attention-heads 2 --seq-length 16 --micro-batch-size 2 "
@@ -99,7 +99,7 @@ def test_a_loss_scale_means_what_it_means_in_megatron_lm() -> None:
     """Its loss is a mean, divided by the number of microbatches; ours overflowed at a scale that many times smaller."""
     for more, tokens in (([], 64), (["--micro-batch-size", "4"], 64), (["--global-batch-size", "8"], 128)):
         run = tiny_run("--fp16", "--initial-loss-scale", "1024", *more)
-        ready = ready_to_learn(run, next(run.data.training_batches(0)))
+        ready = with_gradient_scales(run, next(run.data.training_batches(0)))
         assert {each.backward_scale for each in ready} == {1024 / tokens}
         assert run.optimizer.loss_scale == 1024
 
@@ -110,7 +110,7 @@ def test_a_loss_scale_counts_what_is_learned() -> None:
     batch = next(run.data.training_batches(0))
     for each in batch:
         each.tensors["loss_mask"][:, 8:] = 0
-    assert {each.backward_scale for each in ready_to_learn(run, batch)} == {1024 / 32}
+    assert {each.backward_scale for each in with_gradient_scales(run, batch)} == {1024 / 32}
 
 
 def test_a_loss_without_a_count_is_named() -> None:

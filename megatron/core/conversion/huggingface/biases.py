@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from megatron.config.model import LAYER_BIASES, ModelConfig
-from megatron.core.conversion.huggingface.known import Feature
+from megatron.core.conversion.huggingface.config_reader import Feature
 
 _FIELDS = ("add_bias_linear", *LAYER_BIASES)
 

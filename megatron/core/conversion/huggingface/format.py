@@ -16,7 +16,7 @@ from megatron.config.model import LAYER_BIASES, Activation, ModelConfig
 from megatron.config.positions import ROTARY_FIELDS
 from megatron.config.rules.positions import rotated_channels
 from megatron.core.conversion.bounds import KINDS, Count
-from megatron.core.conversion.huggingface.known import Feature, Json, Known
+from megatron.core.conversion.huggingface.config_reader import ConfigReader, Feature, Json
 from megatron.core.conversion.portable import LazyTensor
 from megatron.core.conversion.tables import Row
 from megatron.core.models.registry import family_of
@@ -191,34 +191,34 @@ class HuggingFaceFormat:
         by_table = {theirs: KINDS[ours] for ours, theirs in described.settings.items()}
         return {**_BY_ALL_KINDS, **by_table, described.activation: str, **described.merged("kinds")}
 
-    def known(self, config: Json, *, where: str) -> Known:
+    def reader(self, config: Json, *, where: str) -> ConfigReader:
         """The settings of a config.json; CheckpointError for one of another type. ``where``: the file."""
         model_type = config["model_type"]
         described = self.types[model_type]
         older = {today: config[name] for name, today in described.older_settings.items() if name in config}
-        return Known({**older, **config}, described.merged("defaults"), where, kinds=self.kinds_of(model_type))
+        return ConfigReader({**older, **config}, described.merged("defaults"), where, kinds=self.kinds_of(model_type))
 
-    def model_from_config(self, known: Known, model_type: str) -> ModelConfig:
+    def model_from_config(self, reader: ConfigReader, model_type: str) -> ModelConfig:
         """The architecture that a config.json describes; CheckpointError for a setting that isn't available."""
         described = self.types[model_type]
-        known.expect(**described.expected)
-        untied = not known.get("tie_word_embeddings", True)
+        reader.expect(**described.expected)
+        untied = not reader.get("tie_word_embeddings", True)
         found = {"untie_embeddings_and_output_weights": untied, **described.merged("fixed")}
         for ours, theirs in described.settings.items():
-            if theirs not in described.optional or known.get(theirs):
-                found[ours] = known(theirs)
+            if theirs not in described.optional or reader.get(theirs):
+                found[ours] = reader(theirs)
         if described.activations:
-            found["activation"] = known.one_of(described.activation, described.activations)
+            found["activation"] = reader.one_of(described.activation, described.activations)
         for each in described.parts:
-            found |= each.read(known)
+            found |= each.read(reader)
         heads, groups = found["num_attention_heads"], found.get("num_query_groups")
         if groups and heads % groups:
             names = described.settings
             advice = f"{names['num_attention_heads']} = {heads} is not divisible by it"
-            raise known.refuse(names["num_query_groups"], advice)
+            raise reader.refuse(names["num_query_groups"], advice)
         model = ModelConfig(**found, group_query_attention=groups not in (None, heads))
         if wrong := rotated_channels(model):
-            raise known.error(wrong)
+            raise reader.error(wrong)
         return model
 
     def config_from_model(self, model: ModelConfig, groups: Sequence[object], source: Json) -> dict[str, Any]:
@@ -262,7 +262,7 @@ class HuggingFaceFormat:
         if other == written:
             return written
         one, same = (
-            self.model_from_config(self.known(each, where="config.json"), model_type) for each in (written, other)
+            self.model_from_config(self.reader(each, where="config.json"), model_type) for each in (written, other)
         )
         return other if one == same else written
 
@@ -278,7 +278,7 @@ class HuggingFaceFormat:
         """Differences from all published models of the type that lie in the family's own groups."""
         return []
 
-    def groups_from_config(self, known: Known, tensors: Collection[str], *, where: str) -> tuple[object, ...]:
+    def groups_from_config(self, reader: ConfigReader, tensors: Collection[str], *, where: str) -> tuple[object, ...]:
         """Settings of the family alone, from settings and names of tensors; CheckpointError for a model that
         lacks a part.
         """

@@ -6,8 +6,8 @@ from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 from megatron.config.model import ModelConfig
+from megatron.core.conversion.huggingface.config_reader import Json
 from megatron.core.conversion.huggingface.format import HuggingFaceFormat
-from megatron.core.conversion.huggingface.known import Json
 from megatron.core.conversion.huggingface.nearest import unknown_type
 from megatron.core.conversion.huggingface.quantized import check_quantization
 from megatron.core.models.registry import FAMILIES, Family, all_families, family_of
@@ -63,7 +63,7 @@ def model_from_config(config: Json, *, where: str, tensors: Collection[str] = ()
     if known_format is None:
         raise unknown_type(config, tensors, list(_formats()), where=where)
     check_quantization(config, where=where)
-    return known_format.model_from_config(known_format.known(config, where=where), model_type)
+    return known_format.model_from_config(known_format.reader(config, where=where), model_type)
 
 
 def config_from_model(

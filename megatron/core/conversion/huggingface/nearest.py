@@ -190,7 +190,7 @@ def _wanted(
         if name not in described.optional
     }
     try:
-        settings = known.known({**few, **sizes, "model_type": model_type}, where="")
+        settings = known.reader({**few, **sizes, "model_type": model_type}, where="")
         model = known.model_from_config(settings, model_type)
         groups = known.groups_from_config(settings, held, where="")
         found = matches(known.table(model_type, model, groups), model, groups, where="")

@@ -99,9 +99,9 @@ def _portable(config: dict[str, Any], tensors: dict[str, LazyTensor], where: str
     described = published.types[model_type]
     theirs = {today: tensors[name] for name, today in described.current_names(tensors).items()}
     model = published.complete(model, theirs)
-    known = published.known(config, where=settings)
-    published.model_from_config(known, model_type)
-    groups = published.groups_from_config(known, theirs, where=settings)
+    reader = published.reader(config, where=settings)
+    published.model_from_config(reader, model_type)
+    groups = published.groups_from_config(reader, theirs, where=settings)
     refuse_more_layers(model, groups, theirs, where=settings)
     found = matches(published.table(model_type, model, groups), model, groups, where=where)
     wanted = {name for match in found for name in match.theirs}
@@ -122,7 +122,7 @@ def _portable(config: dict[str, Any], tensors: dict[str, LazyTensor], where: str
         tokenizer=TokenizerConfig(tokenizer_type="NullTokenizer", vocab_size=(model.vocab_size or 1) - 1),
         seq_length=min(model.max_position_embeddings, 4096),
         notes=(
-            *_unread(config, known.asked, described.older_settings, model_type=model_type, where=settings),
+            *_unread(config, reader.asked, described.older_settings, model_type=model_type, where=settings),
             *_mixed_types({name: theirs[name].dtype for name in wanted}, where=where),
         ),
     )

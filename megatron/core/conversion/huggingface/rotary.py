@@ -12,7 +12,7 @@ from typing import Annotated, Any
 
 from megatron.config.model import ModelConfig
 from megatron.core.conversion.bounds import Count, Factor
-from megatron.core.conversion.huggingface.known import Feature, Known
+from megatron.core.conversion.huggingface.config_reader import ConfigReader, Feature
 from megatron.core.ops.rotary_scaling import yarn_attention_factor
 from megatron.small_files import Between
 
@@ -46,45 +46,45 @@ SCALINGS = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
 
 
 def read_rotary(
-    known: Known, *, partial: bool = False, kinds: Sequence[str] = SCALINGS, renamed: Mapping[str, str] = _NAMES
+    reader: ConfigReader, *, partial: bool = False, kinds: Sequence[str] = SCALINGS, renamed: Mapping[str, str] = _NAMES
 ) -> dict[str, Any]:
     """``FIELDS`` from the settings.
 
     ``partial``: whether models of this type rotate a part of each head where they say so (then ``rotary_percent``).
     ``kinds``: of scaling that they have. ``renamed``: kinds by their earlier names.
     """
-    _check_one_meaning(known)
-    rope = known.within("rope_scaling", "rope_parameters")
+    _check_one_meaning(reader)
+    rope = reader.within("rope_scaling", "rope_parameters")
     kind = rope.get("rope_type", rope.get("type", "default"))
     kind = renamed.get(kind, kind)
-    percent = rope.get("partial_rotary_factor") or known.get("partial_rotary_factor") or 1.0
+    percent = rope.get("partial_rotary_factor") or reader.get("partial_rotary_factor") or 1.0
     if percent != 1.0 and not partial:
-        said = rope if rope.get("partial_rotary_factor") else known
+        said = rope if rope.get("partial_rotary_factor") else reader
         raise said.refuse("partial_rotary_factor", "these families rotate whole heads")
     if kind not in kinds:
         named = "type" if rope.get("rope_type", "") == "" else "rope_type"
         raise rope.refuse(named, f"this rotary scaling is not available; {', '.join(kinds[:-1])} and {kinds[-1]} are")
-    base = float(rope.get("rope_theta") or known("rope_theta"))
-    return {"rotary_base": base, "rotary_percent": float(percent), **_scaling(known, rope, kind)}
+    base = float(rope.get("rope_theta") or reader("rope_theta"))
+    return {"rotary_base": base, "rotary_percent": float(percent), **_scaling(reader, rope, kind)}
 
 
-def _check_one_meaning(known: Known) -> None:
+def _check_one_meaning(reader: ConfigReader) -> None:
     """Raise CheckpointError for ``rope_parameters`` with something else than ``rope_scaling``, which transformers reads
     in their place: whoever adds it to the settings of transformers 5 loses the rotary base.
     """
-    scaling, parameters = known.get("rope_scaling") or {}, known.get("rope_parameters") or {}
-    read = {**{name: known.get(name) for name in ("rope_theta", "partial_rotary_factor")}, **scaling}
+    scaling, parameters = reader.get("rope_scaling") or {}, reader.get("rope_parameters") or {}
+    read = {**{name: reader.get(name) for name in ("rope_theta", "partial_rotary_factor")}, **scaling}
     read.setdefault("rope_type", scaling.get("type"))
     other = [name for name, value in parameters.items() if value != read.get(name)]
     if scaling and other:
         advice = f"{other[0]} is another one in rope_parameters, and transformers reads only one of the two: remove one"
-        raise known.refuse("rope_scaling", advice)
+        raise reader.refuse("rope_scaling", advice)
 
 
-def _scaling(known: Known, rope: Known, kind: str) -> dict[str, Any]:
+def _scaling(reader: ConfigReader, rope: ConfigReader, kind: str) -> dict[str, Any]:
     """The fields of one kind of scaling."""
-    longest = known("max_position_embeddings")
-    original = known.get(_ORIGINAL) or rope.get(_ORIGINAL) or longest
+    longest = reader("max_position_embeddings")
+    original = reader.get(_ORIGINAL) or rope.get(_ORIGINAL) or longest
     if kind == "linear":
         return {"rotary_seq_len_interpolation_factor": float(rope("factor"))}
     if kind == "llama3":
@@ -130,7 +130,7 @@ def _scaling(known: Known, rope: Known, kind: str) -> dict[str, Any]:
     return {}
 
 
-def _at_least_one(rope: Known) -> float:
+def _at_least_one(rope: ConfigReader) -> float:
     if rope("factor") < 1:
         raise rope.refuse("factor", "it must be at least 1")
     return float(rope("factor"))

@@ -11,7 +11,7 @@ from typing import Any
 
 from megatron.config.model import ModelConfig
 from megatron.core.conversion.bounds import Factor
-from megatron.core.conversion.huggingface.known import Feature, Known
+from megatron.core.conversion.huggingface.config_reader import ConfigReader, Feature
 from megatron.core.conversion.huggingface.rotary import FIELDS as ONE
 from megatron.core.conversion.huggingface.rotary import ROTARY, read_rotary, written_rotary
 from megatron.core.conversion.huggingface.windows import windows_where, written_beside_full
@@ -29,19 +29,19 @@ KINDS: dict[str, Any] = {
 _SCALINGS = ("default", "linear", "llama3", "yarn")
 
 
-def read_rotaries(known: Known, *, has_windows: bool) -> dict[str, Any]:
+def read_rotaries(reader: ConfigReader, *, has_windows: bool) -> dict[str, Any]:
     """The settings ``FIELDS``; without ``rope_local_base_freq`` the base of windows is that of the other layers."""
-    parts = known.within("rope_parameters")
+    parts = reader.within("rope_parameters")
     full, window = parts.get(_FULL), parts.within(_WINDOW)
-    scaling = known.within("rope_scaling")
+    scaling = reader.within("rope_scaling")
     if full is None and scaling.get("type") and not scaling.get("rope_type"):
         raise scaling.refuse("type", "transformers does not read it in models of this type: call it rope_type")
-    found = read_rotary(known if full is None else known.but(rope_parameters=full), kinds=_SCALINGS)
+    found = read_rotary(reader if full is None else reader.but(rope_parameters=full), kinds=_SCALINGS)
     if not found.get("yarn_correction_range_round_to_int", True) and full is not None:
         raise parts.within(_FULL).refuse("truncate", "transformers does not read it there, and rounds")
     if window.get("rope_type", "default") != "default":
         raise window.refuse("rope_type", "layers with a window are not scaled in this project")
-    local = float(window.get("rope_theta") or known.get("rope_local_base_freq") or found["rotary_base"])
+    local = float(window.get("rope_theta") or reader.get("rope_local_base_freq") or found["rotary_base"])
     is_same = local == found["rotary_base"] and found.keys() <= {"rotary_base", "rotary_percent"}
     return {**found, "rotary_base_local": local if has_windows and not is_same else None}
 
@@ -66,13 +66,13 @@ def scaled_windows(model: ModelConfig) -> list[str]:
     return []
 
 
-def windows_and_rotaries(usual: Callable[[Known], Sequence[bool]], **defaults: int) -> Feature:
+def windows_and_rotaries(usual: Callable[[ConfigReader], Sequence[bool]], **defaults: int) -> Feature:
     """Windows in some layers, see ``windows_where``, and the rotary positions of both kinds of layers."""
     windows = windows_where(usual, write=written_beside_full, **defaults)
 
-    def read(known: Known) -> dict[str, Any]:
-        layers = windows.read(known)
-        return {**layers, **read_rotaries(known, has_windows=layers["window_size"] is not None)}
+    def read(reader: ConfigReader) -> dict[str, Any]:
+        layers = windows.read(reader)
+        return {**layers, **read_rotaries(reader, has_windows=layers["window_size"] is not None)}
 
     return Feature(
         by_code=(*windows.by_code, *FIELDS),

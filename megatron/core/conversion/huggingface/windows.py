@@ -10,7 +10,7 @@ from typing import Annotated, Any
 from megatron.config.layer_patterns import window_pattern
 from megatron.config.model import ModelConfig
 from megatron.core.conversion.bounds import Count
-from megatron.core.conversion.huggingface.known import Feature, Known
+from megatron.core.conversion.huggingface.config_reader import ConfigReader, Feature
 from megatron.small_files import Between
 
 FIELDS = ("window_size", "window_attn_skip_freq")
@@ -27,24 +27,24 @@ KINDS: dict[str, Any] = {
 _TYPES = {"sliding_attention": True, "full_attention": False}
 
 
-def read_window(known: Known) -> dict[str, Any]:
+def read_window(reader: ConfigReader) -> dict[str, Any]:
     """The window of a model in which every layer has it."""
-    window = known.get("sliding_window")
+    window = reader.get("sliding_window")
     return {"window_size": None if window is None else (window - 1, 0)}
 
 
-def read_layer_types(known: Known, *, usual: Sequence[bool]) -> dict[str, Any]:
+def read_layer_types(reader: ConfigReader, *, usual: Sequence[bool]) -> dict[str, Any]:
     """The window, and which layers have it: those of ``layer_types``, else those that are True in ``usual``."""
-    layers, types, window = tuple(usual), known.get("layer_types"), known.get("sliding_window")
+    layers, types, window = tuple(usual), reader.get("layer_types"), reader.get("sliding_window")
     if types is not None:
-        if not {*types} <= _TYPES.keys() or len(types) != known("num_hidden_layers"):
-            advice = f"it must name each of the {known('num_hidden_layers')} layers, as {' or '.join(_TYPES)}"
-            raise known.refuse("layer_types", advice)
+        if not {*types} <= _TYPES.keys() or len(types) != reader("num_hidden_layers"):
+            advice = f"it must name each of the {reader('num_hidden_layers')} layers, as {' or '.join(_TYPES)}"
+            raise reader.refuse("layer_types", advice)
         layers = tuple(_TYPES[each] for each in types)
     if not any(layers):
         return {"window_size": None, "window_attn_skip_freq": None}
     if window is None:
-        raise known.refuse("sliding_window", "some layers have a window")
+        raise reader.refuse("sliding_window", "some layers have a window")
     return {"window_size": (window - 1, 0), "window_attn_skip_freq": window_pattern(layers)}
 
 
@@ -76,19 +76,19 @@ def without_later_keys(model: ModelConfig) -> list[str]:
     return ["windows have keys after the query"] if model.window_size and model.window_size[1] else []
 
 
-def is_used(known: Known) -> bool:
+def is_used(reader: ConfigReader) -> bool:
     """Whether layers may have windows, which ``use_sliding_window`` says; CheckpointError where some have one that it
     turns off.
     """
-    used = bool(known.get("use_sliding_window")) and known.get("sliding_window") is not None
-    if not used and "sliding_attention" in (known.get("layer_types") or ()):
-        raise known.refuse("use_sliding_window", "layer_types has layers with a window")
+    used = bool(reader.get("use_sliding_window")) and reader.get("sliding_window") is not None
+    if not used and "sliding_attention" in (reader.get("layer_types") or ()):
+        raise reader.refuse("use_sliding_window", "layer_types has layers with a window")
     return used
 
 
-def every_second(known: Known) -> list[bool]:
+def every_second(reader: ConfigReader) -> list[bool]:
     """The first, third, … layer: for ``windows_where``."""
-    return [layer % 2 == 0 for layer in range(known("num_hidden_layers"))]
+    return [layer % 2 == 0 for layer in range(reader("num_hidden_layers"))]
 
 
 WINDOW = Feature(
@@ -98,7 +98,7 @@ WINDOW = Feature(
 
 
 def windows_where(
-    usual: Callable[[Known], Sequence[bool]],
+    usual: Callable[[ConfigReader], Sequence[bool]],
     *,
     write: Callable[[ModelConfig], dict[str, Any]] = written_beside_full,
     **defaults: int,
@@ -108,7 +108,7 @@ def windows_where(
         by_code=FIELDS,
         defaults=defaults,
         kinds=KINDS,
-        read=lambda known: read_layer_types(known, usual=usual(known)),
+        read=lambda reader: read_layer_types(reader, usual=usual(reader)),
         write=write,
         refuse=without_later_keys,
     )

@@ -124,7 +124,7 @@ def latents_and_experts(before: str) -> Iterator[Spelling]:
             )
 
 
-def later_layers() -> Iterator[Spelling]:
+def mtp_layers() -> Iterator[Spelling]:
     """Multi-token prediction, each depth with a layer of its own."""
     before = "mtp.layers.{n}"
     for name in ("enorm", "hnorm", "eh_proj", "final_layernorm"):

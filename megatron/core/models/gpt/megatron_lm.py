@@ -20,7 +20,7 @@ from megatron.core.conversion.megatron_lm.names import (
     WORDS,
     Names,
     latents_and_experts,
-    later_layers,
+    mtp_layers,
     stack,
 )
 from megatron.core.conversion.megatron_lm.saved_arguments import Arguments
@@ -48,7 +48,7 @@ class GPTFormat(MegatronLMFormat):
         POSITIONS,
         *stack("decoder", "encoder"),
         *latents_and_experts("decoder.layers.{n}"),
-        *later_layers(),
+        *mtp_layers(),
         OUTPUT,
     )
     layer_count_arguments: Mapping[str, str] = {"mtp": "mtp_num_layers"}

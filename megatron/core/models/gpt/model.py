@@ -86,9 +86,9 @@ class GPTModel(nn.Module):
         hidden: Tensor | None = None,
         side_losses: SideLosses | None = None,
         cache: AttentionCache | None = None,
-        later_tokens: Tensor | None = None,
+        future_tokens: Tensor | None = None,
         text_mask: Tensor | None = None,
-        later_text_mask: Tensor | None = None,
+        future_text_mask: Tensor | None = None,
     ) -> VocabularyOutput | Tensor:
         """Token ids ``[b, S]`` (None after the first stage) to the vocabulary output, before the last to hidden states.
 
@@ -97,9 +97,9 @@ class GPTModel(nn.Module):
         ``document_ids`` ``[b, S]``: documents that attention doesn't cross. ``hidden`` ``[s, b, h]``: what the stage
         before returned. ``rng_key``: the microbatch's random streams, needed only when dropout draws.
         ``side_losses``: takes the losses of layers. ``cache``: see ``LayerInputs``; tokens are ``[1, t]``.
-        ``later_tokens`` ``[b, depths, S]``: what each depth of multi-token prediction reads; without them the last
+        ``future_tokens`` ``[b, depths, S]``: what each depth of multi-token prediction reads; without them the last
         stage predicts the next token alone. ``text_mask`` ``[b, S]``: the positions of the rank's slice that are text,
-        and not padding; None: all. ``later_text_mask`` ``[b, depths, S]``: the same for each later token.
+        and not padding; None: all. ``future_text_mask`` ``[b, depths, S]``: the same for each future token.
         """
         rng_key = rng_key or StreamKey(0)
         if self._stage.is_first:
@@ -119,12 +119,12 @@ class GPTModel(nn.Module):
         if not self._stage.is_last:
             return hidden
         output = self._output(hidden)
-        if self.mtp is None or later_tokens is None:
+        if self.mtp is None or future_tokens is None:
             return output
         assert self.embedding is not None
         later = list[VocabularyOutput]()
-        texts = [None] * len(self.mtp.layers) if later_text_mask is None else later_text_mask.unbind(1)
-        for depth, ids, text in zip(self.mtp.layers, later_tokens.unbind(1), texts):
+        texts = [None] * len(self.mtp.layers) if future_text_mask is None else future_text_mask.unbind(1)
+        for depth, ids, text in zip(self.mtp.layers, future_tokens.unbind(1), texts):
             embedded = self.embedding(ids, position_ids, rng_key, stream=f"mtp {depth} embedding")
             of_depth = inputs if text is None else inputs.with_text(self._rows(text))
             hidden = self.mtp.layers[depth](hidden, embedded, of_depth)

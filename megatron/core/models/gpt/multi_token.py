@@ -64,7 +64,7 @@ def _earlier(x: Tensor, shift: int) -> Tensor:
 
 class MultiTokenLayer(nn.Module):
     """One depth (DeepSeek-V3, arXiv:2412.19437, section 2.2): hidden states of the depth before and the embedding of a
-    later token, normalized and projected together, through a transformer layer and a norm.
+    future token, normalized and projected together, through a transformer layer and a norm.
 
     ``number``: of its layer, which comes after those of the model and is like the last of them.
     """

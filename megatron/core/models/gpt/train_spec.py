@@ -20,7 +20,7 @@ from megatron.core.models.gpt.data import build_gpt_splits
 from megatron.core.models.gpt.model import GPTModel, decoder_stack
 from megatron.core.models.gpt.multi_token import LABELS, MASK, TEXT, TOKENS, loss_name, shifted_fields, text_mask
 from megatron.core.models.train_spec import TrainSpec
-from megatron.core.moe.layer import tallies
+from megatron.core.moe.layer import layer_metrics
 from megatron.core.moe.report import log_line_and_curves
 from megatron.core.parallel.context import ParallelContext
 from megatron.core.pipeline_parallel.chunk import LossSum, Microbatch, StageInputs
@@ -34,7 +34,7 @@ TEXT_MASK = "text_mask"
 
 class GPTSpec(TrainSpec):
     """A causal language model whose loss is the cross entropy of every unmasked token, and with multi-token prediction
-    that of later tokens.
+    that of future tokens.
     """
 
     name = "gpt"
@@ -56,17 +56,17 @@ class GPTSpec(TrainSpec):
         return ("lm loss", *later, *experts_of(run.groups()).loss_names)
 
     @override
-    def tallies(self, run: RunConfig) -> Mapping[str, int]:
+    def layer_metrics(self, run: RunConfig) -> Mapping[str, int]:
         """Choices of experts, and losses of routers."""
-        return tallies(experts_of(run.groups()), run.model)
+        return layer_metrics(experts_of(run.groups()), run.model)
 
     @override
-    def describe_tallies(
-        self, run: RunConfig, tallies: Mapping[str, Sequence[float]]
+    def describe_layer_metrics(
+        self, run: RunConfig, layer_metrics: Mapping[str, Sequence[float]]
     ) -> tuple[str, Mapping[str, float]]:
         """How evenly experts are used, and losses of layers."""
         per_layer = experts_of(run.groups()).moe_per_layer_logging
-        return log_line_and_curves(tallies, ranks=run.parallel.expert_model_parallel_size, per_layer=per_layer)
+        return log_line_and_curves(layer_metrics, ranks=run.parallel.expert_model_parallel_size, per_layer=per_layer)
 
     @override
     def fields(self, run: RunConfig, stages: Sequence[Stage]) -> frozenset[str]:
@@ -124,15 +124,15 @@ class GPTSpec(TrainSpec):
             document_ids=microbatch.tensors.get("document_ids"),
             hidden=stage_inputs.get("hidden"),
             side_losses=microbatch.side_losses,
-            later_tokens=microbatch.tensors.get(TOKENS),
+            future_tokens=microbatch.tensors.get(TOKENS),
             text_mask=microbatch.tensors.get(TEXT_MASK),
-            later_text_mask=microbatch.tensors.get(TEXT),
+            future_text_mask=microbatch.tensors.get(TEXT),
         )
         return output if isinstance(output, VocabularyOutput) else {"hidden": output}
 
     @override
     def loss(self, output: Any, microbatch: Microbatch) -> LossSum:
-        """Cross entropy summed over the tokens that the loss mask keeps, and over those of each later token."""
+        """Cross entropy summed over the tokens that the loss mask keeps, and over those of each future token."""
         assert isinstance(output, VocabularyOutput)
         tensors, scale = microbatch.tensors, microbatch.backward_scale
         mask = tensors["loss_mask"]
@@ -145,7 +145,7 @@ class GPTSpec(TrainSpec):
 
     @override
     def counts(self, microbatch: Microbatch, context: ParallelContext) -> dict[str, Tensor]:
-        """Tokens that the loss mask keeps, and those of each later token; routers' losses are means over all text."""
+        """Tokens that the loss mask keeps, and those of each future token; routers' losses are means over all text."""
         tensors = microbatch.tensors
         if "loss_mask" not in tensors:
             return {}

@@ -16,8 +16,8 @@ from typing_extensions import override
 from megatron.config.family import group_among
 from megatron.config.model import Activation, ModelConfig
 from megatron.core.conversion.bounds import Layers, Width
+from megatron.core.conversion.huggingface.config_reader import GELUS, ConfigReader
 from megatron.core.conversion.huggingface.format import HuggingFaceFormat, ModelType
-from megatron.core.conversion.huggingface.known import GELUS, Known
 from megatron.core.conversion.portable import LazyTensor
 from megatron.core.conversion.tables import Row
 from megatron.core.conversion.transforms import KEY_VALUE, QUERY_KEY_VALUE, stacked
@@ -71,21 +71,21 @@ _ACTIVATIONS: dict[tuple[str, bool], Activation] = {
 GATED_TABLE = _rows(gated=True)
 
 
-def _read(known: Known) -> dict[str, Any]:
+def _read(reader: ConfigReader) -> dict[str, Any]:
     """The output, and the MLP: ``dense_act_fn`` and ``is_gated_act`` go before ``feed_forward_proj``, as in
     transformers.
     """
-    words = str(known("feed_forward_proj")).split("-")
-    gated = bool(known.get("is_gated_act", words[0] == "gated"))
+    words = str(reader("feed_forward_proj")).split("-")
+    gated = bool(reader.get("is_gated_act", words[0] == "gated"))
     usual = "gelu_new" if words == ["gated", "gelu"] else words[-1]
-    name = known.get("dense_act_fn", usual)
+    name = reader.get("dense_act_fn", usual)
     activation = _ACTIVATIONS.get((name, gated))
     if activation is None:
         said = "is_gated_act" if gated != (words[0] == "gated") else "feed_forward_proj"
         available = " and ".join(each for each, has_gate in _ACTIVATIONS if has_gate == gated)
         advice = f"{'with' if gated else 'without'} a gate this project has {available}"
-        raise known.refuse(said if name == usual else "dense_act_fn", advice)
-    return {"activation": activation, "untie_embeddings_and_output_weights": not _is_scaled(known)}
+        raise reader.refuse(said if name == usual else "dense_act_fn", advice)
+    return {"activation": activation, "untie_embeddings_and_output_weights": not _is_scaled(reader)}
 
 
 def _written(model: ModelConfig) -> dict[str, Any]:
@@ -156,7 +156,7 @@ MT5 = dataclasses.replace(
     architecture="MT5ForConditionalGeneration",
     defaults={**T5.defaults, "feed_forward_proj": "gated-gelu", "tie_word_embeddings": False},
     # Settings say nothing true about the tie: 5 writes true for every model; ``complete`` looks for an output layer.
-    read=lambda known: {**_read(known), "untie_embeddings_and_output_weights": True},
+    read=lambda reader: {**_read(reader), "untie_embeddings_and_output_weights": True},
     about="mT5, as T5 v1.1",
     example="google/mt5-small",
 )
@@ -188,7 +188,7 @@ class T5Format(HuggingFaceFormat):
         return ["the output is scaled and not tied"] if model.untie_embeddings_and_output_weights else []
 
     @override
-    def groups_from_config(self, known: Known, tensors: Collection[str], *, where: str) -> tuple[object, ...]:
+    def groups_from_config(self, reader: ConfigReader, tensors: Collection[str], *, where: str) -> tuple[object, ...]:
         """The decoder and the relative positions."""
         if not any(name.startswith("decoder.") for name in tensors):
             raise CheckpointError(
@@ -196,10 +196,10 @@ class T5Format(HuggingFaceFormat):
                 "the T5ForConditionalGeneration that it was taken from"
             )
         group = T5Config(
-            decoder_num_layers=known.get("num_decoder_layers") or known("num_layers"),
-            relative_attention_num_buckets=known("relative_attention_num_buckets"),
-            relative_attention_max_distance=known("relative_attention_max_distance"),
-            scale_output=known("model_type") == "t5" and _is_scaled(known),
+            decoder_num_layers=reader.get("num_decoder_layers") or reader("num_layers"),
+            relative_attention_num_buckets=reader("relative_attention_num_buckets"),
+            relative_attention_max_distance=reader("relative_attention_max_distance"),
+            scale_output=reader("model_type") == "t5" and _is_scaled(reader),
         )
         return (group,)
 
@@ -230,5 +230,5 @@ class T5Format(HuggingFaceFormat):
 FORMAT = T5Format()
 
 
-def _is_scaled(known: Known) -> bool:
-    return bool(known.get("scale_decoder_outputs", known.get("tie_word_embeddings") is not False))
+def _is_scaled(reader: ConfigReader) -> bool:
+    return bool(reader.get("scale_decoder_outputs", reader.get("tie_word_embeddings") is not False))

@@ -238,7 +238,7 @@ def test_line_without_a_peak_invents_none() -> None:
 LLAMA = {"activation": "swiglu", "group_query_attention": True, "num_query_groups": 2, "kv_channels": 32}
 
 
-def test_later_tokens_count_a_layer_a_projection_and_the_vocabulary_each() -> None:
+def test_future_tokens_count_a_layer_a_projection_and_the_vocabulary_each() -> None:
     config = model(position_embedding_type="rope", mtp_num_layers=2)
     training = TrainingConfig(micro_batch_size=3, train_iters=1)
     run = RunConfig(model=config, data=DataConfig(seq_length=128), training=training)

@@ -9,8 +9,8 @@ from typing_extensions import override
 
 from megatron.config.family import group_among
 from megatron.config.model import ModelConfig
+from megatron.core.conversion.huggingface.config_reader import ConfigReader
 from megatron.core.conversion.huggingface.format import HuggingFaceFormat, ModelType
-from megatron.core.conversion.huggingface.known import Known
 from megatron.core.conversion.portable import LazyTensor
 from megatron.core.models.bert.config import BertConfig, TokenTypesConfig, token_types
 from megatron.core.models.bert.huggingface import bert, modernbert, roberta
@@ -57,9 +57,9 @@ class BertFormat(HuggingFaceFormat):
         return found if types else [*found, "there are no token types"]
 
     @override
-    def groups_from_config(self, known: Known, tensors: Collection[str], *, where: str) -> tuple[object, ...]:
+    def groups_from_config(self, reader: ConfigReader, tensors: Collection[str], *, where: str) -> tuple[object, ...]:
         """BERT's settings: with a head for the order of texts where there are tensors of one."""
-        model_type = known("model_type")
+        model_type = reader("model_type")
         described = self.types[model_type]
         if not any(name.startswith(described.heads[0]) for name in tensors):
             classes = self.classes(model_type)
@@ -69,10 +69,10 @@ class BertFormat(HuggingFaceFormat):
             )
         head = BertConfig(
             bert_binary_head="cls.seq_relationship.weight" in tensors,
-            exact_gelu_head=model_type not in bert.TYPES and known(described.activation) != "gelu",
-            head_bias=model_type not in modernbert.TYPES or known("classifier_bias"),
+            exact_gelu_head=model_type not in bert.TYPES and reader(described.activation) != "gelu",
+            head_bias=model_type not in modernbert.TYPES or reader("classifier_bias"),
         )
-        types = 0 if model_type in modernbert.TYPES else known("type_vocab_size")
+        types = 0 if model_type in modernbert.TYPES else reader("type_vocab_size")
         return (head, TokenTypesConfig(num_tokentypes=types))
 
     @override

@@ -10,8 +10,8 @@ from typing import Any
 
 from megatron.config.model import ModelConfig
 from megatron.core.conversion.bounds import Count
+from megatron.core.conversion.huggingface.config_reader import GELUS
 from megatron.core.conversion.huggingface.format import USUAL_SETTINGS, ModelType
-from megatron.core.conversion.huggingface.known import GELUS
 from megatron.core.conversion.tables import Row
 from megatron.core.conversion.transforms import QUERY_KEY_VALUE
 

@@ -10,8 +10,8 @@ from megatron.config.model import ModelConfig
 from megatron.core.conversion.bounds import Count, Factor, Layers
 from megatron.core.conversion.huggingface import two_rotaries, windows
 from megatron.core.conversion.huggingface.biases import BIASES
+from megatron.core.conversion.huggingface.config_reader import ConfigReader
 from megatron.core.conversion.huggingface.format import USUAL_SETTINGS, ModelType
-from megatron.core.conversion.huggingface.known import Known
 from megatron.core.conversion.huggingface.rotary import KINDS
 from megatron.core.conversion.tables import Row
 from megatron.core.conversion.transforms import FUSED_QUERY_KEY_VALUE
@@ -21,22 +21,22 @@ _EVERY = "global_attn_every_n_layers"
 _LOCAL, _BASES = "local_attention", {"rope_theta": "global_rope_theta", "rope_local_base_freq": "local_rope_theta"}
 
 
-def _read(known: Known) -> dict[str, Any]:
+def _read(reader: ConfigReader) -> dict[str, Any]:
     """``local_attention`` counts the positions on both sides; without ``layer_types`` layers 0, N, 2N… have full
     attention.
     """
-    side, every = known(_LOCAL) // 2, known(_EVERY)
-    if known.get("sliding_window") not in (None, side):
-        raise known.refuse("sliding_window", f"{_LOCAL} = {known(_LOCAL)} means {side}, and transformers reads both")
-    usual = [layer % every != 0 for layer in range(known("num_hidden_layers"))]
-    layers = windows.read_layer_types(known.but(sliding_window=side + 1), usual=usual)
+    side, every = reader(_LOCAL) // 2, reader(_EVERY)
+    if reader.get("sliding_window") not in (None, side):
+        raise reader.refuse("sliding_window", f"{_LOCAL} = {reader(_LOCAL)} means {side}, and transformers reads both")
+    usual = [layer % every != 0 for layer in range(reader("num_hidden_layers"))]
+    layers = windows.read_layer_types(reader.but(sliding_window=side + 1), usual=usual)
     has_windows = layers["window_size"] is not None
-    bases = known.but(**{today: known(theirs) for today, theirs in _BASES.items()})
+    bases = reader.but(**{today: reader(theirs) for today, theirs in _BASES.items()})
     return {
         **two_rotaries.read_rotaries(bases, has_windows=has_windows),
         **layers,
         "window_size": (side, side) if has_windows else None,
-        "norm_parameters": "weight_and_bias" if known("norm_bias") else "weight",
+        "norm_parameters": "weight_and_bias" if reader("norm_bias") else "weight",
     }
 
 

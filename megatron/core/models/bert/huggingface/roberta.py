@@ -10,17 +10,17 @@ from typing import Annotated, Any
 
 from megatron.config.model import ModelConfig
 from megatron.core.conversion.bounds import Count
-from megatron.core.conversion.huggingface.known import Known
+from megatron.core.conversion.huggingface.config_reader import ConfigReader
 from megatron.core.conversion.tables import Row
 from megatron.core.models.bert.huggingface import bert
 from megatron.small_files import Between
 
 
-def _read(known: Known) -> dict[str, int]:
+def _read(reader: ConfigReader) -> dict[str, int]:
     """The positions, and the rows before them."""
-    offset, rows = known("pad_token_id") + 1, known("max_position_embeddings")
+    offset, rows = reader("pad_token_id") + 1, reader("max_position_embeddings")
     if rows <= offset:
-        raise known.refuse(
+        raise reader.refuse(
             "max_position_embeddings", f"positions begin at row pad_token_id + 1 = {offset} of the table"
         )
     return {"position_embedding_offset": offset, "max_position_embeddings": rows - offset}

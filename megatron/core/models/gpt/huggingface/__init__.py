@@ -10,8 +10,8 @@ from typing_extensions import override
 
 from megatron.config.model import ModelConfig
 from megatron.config.moe import experts_of
+from megatron.core.conversion.huggingface.config_reader import ConfigReader
 from megatron.core.conversion.huggingface.format import HuggingFaceFormat, ModelType
-from megatron.core.conversion.huggingface.known import Known
 from megatron.core.conversion.portable import LazyTensor
 from megatron.core.conversion.tables import Row
 from megatron.core.models.gpt.huggingface import (
@@ -79,10 +79,10 @@ class DecoderFormat(HuggingFaceFormat):
         return model if has_later or not model.mtp_num_layers else replace(model, mtp_num_layers=0)
 
     @override
-    def groups_from_config(self, known: Known, tensors: Collection[str], *, where: str) -> tuple[object, ...]:
+    def groups_from_config(self, reader: ConfigReader, tensors: Collection[str], *, where: str) -> tuple[object, ...]:
         """The experts of types that have some."""
-        described = self.types[known("model_type")]
-        return (described.experts(known),) if isinstance(described, ExpertType) else ()
+        described = self.types[reader("model_type")]
+        return (described.experts(reader),) if isinstance(described, ExpertType) else ()
 
     @override
     def settings_of_groups(self, groups: Sequence[object], model_type: str, model: ModelConfig) -> dict[str, Any]:

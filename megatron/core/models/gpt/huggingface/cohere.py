@@ -8,7 +8,7 @@ from typing import Any
 from megatron.config.model import ModelConfig
 from megatron.core.conversion.bounds import Factor
 from megatron.core.conversion.huggingface.biases import attention_biases
-from megatron.core.conversion.huggingface.known import Known
+from megatron.core.conversion.huggingface.config_reader import ConfigReader
 from megatron.core.conversion.huggingface.rotary import ROTARY
 from megatron.core.conversion.tables import Row
 from megatron.core.conversion.transforms import NEIGHBOURING_QUERY_KEY_VALUE, Transform, neighbours
@@ -20,10 +20,10 @@ _PER_HEAD = Transform(
 )
 
 
-def _read(known: Known) -> dict[str, Any]:
+def _read(reader: ConfigReader) -> dict[str, Any]:
     return {
-        **({"qk_layernorm": True, "qk_layernorm_kind": "per_head"} if known("use_qk_norm") else {}),
-        "logits_multiplier": float(known("logit_scale")),
+        **({"qk_layernorm": True, "qk_layernorm_kind": "per_head"} if reader("use_qk_norm") else {}),
+        "logits_multiplier": float(reader("logit_scale")),
         "rotary_interleaved": True,
     }
 

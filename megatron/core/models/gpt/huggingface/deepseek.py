@@ -1,4 +1,4 @@
-"""DeepSeek-V2 and V3: latent attention, dense first layers, shared experts; V3 predicts later tokens."""
+"""DeepSeek-V2 and V3: latent attention, dense first layers, shared experts; V3 predicts future tokens."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from megatron.config.model import ModelConfig
 from megatron.config.moe import MoEConfig
 from megatron.core.conversion.bounds import Factor, Width
 from megatron.core.conversion.huggingface.biases import attention_biases
+from megatron.core.conversion.huggingface.config_reader import ConfigReader
 from megatron.core.conversion.huggingface.format import ModelType
-from megatron.core.conversion.huggingface.known import Known
 from megatron.core.conversion.huggingface.rotary import ROTARY, read_rotary, written_rotary
 from megatron.core.conversion.tables import Row
 from megatron.core.conversion.transforms import Transform, stacked
@@ -77,7 +77,7 @@ ENDS = (
     Row("decoder.final_layernorm", "model.norm"),
     Row("output_layer", "lm_head"),
 )
-LATER_ROWS = (
+MTP_ROWS = (
     Row(f"{LATER}.enorm", f"{THEIR_LATER}.enorm"),
     Row(f"{LATER}.hnorm", f"{THEIR_LATER}.hnorm"),
     Row(f"{LATER}.eh_proj", f"{THEIR_LATER}.eh_proj"),
@@ -86,7 +86,7 @@ LATER_ROWS = (
 """Rows around the layer of a depth of multi-token prediction, which comes after the others."""
 
 
-def later_copies(model: ModelConfig) -> dict[str, str]:
+def mtp_copies(model: ModelConfig) -> dict[str, str]:
     """Tensors of multi-token prediction that are those of the model, a second time."""
     layers = [f"model.layers.{model.num_layers + depth}" for depth in range(model.mtp_num_layers)]
     output = "lm_head" if model.untie_embeddings_and_output_weights else "model.embed_tokens"
@@ -97,18 +97,18 @@ def later_copies(model: ModelConfig) -> dict[str, str]:
     }
 
 
-def _read(known: Known) -> dict[str, Any]:
-    heads, turned = known("num_attention_heads"), known("qk_rope_head_dim")
+def _read(reader: ConfigReader) -> dict[str, Any]:
+    heads, turned = reader("num_attention_heads"), reader("qk_rope_head_dim")
     wanted = {
         "num_key_value_heads": heads,
         "head_dim": turned,
-        "qk_head_dim": known("qk_nope_head_dim") + turned,
+        "qk_head_dim": reader("qk_nope_head_dim") + turned,
         "rms_norm_eps": _LATENT_EPSILON,
     }
     for name, value in wanted.items():
-        if known.get(name, value) not in (value, None):
-            raise known.refuse(name, f"with the other settings it must be {value}")
-    rotary, rope = read_rotary(known), known.within("rope_scaling", "rope_parameters")
+        if reader.get(name, value) not in (value, None):
+            raise reader.refuse(name, f"with the other settings it must be {value}")
+    rotary, rope = read_rotary(reader), reader.within("rope_scaling", "rope_parameters")
     scale = rope.get("mscale_all_dim")
     if rotary.get("position_embedding_type") == "yarn" and scale and not rope.get("mscale"):
         # It scales the scores; cosine and sine have YaRN's own factor then.
@@ -172,16 +172,16 @@ _BASE = replace(
 )
 
 
-def experts_after_dense(known: Known) -> dict[str, Any]:
+def experts_after_dense(reader: ConfigReader) -> dict[str, Any]:
     """Experts in all but the first layers, and shared ones."""
-    dense, layers = known("first_k_dense_replace"), known("num_hidden_layers")
-    width, factor = known("moe_intermediate_size"), known("routed_scaling_factor")
+    dense, layers = reader("first_k_dense_replace"), reader("num_hidden_layers")
+    width, factor = reader("moe_intermediate_size"), reader("routed_scaling_factor")
     return {
-        "num_experts": known("n_routed_experts"),
+        "num_experts": reader("n_routed_experts"),
         "moe_layer_freq": expert_layers([layer >= dense for layer in range(layers)]),
         "moe_ffn_hidden_size": width,
-        "moe_shared_expert_intermediate_size": known("n_shared_experts") * width or None,
-        "moe_router_topk": known("num_experts_per_tok"),
+        "moe_shared_expert_intermediate_size": reader("n_shared_experts") * width or None,
+        "moe_router_topk": reader("num_experts_per_tok"),
         "moe_router_topk_scaling_factor": None if factor == 1.0 else float(factor),
     }
 
@@ -199,11 +199,11 @@ def written_after_dense(moe: MoEConfig, model: ModelConfig) -> dict[str, Any]:
     }
 
 
-def _v2_experts(known: Known) -> dict[str, Any]:
-    method = known.one_of("topk_method", {"greedy": False, "group_limited_greedy": True})
-    groups, kept = known.get("n_group"), known.get("topk_group")
+def _v2_experts(reader: ConfigReader) -> dict[str, Any]:
+    method = reader.one_of("topk_method", {"greedy": False, "group_limited_greedy": True})
+    groups, kept = reader.get("n_group"), reader.get("topk_group")
     return {
-        **experts_after_dense(known),
+        **experts_after_dense(reader),
         "moe_router_pre_softmax": True,
         **({"moe_router_num_groups": groups, "moe_router_group_topk": kept} if method else {}),
         **({"moe_router_group_score": "max"} if method else {}),
@@ -238,19 +238,19 @@ DEEPSEEK_V2 = with_experts(
 )
 
 
-def biased_experts(known: Known) -> dict[str, Any]:
+def biased_experts(reader: ConfigReader) -> dict[str, Any]:
     """Sigmoid scores, which add up to 1 where a token chooses several, and a bias of each expert for the choice."""
-    groups, kept, several = known("n_group"), known("topk_group"), known("num_experts_per_tok") > 1
-    if known("norm_topk_prob") != several:
-        raise known.refuse("norm_topk_prob", f"with this num_experts_per_tok this project supports only {several}")
+    groups, kept, several = reader("n_group"), reader("topk_group"), reader("num_experts_per_tok") > 1
+    if reader("norm_topk_prob") != several:
+        raise reader.refuse("norm_topk_prob", f"with this num_experts_per_tok this project supports only {several}")
     found = {
-        **experts_after_dense(known),
+        **experts_after_dense(reader),
         "moe_router_score_function": "sigmoid",
         "moe_router_enable_expert_bias": True,
     }
     if groups == kept == 1:
         return found
-    of_two = "sum" if known("num_experts_per_tok") == 2 * kept else "top2"  # of the best scores, whatever is chosen
+    of_two = "sum" if reader("num_experts_per_tok") == 2 * kept else "top2"  # of the best scores, whatever is chosen
     return {
         **found,
         "moe_router_num_groups": groups,
@@ -269,10 +269,10 @@ def biased_rows(moe: MoEConfig) -> Sequence[Row]:
     """Rows of experts with a bias for the choice, in layers and in that of multi-token prediction."""
     bias = Row(f"{OURS}.mlp.router.expert_bias", f"{THEIRS}.mlp.gate.e_score_correction_bias", is_parameter=True)
     rows = (*_rows(moe), bias)
-    return (*rows, *later_layer(rows))
+    return (*rows, *mtp_layer(rows))
 
 
-def later_layer(rows: Sequence[Row]) -> tuple[Row, ...]:
+def mtp_layer(rows: Sequence[Row]) -> tuple[Row, ...]:
     """The rows of a layer as those of multi-token prediction."""
 
     def moved(name: str) -> str:
@@ -294,10 +294,10 @@ DEEPSEEK_V3 = with_experts(
     replace(
         _BASE,
         architecture="DeepseekV3ForCausalLM",
-        table=(*_BASE.table, *later_layer(_BASE.table), *LATER_ROWS),
+        table=(*_BASE.table, *mtp_layer(_BASE.table), *MTP_ROWS),
         settings={**_BASE.settings, "mtp_num_layers": "num_nextn_predict_layers"},
         optional=(*_BASE.optional, "num_nextn_predict_layers"),
-        copies=later_copies,
+        copies=mtp_copies,
         defaults={
             **_BASE.defaults,
             **BIASED_DEFAULTS,
@@ -312,7 +312,7 @@ DEEPSEEK_V3 = with_experts(
             "routed_scaling_factor": 2.5,
         },
         expected={"moe_layer_freq": 1, "scoring_func": "sigmoid", "topk_method": "noaux_tc"},
-        read=lambda known: {**_read(known), "rotary_interleaved": known("rope_interleave")},
+        read=lambda reader: {**_read(reader), "rotary_interleaved": reader("rope_interleave")},
         write=lambda model: {**_write(model), "rope_interleave": True},
         about="DeepSeek-V3 and R1, with their layers of multi-token prediction; weights in fp8 blocks are read",
         example="deepseek-ai/DeepSeek-V3",

@@ -13,8 +13,8 @@ from megatron.config.layer_patterns import shortest_pattern
 from megatron.config.model import ModelConfig
 from megatron.config.moe import MoEConfig
 from megatron.core.conversion.bounds import Layers, Width
+from megatron.core.conversion.huggingface.config_reader import ConfigReader
 from megatron.core.conversion.huggingface.format import ModelType
-from megatron.core.conversion.huggingface.known import Known
 from megatron.core.conversion.tables import Row
 from megatron.core.conversion.transforms import Transform, stacked
 from megatron.errors import CheckpointError
@@ -54,24 +54,24 @@ class ExpertType(ModelType):
     reading doesn't find again is refused. ``expert_rows``: of the table.
     """
 
-    read_experts: Callable[[Known], dict[str, Any]]
+    read_experts: Callable[[ConfigReader], dict[str, Any]]
     write_experts: Callable[[MoEConfig, ModelConfig], dict[str, Any]]
     expert_rows: Callable[[MoEConfig], Sequence[Row]]
 
-    def experts(self, known: Known) -> MoEConfig:
+    def experts(self, reader: ConfigReader) -> MoEConfig:
         """The settings of experts; CheckpointError for some that don't fit together."""
-        found = MoEConfig(**self.read_experts(known))
+        found = MoEConfig(**self.read_experts(reader))
         count, choices = found.num_experts or 0, found.moe_router_topk
         groups, kept = found.moe_router_num_groups or 1, found.moe_router_group_topk or 1
         if choices > count:
-            raise known.refuse("num_experts_per_tok", f"there are {count} experts")
+            raise reader.refuse("num_experts_per_tok", f"there are {count} experts")
         is_uneven = found.moe_router_group_score == "sum" and choices % kept > 0
         if count % groups or kept > groups or choices > count // groups * kept or is_uneven:
             advice = f"{count} experts of which a token chooses {choices} have no such groups, of which it keeps {kept}"
-            raise known.refuse("n_group", advice)
+            raise reader.refuse("n_group", advice)
         if found.moe_router_num_groups is not None and found.scores_of_group > count // groups:
             advice = f"a group's score is the sum of its best two experts, and of {count} experts each group has one"
-            raise known.refuse("n_group", advice)
+            raise reader.refuse("n_group", advice)
         return found
 
     def expert_differences(self, moe: MoEConfig, model: ModelConfig) -> list[str]:
@@ -86,7 +86,7 @@ class ExpertType(ModelType):
         }
         kinds = dict.fromkeys({*self.merged("kinds"), *self.settings.values(), *settings}, Any)
         try:
-            usual = MoEConfig(**self.read_experts(Known(settings, self.merged("defaults"), "it", kinds=kinds)))
+            usual = MoEConfig(**self.read_experts(ConfigReader(settings, self.merged("defaults"), "it", kinds=kinds)))
         except CheckpointError as error:  # a combination that this type doesn't have
             return [str(error)]
         if usual.scores_of_group == moe.scores_of_group:  # whatever they are called
@@ -101,7 +101,7 @@ class ExpertType(ModelType):
 def with_experts(
     base: ModelType,
     *,
-    read: Callable[[Known], dict[str, Any]],
+    read: Callable[[ConfigReader], dict[str, Any]],
     write: Callable[[MoEConfig, ModelConfig], dict[str, Any]],
     rows: Callable[[MoEConfig], Sequence[Row]],
 ) -> ExpertType:

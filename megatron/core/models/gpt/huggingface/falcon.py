@@ -7,8 +7,8 @@ from typing import Annotated, Any
 
 from megatron.config.model import ModelConfig
 from megatron.core.conversion.huggingface.biases import even_biases
+from megatron.core.conversion.huggingface.config_reader import UNGATED, ConfigReader
 from megatron.core.conversion.huggingface.format import USUAL_SETTINGS, ModelType
-from megatron.core.conversion.huggingface.known import UNGATED, Known
 from megatron.core.conversion.huggingface.rotary import FIELDS, KINDS, read_rotary, written_rotary
 from megatron.core.conversion.tables import Row
 from megatron.core.conversion.transforms import GROUPED
@@ -17,19 +17,21 @@ from megatron.small_files import Between
 OURS, THEIRS = "decoder.layers.{n}", "transformer.h.{n}"
 
 
-def _read(known: Known) -> dict[str, Any]:
+def _read(reader: ConfigReader) -> dict[str, Any]:
     """Settings of positions, norms, branches and key/value heads, which differ between the newer decoder and the older
     one.
     """
-    newer, parallel = bool(known.get("new_decoder_architecture")), bool(known("parallel_attn"))
-    norms, heads, groups = known.get("num_ln_in_parallel_attn"), known("num_attention_heads"), known.get("num_kv_heads")
-    shared = 1 if known.get("multi_query") else heads
+    newer, parallel = bool(reader.get("new_decoder_architecture")), bool(reader("parallel_attn"))
+    norms, heads = reader.get("num_ln_in_parallel_attn"), reader("num_attention_heads")
+    groups = reader.get("num_kv_heads")
+    shared = 1 if reader.get("multi_query") else heads
     if newer and not parallel:
-        raise known.refuse("parallel_attn", "the newer decoder (new_decoder_architecture) has them in parallel only")
+        raise reader.refuse("parallel_attn", "the newer decoder (new_decoder_architecture) has them in parallel only")
     if norms == 2 and not newer:
-        raise known.refuse("num_ln_in_parallel_attn", "only the newer decoder (new_decoder_architecture) has two norms")
-    positions = {"position_embedding_type": "rope", **read_rotary(known)}
-    if known.get("alibi"):  # transformers writes rotary settings for it, too, and skips them
+        advice = "only the newer decoder (new_decoder_architecture) has two norms"
+        raise reader.refuse("num_ln_in_parallel_attn", advice)
+    positions = {"position_embedding_type": "rope", **read_rotary(reader)}
+    if reader.get("alibi"):  # transformers writes rotary settings for it, too, and skips them
         positions = {"position_embedding_type": "alibi", "scale_alibi": True}
     if not newer:
         return {**positions, "num_query_groups": shared, "parallel_attention": parallel, "parallel_layernorm": False}

@@ -8,8 +8,8 @@ from typing import Any
 from megatron.config.model import ModelConfig
 from megatron.core.conversion.bounds import Factor, Layers
 from megatron.core.conversion.huggingface.biases import attention_biases
+from megatron.core.conversion.huggingface.config_reader import ConfigReader
 from megatron.core.conversion.huggingface.format import ModelType
-from megatron.core.conversion.huggingface.known import Known
 from megatron.core.conversion.huggingface.rotary import ROTARY
 from megatron.core.conversion.huggingface.two_rotaries import windows_and_rotaries
 from megatron.core.conversion.huggingface.windows import every_second, windows_where
@@ -24,9 +24,9 @@ def _embedding_multiplier(hidden_size: int) -> float:
     return float(hidden_size**0.5)
 
 
-def _read_embedding(known: Known) -> dict[str, Any]:
-    known.expect(use_bidirectional_attention=False)
-    return {"embedding_multiplier": _embedding_multiplier(known("hidden_size"))}
+def _read_embedding(reader: ConfigReader) -> dict[str, Any]:
+    reader.expect(use_bidirectional_attention=False)
+    return {"embedding_multiplier": _embedding_multiplier(reader("hidden_size"))}
 
 
 def _other_multiplier(model: ModelConfig) -> list[str]:
@@ -57,11 +57,11 @@ GEMMA = replace(
 )
 
 
-def _read_2(known: Known) -> dict[str, Any]:
-    scalar = known(_SCALAR)
-    scale = None if scalar == known("head_dim") else float(scalar**-0.5)  # None: the usual one
-    caps = {name: float(value) if (value := known.get(name)) else None for name in _CAPS}
-    return {**_read_embedding(known), **caps, "softmax_scale": scale}
+def _read_2(reader: ConfigReader) -> dict[str, Any]:
+    scalar = reader(_SCALAR)
+    scale = None if scalar == reader("head_dim") else float(scalar**-0.5)  # None: the usual one
+    caps = {name: float(value) if (value := reader.get(name)) else None for name in _CAPS}
+    return {**_read_embedding(reader), **caps, "softmax_scale": scale}
 
 
 def _written_2(model: ModelConfig) -> dict[str, Any]:
@@ -108,9 +108,9 @@ GEMMA2 = replace(
 )
 
 
-def _usual_windows_3(known: Known) -> list[bool]:
-    every = known.get("_sliding_window_pattern") or known("sliding_window_pattern")
-    return [(layer + 1) % every != 0 for layer in range(known("num_hidden_layers"))]
+def _usual_windows_3(reader: ConfigReader) -> list[bool]:
+    every = reader.get("_sliding_window_pattern") or reader("sliding_window_pattern")
+    return [(layer + 1) % every != 0 for layer in range(reader("num_hidden_layers"))]
 
 
 GEMMA3 = replace(

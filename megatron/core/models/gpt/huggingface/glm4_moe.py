@@ -1,4 +1,4 @@
-"""GLM-4.5 and 4.6: DeepSeek-V3's experts and later tokens, with ordinary attention of which half is rotated."""
+"""GLM-4.5 and 4.6: DeepSeek-V3's experts and future tokens, with ordinary attention of which half is rotated."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from megatron.core.conversion.huggingface.biases import query_biases
 from megatron.core.conversion.huggingface.rotary import partial_rotary
 from megatron.core.models.gpt.huggingface.deepseek import (
     BIASED_DEFAULTS,
-    LATER_ROWS,
+    MTP_ROWS,
     biased_experts,
     biased_rows,
-    later_copies,
-    later_layer,
+    mtp_copies,
+    mtp_layer,
     written_biased,
 )
 from megatron.core.models.gpt.huggingface.experts import KINDS, with_experts
@@ -23,14 +23,14 @@ GLM4_MOE = with_experts(
     replace(
         LLAMA,
         architecture="Glm4MoeForCausalLM",
-        table=(*LLAMA.table, *later_layer(LLAMA.table), *LATER_ROWS),
+        table=(*LLAMA.table, *mtp_layer(LLAMA.table), *MTP_ROWS),
         settings={
             **LLAMA.settings,
             "mtp_num_layers": "num_nextn_predict_layers",
             "qk_layernorm": "use_qk_norm",
         },
         optional=(*LLAMA.optional, "num_nextn_predict_layers"),
-        copies=later_copies,
+        copies=mtp_copies,
         features=(partial_rotary(0.5), query_biases("attention_bias", default=False)),
         defaults={
             **LLAMA.defaults,

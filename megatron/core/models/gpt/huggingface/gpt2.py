@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from megatron.core.conversion.huggingface.config_reader import GELUS
 from megatron.core.conversion.huggingface.format import ModelType
-from megatron.core.conversion.huggingface.known import GELUS
 from megatron.core.conversion.tables import Row
 from megatron.core.conversion.transforms import TRANSPOSED, TRANSPOSED_THIRDS
 

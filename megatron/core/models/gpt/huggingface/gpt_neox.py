@@ -7,8 +7,8 @@ from typing import Any
 from megatron.config.model import ModelConfig
 from megatron.core.conversion.bounds import Factor, Width
 from megatron.core.conversion.huggingface.biases import attention_biases
+from megatron.core.conversion.huggingface.config_reader import UNGATED, ConfigReader
 from megatron.core.conversion.huggingface.format import USUAL_SETTINGS, ModelType
-from megatron.core.conversion.huggingface.known import UNGATED, Known
 from megatron.core.conversion.huggingface.rotary import partial_rotary
 from megatron.core.conversion.tables import Row
 from megatron.core.conversion.transforms import GROUPED
@@ -16,17 +16,17 @@ from megatron.core.conversion.transforms import GROUPED
 OURS, THEIRS = "decoder.layers.{n}", "gpt_neox.layers.{n}"
 
 
-def _read(known: Known) -> dict[str, Any]:
-    parallel = known("use_parallel_residual")
+def _read(reader: ConfigReader) -> dict[str, Any]:
+    parallel = reader("use_parallel_residual")
     found = {"parallel_attention": parallel, "parallel_layernorm": parallel}
-    width = known("hidden_size") // known("num_attention_heads")
-    if known.get("head_dim", width) not in (width, None):
-        raise known.refuse("head_dim", f"heads have hidden_size / num_attention_heads = {width} channels")
-    rope = known.within("rope_scaling", "rope_parameters")  # without them, rotary settings have names of their own
+    width = reader("hidden_size") // reader("num_attention_heads")
+    if reader.get("head_dim", width) not in (width, None):
+        raise reader.refuse("head_dim", f"heads have hidden_size / num_attention_heads = {width} channels")
+    rope = reader.within("rope_scaling", "rope_parameters")  # without them, rotary settings have names of their own
     if not rope.get("rope_theta"):
-        found["rotary_base"] = float(known("rotary_emb_base"))
+        found["rotary_base"] = float(reader("rotary_emb_base"))
     if not rope.get("partial_rotary_factor"):
-        found["rotary_percent"] = float(known("rotary_pct"))
+        found["rotary_percent"] = float(reader("rotary_pct"))
     return found
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from megatron.config.moe import MoEConfig
 from megatron.core.conversion.bounds import Factor
 from megatron.core.conversion.huggingface.biases import biases
-from megatron.core.conversion.huggingface.known import Known
+from megatron.core.conversion.huggingface.config_reader import ConfigReader
 from megatron.core.conversion.huggingface.rotary import ROTARY, read_rotary, written_rotary
 from megatron.core.conversion.huggingface.windows import every_second, windows_where
 from megatron.core.conversion.tables import Row
@@ -48,9 +48,9 @@ _OUTPUTS_FIRST = Transform(
 )
 
 
-def _read_rotary(known: Known) -> dict[str, Any]:
-    is_said = known.get("rope_scaling") or known.get("rope_parameters") is not None
-    return read_rotary(known if is_said else known.but(rope_parameters=_USUAL_ROTARY))
+def _read_rotary(reader: ConfigReader) -> dict[str, Any]:
+    is_said = reader.get("rope_scaling") or reader.get("rope_parameters") is not None
+    return read_rotary(reader if is_said else reader.but(rope_parameters=_USUAL_ROTARY))
 
 
 def _rows(moe: MoEConfig) -> Sequence[Row]:

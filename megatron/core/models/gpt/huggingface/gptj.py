@@ -6,16 +6,16 @@ from dataclasses import replace
 from typing import Any
 
 from megatron.core.conversion.bounds import Count
-from megatron.core.conversion.huggingface.known import UNGATED, Known
+from megatron.core.conversion.huggingface.config_reader import UNGATED, ConfigReader
 from megatron.core.conversion.tables import Row
 from megatron.core.conversion.transforms import NEIGHBOURING_QUERY_KEY_VALUE
 from megatron.core.models.gpt.huggingface.gpt2 import GPT2, OURS, THEIRS
 
 
-def _read(known: Known) -> dict[str, Any]:
-    width, turned = known("n_embd") // known("n_head"), known("rotary_dim")
+def _read(reader: ConfigReader) -> dict[str, Any]:
+    width, turned = reader("n_embd") // reader("n_head"), reader("rotary_dim")
     if turned > width or turned % 2:
-        raise known.refuse("rotary_dim", f"it must be an even number of at most {width}, the width of a head")
+        raise reader.refuse("rotary_dim", f"it must be an even number of at most {width}, the width of a head")
     return {"rotary_percent": turned / width, "rotary_interleaved": True}
 
 

@@ -7,8 +7,8 @@ from typing import Any
 
 from megatron.config.model import ModelConfig
 from megatron.core.conversion.bounds import Factor
+from megatron.core.conversion.huggingface.config_reader import ConfigReader
 from megatron.core.conversion.huggingface.format import ModelType
-from megatron.core.conversion.huggingface.known import Known
 from megatron.core.models.gpt.huggingface.llama import LLAMA
 
 _MULTIPLIERS = ("embedding_multiplier", "residual_multiplier")
@@ -19,13 +19,13 @@ def _usual_scale(head_width: int) -> float:
     return float(head_width**-0.5)
 
 
-def _read(known: Known) -> dict[str, Any]:
-    scale = float(known("attention_multiplier"))
-    width = known.get("head_dim") or known("hidden_size") // known("num_attention_heads")
+def _read(reader: ConfigReader) -> dict[str, Any]:
+    scale = float(reader("attention_multiplier"))
+    width = reader.get("head_dim") or reader("hidden_size") // reader("num_attention_heads")
     return {
-        **{name: float(known(name)) for name in _MULTIPLIERS},
+        **{name: float(reader(name)) for name in _MULTIPLIERS},
         "softmax_scale": None if width and scale == _usual_scale(width) else scale,
-        "logits_multiplier": 1 / known("logits_scaling"),
+        "logits_multiplier": 1 / reader("logits_scaling"),
     }
 
 

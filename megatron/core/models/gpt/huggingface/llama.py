@@ -7,8 +7,8 @@ from dataclasses import replace
 from typing import Any
 
 from megatron.core.conversion.huggingface.biases import BIASES, NO_BIASES, attention_biases
+from megatron.core.conversion.huggingface.config_reader import ConfigReader, Feature
 from megatron.core.conversion.huggingface.format import USUAL_SETTINGS, ModelType
-from megatron.core.conversion.huggingface.known import Feature, Known
 from megatron.core.conversion.huggingface.rotary import ROTARY
 from megatron.core.conversion.huggingface.windows import WINDOW, is_used, windows_where, written_on_request
 from megatron.core.conversion.tables import Row
@@ -62,11 +62,11 @@ LLAMA = ModelType(
 )
 
 
-def _qwen_windows(known: Known) -> list[bool]:
+def _qwen_windows(reader: ConfigReader) -> list[bool]:
     """Where a window is used, in the layers from ``max_window_layers`` on, unless ``layer_types`` says which."""
-    by_number = is_used(known) and not known.get("layer_types")
-    first = known("max_window_layers") if by_number else known.get("max_window_layers")
-    return [by_number and layer >= first for layer in range(known("num_hidden_layers"))]
+    by_number = is_used(reader) and not reader.get("layer_types")
+    first = reader("max_window_layers") if by_number else reader.get("max_window_layers")
+    return [by_number and layer >= first for layer in range(reader("num_hidden_layers"))]
 
 
 QWEN_WINDOWS = windows_where(_qwen_windows, write=written_on_request, sliding_window=4096, max_window_layers=28)

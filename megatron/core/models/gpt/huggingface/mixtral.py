@@ -10,7 +10,7 @@ from megatron.config.model import ModelConfig
 from megatron.config.moe import MoEConfig
 from megatron.core.conversion.bounds import Factor
 from megatron.core.conversion.huggingface.biases import NO_BIASES, attention_biases, query_biases
-from megatron.core.conversion.huggingface.known import Known
+from megatron.core.conversion.huggingface.config_reader import ConfigReader
 from megatron.core.conversion.huggingface.windows import (
     WINDOW,
     every_second,
@@ -51,10 +51,10 @@ MIXTRAL = with_experts(
         kinds={**KINDS, "router_jitter_noise": float},
         expected={"router_jitter_noise": 0.0},
     ),
-    read=lambda known: {
-        "num_experts": known("num_local_experts"),
-        "moe_router_topk": known("num_experts_per_tok"),
-        "moe_ffn_hidden_size": known("intermediate_size"),
+    read=lambda reader: {
+        "num_experts": reader("num_local_experts"),
+        "moe_router_topk": reader("num_experts_per_tok"),
+        "moe_ffn_hidden_size": reader("intermediate_size"),
     },
     write=lambda moe, model: {
         "num_local_experts": moe.num_experts,
@@ -65,17 +65,17 @@ MIXTRAL = with_experts(
 )
 
 
-def _sparse_layers(known: Known) -> list[bool]:
-    dense, step = known.get("mlp_only_layers") or (), known("decoder_sparse_step")
-    return [layer not in dense and (layer + 1) % step == 0 for layer in range(known("num_hidden_layers"))]
+def _sparse_layers(reader: ConfigReader) -> list[bool]:
+    dense, step = reader.get("mlp_only_layers") or (), reader("decoder_sparse_step")
+    return [layer not in dense and (layer + 1) % step == 0 for layer in range(reader("num_hidden_layers"))]
 
 
-def _softmax_experts(known: Known, *, count: str, width: str) -> dict[str, Any]:
+def _softmax_experts(reader: ConfigReader, *, count: str, width: str) -> dict[str, Any]:
     return {
-        "num_experts": known(count),
-        "moe_router_topk": known("num_experts_per_tok"),
-        "moe_ffn_hidden_size": known(width),
-        "moe_router_pre_softmax": not known("norm_topk_prob"),
+        "num_experts": reader(count),
+        "moe_router_topk": reader("num_experts_per_tok"),
+        "moe_ffn_hidden_size": reader(width),
+        "moe_router_pre_softmax": not reader("norm_topk_prob"),
     }
 
 
@@ -94,11 +94,11 @@ def _written_sparse(moe: MoEConfig, model: ModelConfig) -> dict[str, Any]:
     return {**_written_softmax(moe, width="moe_intermediate_size"), **layers}
 
 
-def _qwen2_experts(known: Known) -> dict[str, Any]:
+def _qwen2_experts(reader: ConfigReader) -> dict[str, Any]:
     return {
-        **_softmax_experts(known, count="num_experts", width="moe_intermediate_size"),
-        "moe_layer_freq": expert_layers(_sparse_layers(known)),
-        "moe_shared_expert_intermediate_size": known("shared_expert_intermediate_size"),
+        **_softmax_experts(reader, count="num_experts", width="moe_intermediate_size"),
+        "moe_layer_freq": expert_layers(_sparse_layers(reader)),
+        "moe_shared_expert_intermediate_size": reader("shared_expert_intermediate_size"),
         "moe_shared_expert_gate": True,
     }
 
@@ -114,11 +114,11 @@ def _qwen2_rows(moe: MoEConfig) -> Sequence[Row]:
     return (*expert_rows(moe, OURS, theirs), *shared_rows(OURS, f"{theirs}.shared_expert"), gate)
 
 
-def _windows_of_qwen2(known: Known) -> list[bool]:
+def _windows_of_qwen2(reader: ConfigReader) -> list[bool]:
     """Where a window is used, every second layer below ``max_window_layers``, and not those above as in other Qwens."""
-    by_number = is_used(known) and not known.get("layer_types")
-    last = known("max_window_layers") if by_number else known.get("max_window_layers")
-    return [by_number and each and n < last for n, each in enumerate(every_second(known))]
+    by_number = is_used(reader) and not reader.get("layer_types")
+    last = reader("max_window_layers") if by_number else reader.get("max_window_layers")
+    return [by_number and each and n < last for n, each in enumerate(every_second(reader))]
 
 
 _SPARSE = {"decoder_sparse_step": 1, "mlp_only_layers": [], "norm_topk_prob": False}
@@ -148,16 +148,16 @@ QWEN2_MOE = with_experts(
 )
 
 
-def _qwen3_experts(known: Known) -> dict[str, Any]:
+def _qwen3_experts(reader: ConfigReader) -> dict[str, Any]:
     return {
-        **_softmax_experts(known, count="num_local_experts", width="moe_intermediate_size"),
-        "moe_layer_freq": expert_layers(_sparse_layers(known)),
+        **_softmax_experts(reader, count="num_local_experts", width="moe_intermediate_size"),
+        "moe_layer_freq": expert_layers(_sparse_layers(reader)),
     }
 
 
 _WINDOW_ON_REQUEST = replace(
     WINDOW,
-    read=lambda known: read_window(known if known.get("use_sliding_window") else known.but(sliding_window=None)),
+    read=lambda reader: read_window(reader if reader.get("use_sliding_window") else reader.but(sliding_window=None)),
     write=lambda model: {"use_sliding_window": model.window_size is not None, **written_window(model)},
 )
 QWEN3_MOE = with_experts(
@@ -212,7 +212,7 @@ OLMOE = with_experts(
         expected={"attention_bias": False, "clip_qkv": None},
         written={"attention_bias": False, "clip_qkv": None},
     ),
-    read=lambda known: _softmax_experts(known, count="num_experts", width="intermediate_size"),
+    read=lambda reader: _softmax_experts(reader, count="num_experts", width="intermediate_size"),
     write=lambda moe, model: _written_softmax(moe, width="intermediate_size"),
     rows=lambda moe: expert_rows(moe, OURS, f"{THEIRS}.mlp"),
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from megatron.core.conversion.huggingface.biases import BIASES
-from megatron.core.conversion.huggingface.known import UNGATED
+from megatron.core.conversion.huggingface.config_reader import UNGATED
 from megatron.core.conversion.huggingface.rotary import partial_rotary
 from megatron.core.conversion.tables import Row
 from megatron.core.models.gpt.huggingface.llama import LLAMA, OURS, THEIRS

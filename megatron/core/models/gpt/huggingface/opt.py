@@ -10,21 +10,21 @@ from typing import Any
 from megatron.config.model import ModelConfig
 from megatron.core.conversion.bounds import Width
 from megatron.core.conversion.huggingface.biases import even_biases
+from megatron.core.conversion.huggingface.config_reader import UNGATED, ConfigReader
 from megatron.core.conversion.huggingface.format import USUAL_SETTINGS, ModelType
-from megatron.core.conversion.huggingface.known import UNGATED, Known
 from megatron.core.conversion.tables import Row
 from megatron.core.conversion.transforms import QUERY_KEY_VALUE
 
 OURS, THEIRS = "decoder.layers.{n}", "model.decoder.layers.{n}"
 
 
-def _read(known: Known) -> dict[str, Any]:
-    width, pre_norm = known.get("word_embed_proj_dim"), bool(known("do_layer_norm_before"))
+def _read(reader: ConfigReader) -> dict[str, Any]:
+    width, pre_norm = reader.get("word_embed_proj_dim"), bool(reader("do_layer_norm_before"))
     if pre_norm:
-        known.expect(_remove_final_layer_norm=False)
-    has_weights = known("layer_norm_elementwise_affine")
+        reader.expect(_remove_final_layer_norm=False)
+    has_weights = reader("layer_norm_elementwise_affine")
     return {
-        "word_embedding_size": None if width == known("hidden_size") else width,
+        "word_embedding_size": None if width == reader("hidden_size") else width,
         "apply_residual_connection_post_layernorm": not pre_norm,
         "first_attention_norm": pre_norm,
         "norm_parameters": "weight_and_bias" if has_weights else "none",

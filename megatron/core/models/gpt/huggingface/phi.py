@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from megatron.core.conversion.huggingface.known import UNGATED
+from megatron.core.conversion.huggingface.config_reader import UNGATED
 from megatron.core.conversion.huggingface.rotary import partial_rotary
 from megatron.core.conversion.tables import Row
 from megatron.core.conversion.transforms import PER_HEAD

@@ -7,8 +7,8 @@ from typing import Any
 
 from megatron.config.model import ModelConfig
 from megatron.core.conversion.huggingface.biases import NO_BIASES
+from megatron.core.conversion.huggingface.config_reader import ConfigReader
 from megatron.core.conversion.huggingface.format import ModelType
-from megatron.core.conversion.huggingface.known import Known
 from megatron.core.conversion.huggingface.rotary import partial_rotary, read_rotary, written_rotary
 from megatron.core.conversion.huggingface.windows import WINDOW
 from megatron.core.conversion.tables import Row
@@ -19,9 +19,9 @@ _ORIGINAL = "original_max_position_embeddings"
 _OF_TYPE = {"su": "longrope", "yarn": "longrope"}  # earlier names
 
 
-def _read(known: Known) -> dict[str, Any]:
-    rotary = read_rotary(known, partial=True, kinds=("default", "longrope"), renamed=_OF_TYPE)
-    known.expect(resid_pdrop=0.0, embd_pdrop=0.0)
+def _read(reader: ConfigReader) -> dict[str, Any]:
+    rotary = read_rotary(reader, partial=True, kinds=("default", "longrope"), renamed=_OF_TYPE)
+    reader.expect(resid_pdrop=0.0, embd_pdrop=0.0)
     return rotary
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from megatron.core.conversion.huggingface.biases import even_biases
-from megatron.core.conversion.huggingface.known import UNGATED
+from megatron.core.conversion.huggingface.config_reader import UNGATED
 from megatron.core.conversion.huggingface.rotary import ROTARY
 from megatron.core.conversion.huggingface.windows import WINDOW
 from megatron.core.conversion.tables import Row

@@ -50,7 +50,7 @@ class Given:
     short_form: str | None = None
 
 
-class Intake:
+class FlagResolver:
     """Settings by field while sources are read, with problems and remarks."""
 
     def __init__(
@@ -258,7 +258,7 @@ class Intake:
     def build(self, group: type) -> Any:
         """The group with its values; a missing required field gets a stand-in, so that other rules can still run."""
         specs = [spec for spec in flags_of(group) if not spec.options.internal]
-        missing = {spec.field: spec.stand_in() for spec in specs if spec.required}
+        missing = {spec.field: spec.placeholder() for spec in specs if spec.required}
         given = {spec.field: self.given[spec.field].value for spec in specs if spec.field in self.given}
         return group(**{**missing, **given})
 

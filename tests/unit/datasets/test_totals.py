@@ -8,7 +8,7 @@ from dataclasses import asdict
 import numpy as np
 import pytest
 
-from megatron.core.datasets.journal import LengthHistogram, Tally
+from megatron.core.datasets.journal import LengthHistogram, Totals
 from megatron.errors import DataError
 from megatron.small_files import as_kind
 
@@ -35,8 +35,8 @@ def test_without_documents() -> None:
 
 def test_json_round_trip() -> None:
     """An interrupted run's counts come back from a file, whose keys are text."""
-    tally = Tally(documents=3, bad=1)
-    tally.add_documents("text", np.array([0, 5, 5]))
-    saved = json.loads(json.dumps(asdict(tally)))
-    assert as_kind(saved, Tally, where="the journal", error=DataError) == tally
-    assert (tally.empty, tally.tokens) == (1, {"text": 10})
+    totals = Totals(documents=3, bad=1)
+    totals.add_documents("text", np.array([0, 5, 5]))
+    saved = json.loads(json.dumps(asdict(totals)))
+    assert as_kind(saved, Totals, where="the journal", error=DataError) == totals
+    assert (totals.empty, totals.tokens) == (1, {"text": 10})

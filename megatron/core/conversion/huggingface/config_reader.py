@@ -23,7 +23,7 @@ UNGATED: dict[str, Activation] = {**GELUS, "relu": "relu", "relu2": "squared_rel
 """Transformers' names of activations without a gate -> ours."""
 
 
-class Known:
+class ConfigReader:
     """Settings with their defaults, and errors that name the file; raises CheckpointError for one of another type.
 
     ``kinds``: types of all settings that may be asked for. ``asked``: those that were, also within others.
@@ -49,16 +49,16 @@ class Known:
         self.asked.add(name)
         return self._values.get(name, default)
 
-    def within(self, *names: str) -> Known:
+    def within(self, *names: str) -> ConfigReader:
         """The settings of these objects together, the later before the earlier; errors name the last that is there."""
         given = [name for name in names if self.get(name)]
         inside = {key: value for name in given for key, value in self._values[name].items()}
         where = f"{self._where}: {(given or names)[-1]}"
-        return Known(inside, {}, where, kinds=self._kinds, asked=self.asked)
+        return ConfigReader(inside, {}, where, kinds=self._kinds, asked=self.asked)
 
-    def but(self, **values: Any) -> Known:
+    def but(self, **values: Any) -> ConfigReader:
         """These settings with some other values."""
-        return Known({**self._values, **values}, {}, self._where, kinds=self._kinds, asked=self.asked)
+        return ConfigReader({**self._values, **values}, {}, self._where, kinds=self._kinds, asked=self.asked)
 
     def refuse(self, name: str, advice: str) -> CheckpointError:
         """The error for a setting that can't be converted."""
@@ -97,6 +97,6 @@ class Feature:
     fixed: Mapping[str, Any] = field(default_factory=dict)
     defaults: Mapping[str, Any] = field(default_factory=dict)
     kinds: Mapping[str, Any] = field(default_factory=dict)
-    read: Callable[[Known], dict[str, Any]] = lambda known: {}
+    read: Callable[[ConfigReader], dict[str, Any]] = lambda reader: {}
     write: Callable[[ModelConfig], dict[str, Any]] = lambda model: {}
     refuse: Callable[[ModelConfig], list[str]] = lambda model: []
