@@ -18,7 +18,7 @@ export OMP_NUM_THREADS=1 # tests share few cores, and results must repeat
 export PYTHONDONTWRITEBYTECODE=
 bin=.venv/bin
 
-step "environment" bash tools/make_venv.sh dev
+step "environment" bash tools/make_venv.sh dev-all
 if [[ " $* " != *" --slow"* ]]; then
     step "format (ruff format .)" $bin/ruff format --check --quiet .
     step "lint (ruff check .)" $bin/ruff check --quiet .
