@@ -1,7 +1,8 @@
-"""Cases in two tiers, since all pairs of model and layout take longer than a suite may."""
+"""Cases in two tiers, since all pairs of model and layout take longer than anybody waits for after a change."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
@@ -12,29 +13,23 @@ def pairs(
     variants: Iterable[Any],
     layouts: Iterable[Any],
     *,
-    always: Collection[Any] = (),
+    rich: Collection[Any],
     more: Mapping[Any, Collection[Any]] | None = None,
     slow: Collection[Any] = (),
 ) -> list[Any]:
-    """Every pair of variant and layout, for ``parametrize``.
+    """Every pair of variant and layout, for ``parametrize``; a covering array of them is in the default tier.
 
-    In the first tier is each variant at layouts of ``always`` and at those that ``more`` lists for it; the other pairs
-    are slow. No variant and no layout is in the slow tier alone, but those of ``slow``, which other tests have.
+    In it is each variant at one layout of ``rich``, which the variants take in turn, each other layout with one
+    variant, in turn too, and the pairs of ``more``. The other pairs are slow, and so is whatever is in ``slow``, since
+    other tests have it.
     """
     variants, layouts, more = tuple(variants), tuple(layouts), more or {}
-    assert {*always} <= {*layouts}
-    assert {*more} <= {*variants}
-    first = {
-        (variant, layout)
-        for variant in variants
-        for layout in layouts
-        if not {variant, layout} & {*slow} and (layout in always or layout in more.get(variant, ()))
-    }
-    assert {variant for variant, _ in first} | ({*slow} & {*variants}) == {*variants}, (
-        "each variant is in the first tier"
-    )
-    assert {layout for _, layout in first} | ({*slow} & {*layouts}) == {*layouts}, "each layout is in the first tier"
-    assert {*slow} <= {*variants, *layouts}
+    assert {*rich} <= {*layouts} and {*more} <= {*variants} and {*slow} <= {*variants, *layouts}
+    first = {(variant, layout) for variant in more for layout in more[variant]}
+    tried = [variant for variant in variants if variant not in slow]
+    first |= set(zip(tried, itertools.cycle(rich)))
+    left = [each for each in layouts if each not in slow and each not in {layout for _, layout in first}]
+    first |= set(zip(itertools.cycle(tried), left))
     return [
         pytest.param(variant, layout, marks=[] if (variant, layout) in first else pytest.mark.slow)
         for variant in variants

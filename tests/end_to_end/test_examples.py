@@ -15,9 +15,11 @@ import pytest
 from megatron.planning.estimate import flops_per_sample
 from tests.end_to_end.commands import run, words_for_python
 from tests.golden.regenerate_examples import FLAG_FILES, GOLDEN, example, family_of_example, resolved
+from tests.tiers import tiers
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = sorted((ROOT / "examples").rglob("train_*.sh"))
+SMALLEST = "train_gpt_345m.sh"
 PARAMETERS = {
     "train_gpt2_124m.sh": "124 M",
     "train_gpt_345m.sh": "355 M",
@@ -72,7 +74,11 @@ def test_flags_resolve_to_what_was_reviewed(flag_file: Path) -> None:
     assert resolved(flag_file) == json.loads(GOLDEN.read_text(encoding="utf-8"))[flag_file.stem]
 
 
-@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
+@pytest.mark.parametrize(
+    "script",
+    tiers(SCRIPTS, first=[path for path in SCRIPTS if "deepseek" not in path.name]),
+    ids=lambda path: path.name,
+)
 def test_script_checks_without_gpu_or_data_and_its_head_is_true(script: Path, dry_run: DryRun) -> None:
     """The first thing to do with an example, on whatever machine one has; and its head promises what that prints."""
     printed = dry_run(script)
@@ -95,7 +101,14 @@ def less_hardware() -> Iterator[tuple[Path, str, str, str]]:
         yield from ((script, *each) for each in advice)
 
 
-@pytest.mark.parametrize(("script", "variables", "flags", "promised"), list(less_hardware()))
+@pytest.mark.parametrize(
+    ("script", "variables", "flags", "promised"),
+    [
+        # The schedules of many nodes take seconds to lay out.
+        pytest.param(*each, marks=[] if re.match("GPUS_PER_NODE=|NODES=1 ", f"{each[1]} ") else pytest.mark.slow)
+        for each in less_hardware()
+    ],
+)
 def test_advice_for_less_hardware_is_true(
     script: Path, variables: str, flags: str, promised: str, dry_run: DryRun
 ) -> None:
@@ -118,7 +131,9 @@ def test_time_in_the_head_follows_from_the_settings(script: Path) -> None:
     assert days == f"{flops / (int(gpus) * int(tflops) * 1e12) / 86400:.1f}"
 
 
-@pytest.mark.parametrize("script", ["gpt3/train_gpt_345m.sh", "bert/train_bert_340m_distributed.sh"])
+@pytest.mark.parametrize(
+    "script", tiers([f"gpt3/{SMALLEST}", "bert/train_bert_340m_distributed.sh"], first=[f"gpt3/{SMALLEST}"])
+)
 def test_script_starts_the_python_of_the_checkout(script: str, dry_run: DryRun) -> None:
     """Started as a user does, a script prints what it prints to the tests here, which start no Python."""
     path = ROOT / "examples" / script
@@ -142,16 +157,18 @@ def paths_of(script: Path) -> list[str]:
     return found[1].split()
 
 
-def test_scripts_take_paths_where_megatron_lm_does(dry_run: DryRun) -> None:
+@pytest.mark.parametrize(
+    "script", tiers(SCRIPTS, first=[path for path in SCRIPTS if path.name == SMALLEST]), ids=lambda path: path.name
+)
+def test_script_takes_paths_where_megatron_lm_does(script: Path, dry_run: DryRun) -> None:
     """Megatron-LM's documented lines name no flag: bash examples/NAME/train_NAME.sh CHECKPOINT_PATH … DATA_PATH."""
-    for script in SCRIPTS:
-        names = paths_of(script)
-        printed = dry_run(script, *(f"/my/{name}" for name in names))
-        assert "given twice" not in printed
-        used = dict(re.findall(r"^ +(--\S+) +(/my/\S+) +flag$", printed, re.MULTILINE))
-        assert used.pop("--save") == used.pop("--load") == "/my/CHECKPOINT_PATH"
-        assert used.pop("--tensorboard-dir") == "/my/TENSORBOARD_LOGS_PATH"
-        assert used == {"--" + name.lower().replace("_", "-"): f"/my/{name}" for name in names[2:]}
+    names = paths_of(script)
+    printed = dry_run(script, *(f"/my/{name}" for name in names))
+    assert "given twice" not in printed
+    used = dict(re.findall(r"^ +(--\S+) +(/my/\S+) +flag$", printed, re.MULTILINE))
+    assert used.pop("--save") == used.pop("--load") == "/my/CHECKPOINT_PATH"
+    assert used.pop("--tensorboard-dir") == "/my/TENSORBOARD_LOGS_PATH"
+    assert used == {"--" + name.lower().replace("_", "-"): f"/my/{name}" for name in names[2:]}
 
 
 @pytest.mark.parametrize(

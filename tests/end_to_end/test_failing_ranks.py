@@ -87,6 +87,7 @@ def test_hanging_stage_is_named_by_those_that_wait_for_its_messages(tmp_path: Pa
     assert "waiting in a send to pipeline rank 1" in ended.output
 
 
+@pytest.mark.slow  # the quickstart starts torchrun, and ranks that fail are above
 def test_torchrun_shows_the_traceback_once(tmp_path: Path) -> None:
     """torchrun kills the others; what they say about it would bury the cause."""
     script = tmp_path / "misbehaving.py"

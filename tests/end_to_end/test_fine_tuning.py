@@ -187,7 +187,7 @@ def test_what_cannot_be_loaded(folder: Path, tmp_path: Path) -> None:
     assert "a bert-mnli model starts from a trained bert model: give --pretrained-checkpoint" in found
 
 
-@pytest.mark.parametrize("precision", ["", "--bf16"])
+@pytest.mark.parametrize("precision", tiers(["", "--bf16"], first=["--bf16"]))
 def test_the_body_is_the_pretrained_one(precision: str, folder: Path, tmp_path: Path) -> None:
     """A weight that was not taken over would be random, and nobody see it but in the scores; also fp32 masters'."""
     data = f"--data-path {folder}/data_text_sentence --split 100,0,0 --vocab-file {folder}/vocab.txt --eval-iters 0"
@@ -231,6 +231,7 @@ def test_a_frozen_body_and_then_a_trained_one(folder: Path, tmp_path: Path) -> N
     }
 
 
+@pytest.mark.slow  # two starts of Python; test_examples.py has the scripts of training
 def test_example_is_sound_at_two_layouts() -> None:
     """The script for 8 GPUs is checked where there are none; its head promises what that prints."""
     script = ROOT / "examples/evaluate/race.sh"

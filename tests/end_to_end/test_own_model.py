@@ -59,6 +59,7 @@ def test_it_is_planned(checkpoints: Path) -> None:
     assert "a recurrent layer reads whole sequences and has no attention; leave --context-parallel-size out" in said
 
 
+@pytest.mark.slow  # tests/unit/conversion proves conversions, also of families outside the project
 def test_installed_it_converts_both_ways_with_proofs(checkpoints: Path, installed: None, tmp_path: Path) -> None:
     """By the family's own table, against a model of transformers' that shares no code with ours."""
     pytest.importorskip("transformers")

@@ -98,9 +98,9 @@ CASES: dict[str, Case] = {
     },
     **{f"fp8: {name}": (settings, TP2) for name, settings in test_fp8.VARIANTS.items()},
 }
-FIRST_ESTIMATED = ("tp4 sp dp2 zero", "gpt2_124m")
+FIRST_ESTIMATED = ("gpt2_124m",)
 ESTIMATED = [*estimate.LAYOUTS, *estimate.EXAMPLES]
-FIRST = ("pp2 vpp2", "experts, tp2 sp ep2 etp1")
+FIRST = ("experts, tp2 sp ep2 etp1",)
 TOGETHER = 5
 WAITS = {
     "on_host": "loss and gradient norm of a step",
@@ -204,8 +204,8 @@ def check(tasks: Mapping[str, Sequence[Task]]) -> dict[str, float]:
 
 
 def in_groups(names: Iterable[str], first: Sequence[str]) -> list[Any]:
-    """Some cases at a time, since a first use of torch takes seconds in each process; those of ``first`` in the first
-    tier, all others in the slow one: together they take minutes.
+    """Some cases at a time, since a first use of torch takes seconds in each process; those of ``first`` in the
+    default tier, all others in the whole one: together they take minutes.
     """
     others = [name for name in names if name not in first]
     groups = [others[start : start + TOGETHER] for start in range(0, len(others), TOGETHER)]

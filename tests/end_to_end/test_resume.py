@@ -67,15 +67,15 @@ RUNS = {
         "--logits-multiplier 2 --recompute-granularity full",
     ),
 }
-SLOW = (
-    "context parallel, sharded optimizer",
-    "virtual pipeline stages with tensor parallelism, recompute",
-    "tensor and sequence parallel, recompute",
+FIRST = (
+    "fp16 with a loss scale that moves",
+    "two ranks, sharded optimizer, overlap",
+    "zero-bubble pipeline in bf16, ramp-up of the batch",
 )
-"""tests/parallel/test_resume.py resumes at such layouts in the first tier."""
+"""tests/parallel/test_resume.py resumes at the other layouts in the default tier."""
 
 
-@pytest.mark.parametrize("name", tiers(RUNS, first=[name for name in RUNS if name not in SLOW]))
+@pytest.mark.parametrize("name", tiers(RUNS, first=FIRST))
 def test_resume_is_bitwise_the_uninterrupted_run(name: str, tmp_path: Path) -> None:
     """A run that stops at iteration 3 and resumes would otherwise be another run from there on."""
     ranks, flags = RUNS[name]
@@ -130,6 +130,7 @@ def test_sigterm_saves_first(tmp_path: Path) -> None:
     assert len(list(tmp_path.glob("iter_*"))) == 1
 
 
+@pytest.mark.slow  # torchrun alone takes seconds; test_sigterm_saves_first has the ranks
 def test_sigterm_to_the_launcher_saves_first(tmp_path: Path) -> None:
     """torchrun hands SIGTERM on to everything below it, data workers too: their death took the run down unsaved."""
     flags = f"{TINY} --num-workers 1 --train-iters 100000 --save-interval 100000 --exit-signal-handler"

@@ -102,6 +102,7 @@ def test_the_engine_and_http_are_two_processes_that_end_together(checkpoints: st
     assert "Traceback" not in (tmp_path / "log").read_text()
 
 
+@pytest.mark.slow  # four servers; one signal is above
 def test_a_signal_to_both_processes_lets_texts_end(checkpoints: str, tmp_path: Path) -> None:
     """As a terminal's Ctrl-C and a service manager send it: the HTTP server counted it twice, and cut the texts. One
     that comes before it listens is not lost.
@@ -124,6 +125,7 @@ def test_a_signal_to_both_processes_lets_texts_end(checkpoints: str, tmp_path: P
     assert "Traceback" not in (tmp_path / "log").read_text()
 
 
+@pytest.mark.slow  # four processes; tests/parallel/test_workers.py has the engine on ranks
 def test_two_ranks_serve_one_text_and_a_dead_one_ends_both(checkpoints: str, tmp_path: Path) -> None:
     """The server would answer /health for ever, and no request, if nobody noticed. Its own sentence comes first (there
     was a CancelledError's traceback before it, as the launcher sends SIGTERM, too), and again in torchrun's report.
@@ -142,6 +144,7 @@ def test_two_ranks_serve_one_text_and_a_dead_one_ends_both(checkpoints: str, tmp
     assert "CancelledError" not in said and "[rank0]" not in said
 
 
+@pytest.mark.slow  # tests/unit/serving proves each bound
 def test_hostile_requests_hold_nobody_up(checkpoints: str, tmp_path: Path) -> None:
     """Bodies of 8 MB stopped /health for up to 28 s, and a chain of 2,000 references ended the server."""
     size = 8_000_000

@@ -108,6 +108,7 @@ def trained(folder: Path) -> Path:
     return folder
 
 
+@pytest.mark.slow  # the same model answers on the server and in transformers
 def test_it_answers_and_stops_in_the_terminal(trained: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody gave a template or an end token again: answers went on to the limit, and showed their marks."""
     monkeypatch.chdir(trained)
@@ -144,6 +145,7 @@ def test_it_answers_and_stops_in_transformers(trained: Path, monkeypatch: pytest
     assert found["tokenizer"].decode(found["answer"][0]).endswith("Mars.<|im_end|>")
 
 
+@pytest.mark.slow  # the same commands with another vocabulary
 def test_a_model_of_ones_own(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The quickstart's vocabulary has no marks of turns: its answers end as its documents do."""
     monkeypatch.chdir(folder)

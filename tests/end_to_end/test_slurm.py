@@ -12,6 +12,8 @@ import pytest
 from tests.end_to_end.commands import ROOT, TINY, losses
 from tests.harness.slurm import SlurmCluster, slurm_cluster
 
+pytestmark = pytest.mark.slow  # Slurm takes its time to start jobs; test_slurm_job.py has a stand-in
+
 JOB = ROOT / "examples" / "slurm" / "train_gpt.sbatch"
 SMALL = "--nodes 2 --ntasks-per-node 1 --gpus-per-node 1 --cpus-per-task 2 --job-name test"
 TRAINING = f"""#!/usr/bin/env bash
@@ -73,7 +75,6 @@ class Job:
         self._cluster.call("scontrol", "update", f"JobId={self.number}", "StartTime=now")
 
 
-@pytest.mark.slow  # a time limit is a minute at least
 def test_job_saves_at_its_time_limit_and_goes_on(cluster: SlurmCluster, tmp_path: Path) -> None:
     """A TERM to srun killed the ranks instead of reaching them: all work since the last checkpoint was lost."""
     signal = re.search(r"#SBATCH --signal=(.*)@", JOB.read_text(encoding="utf-8"))

@@ -78,7 +78,7 @@ class Cluster:
         return self._log.read_text(encoding="utf-8")
 
 
-@pytest.mark.slow  # a stand-in for what test_slurm.py does with a real Slurm
+@pytest.mark.slow  # minutes of waiting; a real Slurm does the same in test_slurm.py
 def test_job_goes_on_after_a_failure_and_after_its_time_limit(tmp_path: Path) -> None:
     """Runs last longer than any queue allows, and ranks die at night: nobody should have to look."""
     cluster = Cluster(tmp_path)

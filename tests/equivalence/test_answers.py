@@ -52,7 +52,7 @@ def reference(variant: str, *, drawing: bool = False) -> Observed:
 
 @pytest.mark.parametrize(
     ("variant", "layout"),
-    pairs(VARIANTS, LAYOUTS, always=("tp4 sp",), more={"choices": LAYOUTS}),
+    pairs(VARIANTS, LAYOUTS, rich=("cp2 tp2 sp", "pp2 tp2 sp dp2 zero")),
 )
 def test_layout_computes_the_model_of_one_rank(variant: str, layout: str) -> None:
     """A head whose gradient is summed twice, or choices that are taken for samples, would train another model."""
@@ -67,9 +67,7 @@ SAME_DROPOUT = {
 }
 
 
-@pytest.mark.parametrize(
-    ("variant", "layout"), pairs(DRAWING, SAME_DROPOUT, always=("pp2",), more={"choices": SAME_DROPOUT})
-)
+@pytest.mark.parametrize(("variant", "layout"), pairs(DRAWING, SAME_DROPOUT, rich=("pp2 dp2 zb-h1",)))
 def test_dropout_is_a_function_of_sample_and_layer(variant: str, layout: str) -> None:
     """Also that before the head, which has no layer."""
     check(train_at(DRAWING[variant], SAME_DROPOUT[layout]), [reference(variant, drawing=True)])

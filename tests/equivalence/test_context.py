@@ -37,9 +37,8 @@ SHARED_HEADS: dict[str, Layout] = {
     pairs(
         ["gpt2 tied", "llama tied, qk norm, documents", "bert"],
         SLICED_STAGES,
-        always=("pp2 cp2 heads",),
-        more={"llama tied, qk norm, documents": SLICED_STAGES},
-        # Rings between heads, and replicas outside stages, are in the first tier without the other.
+        rich=("pp2 cp2 heads", "pp2 cp2 tp2 gather, recompute selective", "pp2 vpp2 cp2, another way in each layer"),
+        # Rings between heads, and replicas outside stages, are in the default tier without the other.
         slow=("pp2 cp4 heads and rings", "cp2 dp2 outside pp2"),
     ),
 )
@@ -48,7 +47,7 @@ def test_stages_of_slices_compute_the_model_of_one_rank(variant: str, layout: st
     check(train_at(settings(variant, layers=6), SLICED_STAGES[layout]), reference(variant, layers=6))
 
 
-# Shared heads without stages are in the first tier at as many ranks; split backward passes are where they could fail.
+# Shared heads without stages are in the default tier at as many ranks; split backward passes are where they could fail.
 @pytest.mark.parametrize("layout", tiers(SHARED_HEADS, first=("pp2 zb-v tp4",)))
 def test_stages_with_shared_heads_compute_the_model_of_one_rank(layout: str) -> None:
     """Split backward passes accumulate weight gradients on their own; shared rows must be in them."""

@@ -110,12 +110,12 @@ def settings_of(variant: str, layout: str) -> dict[str, Any]:
         for case in pairs(
             VARIANTS,
             LAYOUTS,
-            always=("tp2 sp",),
+            rich=("tp2 sp",),
             more={
-                "tensorwise": LAYOUTS,
-                "delayed": ("tp2 sp dp2 zero recompute", "cp2"),
-                "experts, delayed": ("dp2 ep2", "tp2 sp, experts not divided", "one rank, accumulation fused"),
-                "mxfp8": ("tp2 sp, rows of a rank cut blocks", "pp2 zb-h1"),
+                "tensorwise": ("cp2 tp2 sp", "cp2"),
+                "delayed": ("tp2 sp dp2 zero recompute",),
+                "experts, delayed": ("dp2 ep2", "tp2 sp, experts not divided"),
+                "mxfp8": ("tp2 sp, rows of a rank cut blocks",),
             },
         )
         if case.values not in CUT

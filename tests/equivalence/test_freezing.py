@@ -75,13 +75,9 @@ def reference(variant: str) -> Observed:
     pairs(
         VARIANTS,
         LAYOUTS,
-        always=("tp2 sp dp2 zero, recompute full",),
-        more={
-            "first half": LAYOUTS,
-            "tied embedding": ("tp2 sp pp2 zb-v dp2 zero",),
-            "embedding, with other learning rates of layers": ("tp2 sp pp2 zb-v dp2 zero",),
-        },
-        slow=("tp2 sp pp2 dp2 zero",),  # two others are of the same eight ranks, with harder schedules
+        rich=("tp2 sp dp2 zero, recompute full", "pp2 zb-v dp2 zero", "cp2 tp2"),
+        # Their parts are above, and the last is the same eight ranks with a harder schedule.
+        slow=("tp2 sp pp2 dp2 zero", "tp2 pp2 zb-h1 dp2 zero"),
     ),
 )
 def test_layouts_train_what_is_not_frozen(variant: str, layout: str) -> None:

@@ -68,12 +68,7 @@ LAYOUTS: dict[str, tuple[str, dict[str, Any]]] = {
         {"pp": 2, "dp": 2, "ep": 2},
     ),
 }
-KEY_LAYOUTS = ("tp2 sp cp2 ep4 etp1", "one rank, recompute full")
-MORE = {
-    "losses": ("ep2", "tp2 etp1 ep2", "cp2 ep2"),
-    "capacity, bias, groups, shared experts, future tokens": ("pp2 dp2 ep2 zero", "one rank, recompute moe"),
-    "capacity by position, all tokens to all ranks": ("tp2 etp2",),
-}
+RICH = ("cp2 ep2", "pp2 dp2 ep2 zero", "tp2 etp1 ep2")
 
 
 @pytest.fixture(scope="module")
@@ -144,7 +139,7 @@ def test_each_row_of_text_counts_once(data: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("variant", "layout"), pairs([each for each in VARIANTS if each != IN_TURN], LAYOUTS, always=KEY_LAYOUTS, more=MORE)
+    ("variant", "layout"), pairs([each for each in VARIANTS if each != IN_TURN], LAYOUTS, rich=RICH)
 )
 def test_padding_changes_nothing_at_any_layout(variant: str, layout: str, data: str) -> None:
     """Ranks hold different shares of the padding: one of them may have no text of a sample, and others nothing else."""

@@ -96,8 +96,7 @@ def reference(variant: str, *, layers: int) -> list[Observed]:
     pairs(
         ["gpt2 tied", "gpt2 untied", "llama", "llama tied, qk norm, documents", LATENT, *LATER, *BERT],
         STAGES,
-        always=("pp2 zb-v",),
-        more={"gpt2 tied": STAGES, "llama": ("pp4", "pp2 vpp2"), "bert": ("pp4", "pp2 vpp2")},
+        rich=("pp2 zb-v", "pp4", "pp2 vpp2"),
     ),
 )
 def test_stages_compute_the_model_of_one_rank(variant: str, layout: str) -> None:
@@ -110,8 +109,7 @@ def test_stages_compute_the_model_of_one_rank(variant: str, layout: str) -> None
     pairs(
         ["gpt2 tied", "llama", "bert"],
         COMBINED,
-        always=("pp2 zb-v dp2 zero overlapped",),
-        more={"llama": COMBINED},
+        rich=("pp2 zb-v dp2 zero overlapped",),
     ),
 )
 def test_stages_combine_with_other_ways(variant: str, layout: str) -> None:
@@ -124,9 +122,9 @@ def test_stages_combine_with_other_ways(variant: str, layout: str) -> None:
     pairs(
         ["gpt2 tied", "llama tied, qk norm, documents", *BERT],
         EIGHT_RANKS,
-        always=("pp2 zb-v tp2 sp dp2 zero",),
-        more={"llama tied, qk norm, documents": EIGHT_RANKS},
-        slow=("gpt2 tied", "bert, residuals behind norms"),  # above, in stages of four ranks or two
+        rich=("pp2 zb-v tp2 sp dp2 zero",),
+        # Above, in stages of four ranks or two; and interleaved stages are above, too.
+        slow=("gpt2 tied", "bert, residuals behind norms", "bert", "pp2 vpp2 tp2 sp dp2 zero"),
     ),
 )
 def test_everything_at_once(variant: str, layout: str) -> None:
@@ -136,7 +134,7 @@ def test_everything_at_once(variant: str, layout: str) -> None:
 
 @pytest.mark.parametrize(
     ("variant", "layout"),
-    pairs(["gpt2 tied", "llama", "bert"], MANY_STAGES, always=("pp2 vpp4",), more={"gpt2 tied": MANY_STAGES}),
+    pairs(["gpt2 tied", "llama", "bert"], MANY_STAGES, rich=("pp2 vpp4", "pp4 zb-v")),
 )
 def test_many_stages(variant: str, layout: str) -> None:
     """Chunks of one rank must not be taken for one another."""
@@ -145,7 +143,7 @@ def test_many_stages(variant: str, layout: str) -> None:
 
 @pytest.mark.parametrize(
     ("variant", "layout"),
-    pairs(DRAWING, SAME_DROPOUT, always=("pp2 zb-v",), more={"gpt2 with dropout": SAME_DROPOUT}),
+    pairs(DRAWING, SAME_DROPOUT, rich=("pp2 zb-v",)),
 )
 def test_dropout_does_not_depend_on_stages(variant: str, layout: str) -> None:
     """Masks are of a sample and a layer, wherever and whenever that is computed, and recomputed."""

@@ -77,7 +77,7 @@ LIKE_ANOTHER = [
 
 @pytest.mark.parametrize(
     ("name", "layout"),
-    pairs(FIRST.values(), LAYOUTS, always=("tp2 sp pp2",), more={"llama": LAYOUTS}, slow=LIKE_ANOTHER),
+    pairs(FIRST.values(), LAYOUTS, rich=LAYOUTS, slow=LIKE_ANOTHER),
 )
 def test_layout_computes_the_model_of_one_rank(name: str, layout: str) -> None:
     """A published model divided wrongly would train on from other weights, or another function."""

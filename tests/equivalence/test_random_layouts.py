@@ -23,8 +23,8 @@ from tests.equivalence.test_experts import experts
 from tests.equivalence.training import Layout, train
 from tests.tiers import tiers
 
-DRAWS, SOON, MOST_RANKS = 6, 3, 8
-"""Draws, and how many of them are in the first tier."""
+DRAWS, SOON, MOST_RANKS = 6, 2, 8
+"""Draws, and how many of them are in the default tier."""
 
 RECOMPUTATION = [
     RecomputePlan(),

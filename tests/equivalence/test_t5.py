@@ -69,7 +69,7 @@ CORE_COMBINED = (
     "pp2 zb-h1 dp2 zero overlapped",
     "pp2 zb-v tp2, recompute selective",
 )
-"""Each way of dividing work once; a GPT is at every layout in the first tier."""
+"""Each way of dividing work once; a GPT is at every layout in the default tier."""
 EXCHANGING = ["cp4 heads", "cp4 heads and rings", "cp2 tp2 heads", "cp2 heads, recompute selective"]
 CUTS: dict[str, Layout] = {
     "pp2, border inside the first": Layout(pp=2, stage_sizes=(4, 1)),
@@ -116,8 +116,7 @@ def test_stages_compute_the_t5_of_one_rank(layout: str) -> None:
     pairs(
         VARIANTS,
         CUTS,
-        always=("pp2 vpp2 dp2 zero overlapped",),
-        more={"original": CUTS},
+        rich=("pp2 vpp2 dp2 zero overlapped", "pp2 zb-v tp2 sp, relative positions of one stack on both"),
         slow=(
             "pp2, border inside the first",
             "pp2, border between",
@@ -153,11 +152,7 @@ def test_untied_output(layout: str) -> None:
     pairs(
         ["megatron", "untied, residuals behind norms", "rotary, few groups, qk norm"],
         ["tp4 sp", "cp2 tp2 sp dp2 zero recompute", "pp2 zb-v", *EXCHANGING],
-        always=("pp2 zb-v",),
-        more={
-            "megatron": ("cp4 heads", "cp2 heads, recompute selective"),
-            "rotary, few groups, qk norm": ("cp2 tp2 heads",),
-        },
+        rich=("pp2 zb-v", "cp4 heads", "cp2 tp2 heads"),
         slow=("tp4 sp", "cp2 tp2 sp dp2 zero recompute", "cp4 heads and rings"),
     ),
 )
@@ -171,8 +166,7 @@ def test_other_positions_and_arrangements(variant: str, layout: str) -> None:
     pairs(
         ["relative with dropout", "megatron with dropout"],
         ["one rank, recompute full", "one rank, recompute selective", "dp2 zero", "pp2 zb-v"],
-        always=("pp2 zb-v",),
-        more={"relative with dropout": ("one rank, recompute full", "one rank, recompute selective", "dp2 zero")},
+        rich=("pp2 zb-v",),
     ),
 )
 def test_dropout_is_a_function_of_sample_and_layer(variant: str, layout: str) -> None:

@@ -12,8 +12,6 @@ from pathlib import Path
 from tests.faults.fault import Fault
 
 RESULTS = Path(__file__).with_name("results.json")
-UNFINISHED = "unfinished"
-"""How the run of a fault ended for which there was too little time: no verdict."""
 
 
 @dataclass(frozen=True)
@@ -21,7 +19,7 @@ class Verdict:
     """What the default tier said of a fault.
 
     ``how``: "failed", "hung" (a test did not end), "crashed" (pytest itself ended, or no test could be imported) or
-    "survived", or ``UNFINISHED``. ``test``: the first that failed or hung. ``digest``: of the edit that was judged.
+    "survived". ``test``: the first that failed or hung. ``digest``: of the edit that was judged.
     """
 
     digest: str
@@ -32,7 +30,7 @@ class Verdict:
     @property
     def red(self) -> bool:
         """Whether the suite noticed."""
-        return self.how not in ("survived", UNFINISHED)
+        return self.how != "survived"
 
 
 def read_record() -> dict[str, Verdict]:
@@ -57,6 +55,5 @@ def record_verdict(fault: Fault, verdict: Verdict) -> None:
 
 
 def without_verdict(faults: Sequence[Fault], record: Mapping[str, Verdict]) -> list[Fault]:
-    """Those that were never judged to the end, or as another edit."""
-    judged = {name: each.digest for name, each in record.items() if each.how != UNFINISHED}
-    return [fault for fault in faults if judged.get(fault.name) != fault.digest]
+    """Those that were never judged, or as another edit."""
+    return [fault for fault in faults if fault.name not in record or record[fault.name].digest != fault.digest]

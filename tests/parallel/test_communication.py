@@ -7,7 +7,7 @@ import pytest
 from benchmarks.communication import measured, textbook, worlds
 
 FIRST = ("DP 4", "TP 2, PP 2, DP 2, ZeRO 1")
-"""In the first tier is every way of dividing work, once."""
+"""In the default tier is every way of dividing work, once."""
 
 
 @pytest.mark.parametrize(

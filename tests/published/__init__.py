@@ -1,6 +1,7 @@
 """Small models of every published type: ``model_type`` and settings of transformers.
 
-A module for each kind of model has ``CASES``, of which the first of each type is checked in the first tier everywhere.
+A module for each kind of model has ``CASES``, of which the first of each type is checked in the default tier
+everywhere.
 """
 
 from __future__ import annotations

@@ -55,7 +55,7 @@ LAYOUTS = [(1, 1, 1), (2, 1, 1), (1, 2, 1), (2, 2, 1), (4, 1, 1), (1, 2, 2), (2,
 
 @pytest.mark.parametrize(
     ("version", "layout"),
-    pairs([*VERSIONS, ("first", 0.0)], LAYOUTS, always=[(2, 2, 2)], more={("core", 3.0): LAYOUTS}),
+    pairs([*VERSIONS, ("first", 0.0)], LAYOUTS, rich=[(2, 2, 2)], more={("core", 3.0): LAYOUTS}),
     ids=str,
 )
 def test_every_version_at_every_layout(

@@ -46,7 +46,7 @@ LAYOUTS = [(1, 1, 1), (2, 1, 1), (1, 2, 1), (2, 2, 1), (2, 2, 2)]
 
 
 @pytest.mark.parametrize(
-    ("version", "layout"), pairs(VERSIONS, LAYOUTS, always=[(2, 2, 2)], more={("core", 3.0): LAYOUTS}), ids=str
+    ("version", "layout"), pairs(VERSIONS, LAYOUTS, rich=[(2, 2, 2)], more={("core", 3.0): LAYOUTS}), ids=str
 )
 @pytest.mark.parametrize("heads", tiers(BERTS, first=["bert"]))
 def test_every_bert_at_every_layout(

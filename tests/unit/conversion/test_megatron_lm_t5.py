@@ -48,7 +48,7 @@ LAYOUTS = [(1, 1), (2, 1), (1, 2), (2, 2), (1, 4)]
 
 
 @pytest.mark.parametrize(
-    ("version", "layout"), pairs(VERSIONS, LAYOUTS, always=[(2, 2)], more={("core", 3.0): LAYOUTS}), ids=str
+    ("version", "layout"), pairs(VERSIONS, LAYOUTS, rich=[(2, 2)], more={("core", 3.0): LAYOUTS}), ids=str
 )
 def test_every_version_at_every_layout(
     version: tuple[str, float | None], layout: tuple[int, int], tmp_path: Path

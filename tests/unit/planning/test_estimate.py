@@ -259,7 +259,7 @@ IN_FP8 = (
 
 @pytest.mark.parametrize(
     ("recipe", "name"),
-    pairs(("tensorwise", "delayed", "blockwise", "mxfp8"), IN_FP8, always=("llama",), more={"mxfp8": IN_FP8}),
+    pairs(("tensorwise", "delayed", "blockwise", "mxfp8"), IN_FP8, rich=("llama",), more={"mxfp8": IN_FP8}),
 )
 def test_activations_in_fp8(recipe: str, name: str) -> None:
     """Linear layers keep their inputs in half the bytes, and share none of them."""

@@ -324,7 +324,7 @@ def test_counts_of_metrics_are_those_of_answers() -> None:
             assert f'{prefix}request_success_total{{finished_reason="abort",model_name="table"}} 3.0' in page
 
 
-@pytest.mark.slow  # 10,000 requests take a minute or two; the engine alone has as many in the first tier
+@pytest.mark.slow  # 10,000 requests take a minute or two; the engine alone has as many in the default tier
 def test_ten_thousand_requests_leave_nothing_behind(running: Running) -> None:
     """No block, slot, thread, file, task or memory, whether clients wait, read a stream, are refused or leave."""
 

@@ -10,8 +10,6 @@ import pytest
 
 from tests.harness.serving import Running, ask
 
-schemathesis = pytest.importorskip("schemathesis", reason="it makes requests of the document")
-
 
 def test_the_document_is_one(running: Running) -> None:
     """Every page of it is there, and every field has words."""
@@ -37,6 +35,7 @@ def asks(checks: tuple[Any, ...]) -> Callable[[Any], None]:
 @pytest.mark.slow
 def test_what_the_document_allows_and_what_it_does_not(running: Running) -> None:
     """No 5xx, documented statuses and content types alone, and a refusal of what the schemas exclude."""
+    schemathesis = pytest.importorskip("schemathesis", reason="it makes requests of the document")
     from hypothesis import HealthCheck, Phase, given, settings
     from schemathesis import checks
 
