@@ -147,12 +147,13 @@ def _run_rank(config: RunConfig, steps: int, rank: int, port: int, connection: C
     from megatron.core.parallel.environment import LaunchEnvironment
     from megatron.core.parallel.launch import parallel_context
     from megatron.training.evaluation.parity import observe
+    from megatron.training.run.run import build_run
 
     torch.set_num_threads(1)
     size = config.world_size
     launch = LaunchEnvironment(rank, size, rank, size, "127.0.0.1" if size > 1 else None, port)
     with parallel_context(config.parallel, launch, params_dtype="fp64", seed=config.training.seed) as context:
-        observed = observe(config, family_of(config.extra).train_spec, context, steps=steps)
+        observed = observe(build_run(config, family_of(config.extra).train_spec, context), steps=steps)
     connection.send_bytes(pickle.dumps(observed))  # plainly: torch would share memory with a process that is ending
     return 0
 

@@ -44,7 +44,13 @@ def without_files(run: RunConfig, *, vocab_size: int, steps: int) -> RunConfig:
         checkpoint=CheckpointConfig(),
         reporting=ReportingConfig(),
         profiling=ProfilingConfig(),
-        optimizer=OptimizerConfig(optimizer=run.optimizer.optimizer, lr=1e-2, clip_grad=run.optimizer.clip_grad),
+        optimizer=OptimizerConfig(
+            optimizer=run.optimizer.optimizer,
+            lr=1e-2,
+            lr_decay_style="constant",
+            weight_decay=0.1,
+            clip_grad=run.optimizer.clip_grad,
+        ),
         training=dataclasses.replace(
             run.training,
             skip_train=False,

@@ -150,17 +150,9 @@ def _world(rank: int, size: int) -> Iterator[None]:
 
 
 def _context(config: RunConfig, device: torch.device, rank: int) -> ParallelContext:
-    parallel = config.parallel
-    mesh = mesh_of(parallel, world_size=config.world_size, rank=rank)
-    return ParallelContext(
-        mesh=mesh,
-        rng=RngStreams(config.training.seed, mesh, device),
-        device=device,
-        dtype=DTYPES[config.precision.params_dtype],
-        sequence_parallel=parallel.sequence_parallel,
-        cp_comm_types=parallel.cp_comm_type,
-        cp_sizes=parallel.hierarchical_context_parallel_sizes or (),
-    )
+    mesh = mesh_of(config.parallel, world_size=config.world_size, rank=rank)
+    rng, dtype = RngStreams(config.training.seed, mesh, device), DTYPES[config.precision.params_dtype]
+    return ParallelContext.of(config.parallel, mesh=mesh, rng=rng, device=device, dtype=dtype)
 
 
 def _on_device(

@@ -162,31 +162,56 @@ def pass_over(run: Run) -> None:
             run.reporter.say(f"--iterations-to-skip: the data of {what} are passed over without a step")
 
 
-def train_step(run: Run, microbatches: Sequence[Microbatch]) -> StepRecord:
-    """Forward and backward over this rank's ``microbatches``, gradient sync, update; advances the run's progress.
+@dataclass(frozen=True)
+class BatchSums:
+    """Sums over a global batch on every rank's device, which computes them while its host goes on.
 
-    Raises NonFiniteError for a loss or gradient that is not finite, before any weight changes.
+    ``losses``: as of ``loss_sums``. ``layer_metrics``: what layers report, by name.
     """
-    progress, settings, timers = run.progress, run.config.training, run.reporter.timers
-    assert run.schedule is not None, "a run that only evaluates takes no steps"
-    batch_size = run.config.global_batch_size_at(progress.consumed_samples)
-    lr = run.schedule.learning_rate(progress.scheduled_samples)
-    weight_decay = run.schedule.weight_decay(progress.scheduled_samples)
-    plan = run.plans.training(len(microbatches))
 
+    losses: Tensor
+    layer_metrics: Mapping[str, Tensor]
+
+
+def forward_backward(run: Run, microbatches: Sequence[Microbatch]) -> BatchSums:
+    """Run forward and backward passes over this rank's ``microbatches`` of a global batch, and sum gradients and losses
+    over the ranks: gradients in ``run.buffers``, of which a distributed optimizer makes this rank's shards whole. A
+    collective.
+    """
+    timers, plan = run.reporter.timers, run.plans.training(len(microbatches))
     run.grad_sync.zero()
     with timers("forward-backward", level=1):
         loss_sum = run.runner.step(plan, with_gradient_scales(run, microbatches))
     with timers("grads-sync", level=1):
         run.grad_sync.finish()
     layer_metrics = global_layer_metrics(loss_sum, run.train_spec.layer_metrics(run.config), run.context)
+    return BatchSums(loss_sums(loss_sum, run.train_spec.loss_names(run.config), run.context), layer_metrics)
+
+
+def train_step(run: Run, microbatches: Sequence[Microbatch]) -> StepRecord:
+    """Take one optimizer step on a global batch, of which this rank has ``microbatches``; advances the run's progress.
+    A collective.
+
+    Raises NonFiniteError for a loss or gradient that is not finite, before any weight changes.
+    """
+    return update_weights(run, forward_backward(run, microbatches))
+
+
+def update_weights(run: Run, sums: BatchSums) -> StepRecord:
+    """Change the weights by the gradients that ``forward_backward`` has left in the buffers, and advance the run's
+    progress. A collective. Raises as ``train_step`` does.
+    """
+    progress, settings, timers = run.progress, run.config.training, run.reporter.timers
+    assert run.schedule is not None, "a run that only evaluates takes no steps"
+    batch_size = run.config.global_batch_size_at(progress.consumed_samples)
+    lr = run.schedule.learning_rate(progress.scheduled_samples)
+    weight_decay = run.schedule.weight_decay(progress.scheduled_samples)
     names = run.train_spec.loss_names(run.config)
-    sums = loss_sums(loss_sum, names, run.context)
     with timers("gradient-norm", level=1):
         gradient_sums = run.optimizer.gradient_sums()
     with waiting_for_device(run.context):  # the only time in a step
-        loss_numbers, gradient_numbers, *counts = on_host(sums, gradient_sums, *layer_metrics.values())
-    loss = GlobalLoss.of(loss_numbers, names, layer_metrics=dict(zip(layer_metrics, counts)))
+        loss_numbers, gradient_numbers, *counts = on_host(sums.losses, gradient_sums, *sums.layer_metrics.values())
+    loss = GlobalLoss.of(loss_numbers, names, layer_metrics=dict(zip(sums.layer_metrics, counts)))
     if settings.check_for_nan_in_loss_and_grad:
         check_finite(
             loss.means,
@@ -214,7 +239,7 @@ def train_step(run: Run, microbatches: Sequence[Microbatch]) -> StepRecord:
         )
 
     if not update.skipped:
-        update_from_layer_metrics(run.models, layer_metrics)
+        update_from_layer_metrics(run.models, sums.layer_metrics)
     progress.iteration += 1
     progress.consumed_samples += batch_size
     progress.scheduled_samples += 0 if update.skipped else batch_size

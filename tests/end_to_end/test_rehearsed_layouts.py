@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import multiprocessing
+import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -14,165 +15,101 @@ from typing import Any
 import pytest
 
 from benchmarks import estimate
-from megatron.config.family import FamilyConfig
-from megatron.config.fp8 import Fp8Config
-from megatron.config.model import ModelConfig
-from megatron.config.moe import MoEConfig
+from megatron.config.precision import PrecisionConfig
 from megatron.config.run import RunConfig
-from megatron.core.models.registry import FAMILIES
-from megatron.core.models.t5.config import T5Config
 from megatron.planning.estimate import rank_peak
 from megatron.rehearsal.accelerator import unavailable
 from megatron.rehearsal.rank import Rehearsed
 from megatron.rehearsal.ranks import rehearse_tasks
 from megatron.rehearsal.report import problems
 from megatron.rehearsal.task import Task
-from tests.equivalence import test_context, test_experts, test_fp8, test_freezing, test_pipeline, test_t5
+from tests.equivalence import flags, test_context, test_experts, test_fp8, test_freezing, test_pipeline, test_t5
 from tests.equivalence import test_equivalence as table
-from tests.equivalence.families import LENGTH, T5_SETTINGS, VOCABULARY
-from tests.equivalence.training import Layout
-from tests.harness.runs import tiny_config
+from tests.equivalence.training import run_of as table_run
 
 pytestmark = pytest.mark.skipif(unavailable() is not None, reason=str(unavailable()))
 
-Case = tuple[Mapping[str, Any], Layout]
-LLAMA: dict[str, Any] = table.VARIANTS["llama"]
-FOUR: dict[str, Any] = LLAMA | {"num_layers": 4}
-DEEP: dict[str, Any] = LLAMA | {"num_layers": 9}
-EXPERTS: dict[str, Any] = next(iter(test_experts.VARIANTS.values()))
-LATER: dict[str, Any] = table.VARIANTS["future tokens, documents"]
-BERT: dict[str, Any] = table.VARIANTS["bert"]
-T5: dict[str, Any] = test_t5.VARIANTS["original"]
-TP2 = Layout(tp=2, sequence_parallel=True)
+Case = tuple[str, str]
+LLAMA = table.VARIANTS["llama"]
+FOUR, DEEP = f"{LLAMA} --num-layers 4", f"{LLAMA} --num-layers 9"
+EXPERTS = next(iter(test_experts.VARIANTS.values()))
+LATER = f"{table.VARIANTS['future tokens, documents']} --num-layers 9"
+BERT, T5 = table.VARIANTS["bert"], test_t5.VARIANTS["original"]
+TP2 = f"--world-size 2 {flags.TP2} {flags.SP}"
 STAGES = test_pipeline.STAGES | test_pipeline.COMBINED | test_pipeline.EIGHT_RANKS | test_pipeline.MANY_STAGES
 SLICED = ("cp2 gather", "cp2 tp2 sp", "cp2 dp2, fully masked ranks")
 STAGED = ("pp4", "pp2 vpp2", "pp2 zb-v", "pp2 zb-h1 tp2 sp, recompute full", "pp2 cp2", "pp2 zb-v dp2 zero overlapped")
 
 
-def named(prefix: str, settings: dict[str, Any], layouts: Mapping[str, Layout]) -> dict[str, Case]:
+def named(prefix: str, row: str, layouts: Mapping[str, str]) -> dict[str, Case]:
     """A model at several layouts; where each layer has its own way of context parallelism, with as many layers."""
-    ways = {name: len(layout.cp_comm_types) for name, layout in layouts.items()}
-    return {
-        f"{prefix}{name}": (settings | ({"num_layers": ways[name]} if ways[name] > 1 else {}), layout)
-        for name, layout in layouts.items()
-    }
+    found = {}
+    for name, layout in layouts.items():
+        ways = re.search(r"--cp-comm-type ((?:[a-z]\S+ ?)+)", layout)
+        count = len(ways[1].split()) if ways else 1
+        found[f"{prefix}{name}"] = (f"{row} --num-layers {count}" if count > 1 else row, layout)
+    return found
 
 
-def some(layouts: Mapping[str, Layout], names: Iterable[str]) -> dict[str, Layout]:
+def some(layouts: Mapping[str, str], names: Iterable[str]) -> dict[str, str]:
     """Those of ``layouts`` with these names."""
     return {name: layouts[name] for name in names}
 
 
-def gathered(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """With weights that are gathered in FP8."""
-    return {**settings, "fp8": settings["fp8"] | {"fp8_param_gather": True}}
-
-
 CASES: dict[str, Case] = {
-    **{name: (FOUR if len(layout.cp_comm_types) > 1 else LLAMA, layout) for name, layout in table.LAYOUTS.items()},
+    **named("", LLAMA, table.LAYOUTS),
     **named("", DEEP, STAGES | test_context.SLICED_STAGES),
     **named("few groups, ", table.FEW_GROUPS["two groups, qk norm, documents"], table.FEW_GROUPS_LAYOUTS),
-    **named("few groups, ", table.FEW_GROUPS["one group"] | {"num_layers": 5}, test_context.SHARED_HEADS),
+    **named("few groups, ", f"{table.FEW_GROUPS['one group']} --num-layers 5", test_context.SHARED_HEADS),
     **named("frozen, ", test_freezing.VARIANTS["first half"], test_freezing.LAYOUTS),
-    **named("twelve heads, ", table.TWELVE_HEADS, table.THREES_LAYOUTS),
+    **named("twelve heads, ", table.THREES["twelve heads"], table.THREES_LAYOUTS),
     **named("experts, ", EXPERTS, test_experts.LAYOUTS),
-    **named("latents, ", table.LATENT | {"num_layers": 4}, table.LATENT_LAYOUTS),
+    **named("latents, ", f"{flags.LATENT} --num-layers 4", table.LATENT_LAYOUTS),
     **{
         f"fp8, {name}": (
-            test_fp8.VARIANTS["experts, tensorwise" if layout.ep > 1 else "tensorwise"] | test_fp8.FOUR_LAYERS,
+            test_fp8.VARIANTS["experts, tensorwise" if flags.EP2 in layout else "tensorwise"] + " --num-layers 4",
             layout,
         )
         for name, layout in test_fp8.LAYOUTS.items()
     },
-    **named("future tokens, ", LATER | {"num_layers": 9}, some(STAGES, STAGED)),
+    **named("future tokens, ", LATER, some(STAGES, STAGED)),
     **named("bert, ", BERT, some(table.LAYOUTS, ("tp2 sp", "dp2 zero", *SLICED))),
-    **named("bert, ", BERT | {"num_layers": 9}, some(STAGES, STAGED)),
+    **named("bert, ", f"{BERT} --num-layers 9", some(STAGES, STAGED)),
     **named("t5, ", T5, some(table.LAYOUTS, ("tp4 sp", "dp2 zero", *SLICED))),
     **named("t5, ", T5, some(STAGES, STAGED) | test_t5.CUTS),
-    **{name: (settings, TP2) for name, settings in table.VARIANTS.items()},
-    **{f"t5: {name}": (settings, TP2) for name, settings in (test_t5.VARIANTS | test_t5.OTHERS).items()},
-    **{f"experts: {name}": (settings, TP2) for name, settings in test_experts.VARIANTS.items()},
+    **{name: (row, TP2) for name, row in table.VARIANTS.items()},
+    **{f"t5: {name}": (row, TP2) for name, row in (test_t5.VARIANTS | test_t5.OTHERS).items()},
+    **{f"experts: {name}": (row, TP2) for name, row in test_experts.VARIANTS.items()},
     **{
-        f"gathered in fp8: {name}": (gathered(test_fp8.VARIANTS[variant]), layout)
+        f"gathered in fp8: {name}": (test_fp8.VARIANTS[variant], layout)
         for name, (variant, layout) in test_fp8.GATHERED.items()
     },
-    **{f"fp8: {name}": (settings, TP2) for name, settings in test_fp8.VARIANTS.items()},
+    **{f"fp8: {name}": (row, TP2) for name, row in test_fp8.VARIANTS.items()},
 }
+TABLES = ("STAGES", "COMBINED", "EIGHT_RANKS", "MANY_STAGES", "SLICED_STAGES", "SHARED_HEADS", "CUTS", "GATHERED")
 FIRST_ESTIMATED = ("gpt2_124m",)
 ESTIMATED = [*estimate.LAYOUTS, *estimate.EXAMPLES]
 FIRST = ("experts, tp2 sp ep2 etp1",)
 TOGETHER = 5
 WAITS = {
     "on_host": "loss and gradient norm of a step",
-    "plan_route": "rows that experts' ranks send each other: shapes depend on them",
-    "plan_local_route": "rows that are left where choices are dropped: shapes depend on them",
+    "plan_dispatch": "rows that experts' ranks send each other: shapes depend on them",
+    "plan_local_dispatch": "rows that are left where choices are dropped: shapes depend on them",
     "multiply": "rows of each expert in FP8: each has a product of its own",
     "expert_scales": "rounds of Sinkhorn routing: they end when scales no longer change",
     "parts": "rows of each expert: shapes depend on them",
     "cross_entropy_where_weighted": "words that count, of BERT: shapes depend on them",
     "with_gradient_scales": "of fp16, words that count: gradients are scaled by a number of the host",
-    "train_step": "how often experts were chosen, for the log",
+    "update_weights": "how often experts were chosen, for the log",
     "document_lengths": "where documents begin: which keys are read depends on them",
 }
 """Functions in which a host may wait for its device, and why it must."""
 
 
-def run_of(settings: Mapping[str, Any], layout: Layout) -> RunConfig:
-    """The run that a row of the table describes."""
-    given = dict(settings)
-    family, documents = given.pop("family", "gpt").partition(",")[0], given.pop("document_ids", False)
-    pads = [given.pop(name, False) for name in ("text_mask", "mtp_text_mask")]
-    groups: tuple[FamilyConfig, ...] = given.pop("groups", ())
-    fp8, freeze, recompute = Fp8Config(**given.pop("fp8", {})), given.pop("freeze", ()), layout.recompute
-    if family == "t5":
-        groups = (T5Config(**T5_SETTINGS),)
-    flags = [
-        "--mock-data --tokenizer-type NullTokenizer --bf16 --eval-iters 1",
-        f"--tensor-model-parallel-size {layout.tp} --context-parallel-size {layout.cp}",
-        f"--pipeline-model-parallel-size {layout.pp} --expert-model-parallel-size {layout.ep}",
-        f"--micro-batch-size {layout.micro_batch_size} --cp-comm-type {' '.join(layout.cp_comm_types)}",
-        "--hierarchical-context-parallel-sizes " + " ".join(map(str, layout.cp_sizes)) if layout.cp_sizes else "",
-        "--num-experts 8" if any(isinstance(group, MoEConfig) for group in groups) else "",
-        f"--decoder-num-layers {T5_SETTINGS['decoder_num_layers']}" if family == "t5" else "",
-        f"--num-layers {given['num_layers']} --num-attention-heads {12 if layout.tp == 3 else 16} --hidden-size 96",
-        f"--expert-tensor-parallel-size {layout.etp}" if layout.etp else "",
-        "--sequence-parallel" if layout.sequence_parallel else "",
-        "--use-distributed-optimizer" if layout.sharded else "",
-        "--overlap-grad-reduce" if layout.overlap else "",
-        "--overlap-param-gather" if layout.overlap and layout.sharded else "",
-        f"--ddp-bucket-size {layout.bucket_size}" if layout.bucket_size else "",
-        "" if layout.pp_before_dp else "--use-tp-pp-dp-mapping",
-        "" if layout.pp == 1 else f"--pipeline-schedule {layout.schedule}",
-        f"--num-virtual-stages-per-pipeline-rank {layout.chunks}" if layout.schedule == "interleaved" else "",
-        "" if layout.overlap_p2p or layout.pp == 1 else "--no-overlap-p2p-communication",
-        "--reset-position-ids --reset-attention-mask" if documents else "",
-    ]
-    ranks = layout.tp * layout.cp * layout.dp * layout.pp
-    flags += ["--packing best-fit"] if any(pads) else []
-    config = tiny_config(" ".join(flags), ranks=ranks, family=FAMILIES[family])
-    model = ModelConfig(max_position_embeddings=LENGTH, vocab_size=VOCABULARY, **given)
-    extra: tuple[Any, ...] = tuple(
-        next((own.resolved(model, config.data) for own in groups if type(own) is type(group)), group)
-        for group in config.extra
-    )
-    training = dataclasses.replace(
-        config.training,
-        recompute_granularity=recompute.granularity,
-        recompute_method=recompute.method,
-        recompute_num_layers=recompute.num_layers,
-        recompute_modules=recompute.modules,
-        cpu_offloading=recompute.offloaded > 0,
-        min_offloaded_tensor_size=recompute.least_offloaded,
-    )
-    parallel = dataclasses.replace(
-        config.parallel,
-        stage_layers=layout.stage_sizes or None,
-        gradient_accumulation_fusion=layout.fuses_accumulation,
-    )
-    optimizer = dataclasses.replace(config.optimizer, freeze=freeze)
-    return dataclasses.replace(
-        config, model=model, extra=extra, training=training, parallel=parallel, optimizer=optimizer, fp8=fp8
-    )
+def run_of(row: str, layout: str) -> RunConfig:
+    """The run of a row of the table in bf16, on data of its family's own."""
+    _, run = table_run(row, f"{layout} --bf16 --eval-iters 1")
+    return dataclasses.replace(run, precision=PrecisionConfig(bf16=True))
 
 
 def check(tasks: Mapping[str, Sequence[Task]]) -> dict[str, float]:
@@ -233,6 +170,7 @@ def test_no_layout_is_left_out() -> None:
     """A layout that is added to the table is rehearsed; those of layers that no run's flags describe are alike."""
     rehearsed = [layout for _, layout in CASES.values()]
     modules = (table, test_context, test_experts, test_fp8, test_freezing, test_pipeline, test_t5)
-    tables = [each for module in modules for each in vars(module).values() if isinstance(each, dict)]
-    layouts = [each for found in tables for each in found.values() if isinstance(each, Layout)]
-    assert not [each for each in layouts if each not in rehearsed]
+    tables = [each for module in modules for name, each in vars(module).items() if "LAYOUTS" in name or name in TABLES]
+    layouts = [each for found in tables if isinstance(found, dict) for each in found.values()]
+    assert len(layouts) > 100
+    assert not [each for each in layouts if (each if isinstance(each, str) else each[-1]) not in rehearsed]

@@ -1,71 +1,74 @@
-"""The families of models in the equivalence table: how each is built and what it learns from."""
+"""What the table's rows train: families of models with batches of their own, in which samples differ in all ways."""
 
 from __future__ import annotations
 
 import functools
-import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
-from megatron.config.data import DataConfig
-from megatron.config.family import FamilyConfig
 from megatron.config.model import ModelConfig
-from megatron.config.moe import experts_of
-from megatron.config.pipeline import Stage
 from megatron.config.run import RunConfig
-from megatron.core.conversion.portable import PortableModel
-from megatron.core.models.bert.config import BertConfig
-from megatron.core.models.bert.model import BertModel
-from megatron.core.models.bert.train_spec import ORDER, WORDS, BertSpec
+from megatron.core.datasets.build import DatasetSplits
+from megatron.core.datasets.samples import Sample
+from megatron.core.datasets.splits import SplitSizes
+from megatron.core.models.bert.train_spec import BertSpec
 from megatron.core.models.gpt.model import GPTModel
 from megatron.core.models.gpt.train_spec import GPTSpec
-from megatron.core.models.registry import family_of
-from megatron.core.models.t5.config import T5Config
-from megatron.core.models.t5.model import T5Model
+from megatron.core.models.registry import FAMILIES
 from megatron.core.models.t5.train_spec import T5Spec
 from megatron.core.models.train_spec import TrainSpec
-from megatron.core.moe.layer import layer_metrics
 from megatron.core.parallel.context import ParallelContext
-from megatron.core.pipeline_parallel.chunk import Microbatch, TensorSpec
+from megatron.core.pipeline_parallel.chunk import Microbatch
 from megatron.core.tensor_parallel.layers import ReplicatedLinear
+from megatron.core.tokenizers.base import Tokenizer
 from megatron.core.transformer.initialization import input_init
 from megatron.core.transformer.inputs import LayerInputs
 from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.place import BranchPlace
 from megatron.core.transformer.stack import FEED_FORWARD, SELF_ATTENTION, Branch, StackConfig
-from tasks.fine_tuning.model import BertClassifier
-from tasks.fine_tuning.train_spec import ACCURACY, LOSS, ClassificationSpec, LabelledData
+from tasks.fine_tuning.train_spec import ClassificationSpec, LabelledData
+from tasks.settings import FINE_TUNING, TaskConfig
 
-GLOBAL_BATCH, LENGTH, VOCABULARY = 8, 16, 67
+STEPS, GLOBAL_BATCH, LENGTH, VOCABULARY = 3, 8, 16, 67
 """The vocabulary is prime, so that it divides at no layout."""
 
 
-@dataclass(frozen=True)
-class Family:
-    """``batch``: the global batch of a step. ``losses``: their names; ``optional``: fields that only some variants use;
-    ``sequences``: of a sample.
+class Batches:
+    """The samples of the table's global batches, one batch after the other: a :class:`SourceDataset`."""
 
-    ``build``: the model from its config, context, and keywords ``stage``, ``recompute`` and ``seed``. ``stage_inputs``:
-    of a stage that isn't the first, for a function from length to hidden states. ``more_layers``: those that the
-    model has besides its config's. ``layer_metrics``: what its layers count.
-    """
+    digest = prefix = "the equivalence table"
 
-    train_spec: TrainSpec
-    build: Callable[..., nn.Module]
-    batch: Callable[[int], dict[str, Tensor]]
-    losses: tuple[str, ...]
-    optional: tuple[str, ...] = ()
-    sequences: int = 1
-    stage_inputs: Callable[[ModelConfig, Stage, Callable[[int], TensorSpec]], dict[str, TensorSpec]] = (
-        lambda config, stage, hidden: {"hidden": hidden(LENGTH)}
-    )
-    more_layers: int = 0
-    layer_metrics: Callable[[ModelConfig], dict[str, int]] = lambda model: {}
+    def __init__(self, batch: Callable[[int], dict[str, Tensor]]) -> None:
+        self._batches = [batch(step) for step in range(STEPS)]
+
+    def __len__(self) -> int:
+        return STEPS * GLOBAL_BATCH
+
+    def __getitem__(self, index: int | None) -> Sample:
+        step, sample = divmod(index or 0, GLOBAL_BATCH)
+        return {name: np.asarray(tensor[sample]) for name, tensor in self._batches[step].items()}
+
+    def origin(self, index: int) -> str:
+        """The table."""
+        return self.prefix
+
+    def describe(self) -> list[str]:
+        """The table."""
+        return [self.prefix]
+
+    def prepare(self) -> None:
+        """Does nothing: samples are in memory."""
+
+    def with_samples(self, num_samples: int) -> Batches:
+        """The same samples, of which there is one number."""
+        assert num_samples == len(self)
+        return self
 
 
 def causal_batch(step: int) -> dict[str, Tensor]:
@@ -86,29 +89,6 @@ def causal_batch(step: int) -> dict[str, Tensor]:
         "document_ids": boundary.int().cumsum(1).int(),
         "text_mask": torch.arange(LENGTH) < torch.tensor([16, 3, 9, 12, 16, 0, 7, 15]).unsqueeze(1),
     }
-
-
-MASKS = ("document_ids", "text_mask", "mtp_text_mask")
-"""Fields of a causal batch that only some variants use."""
-
-
-def later_batch(step: int) -> dict[str, Tensor]:
-    """``causal_batch`` with two future tokens, position by position: none from beyond the sequence or the document."""
-    batch = causal_batch(step)
-    found = {name: torch.zeros(GLOBAL_BATCH, 2, LENGTH, dtype=torch.int64) for name in ("mtp_tokens", "mtp_labels")}
-    found["mtp_text_mask"] = torch.zeros(GLOBAL_BATCH, 2, LENGTH, dtype=torch.bool)
-    found["mtp_loss_mask"] = torch.zeros(GLOBAL_BATCH, 2, LENGTH, dtype=torch.float64)
-    for sample, depth, place in itertools.product(range(GLOBAL_BATCH), range(2), range(LENGTH)):
-        source = place + depth + 1
-        if source < LENGTH:
-            at = (sample, depth, place)
-            found["mtp_tokens"][at] = batch["tokens"][sample, source]
-            found["mtp_labels"][at] = batch["labels"][sample, source]
-            documents = batch["document_ids"][sample]
-            if documents[source] == documents[place]:
-                found["mtp_text_mask"][at] = batch["text_mask"][sample, source]
-                found["mtp_loss_mask"][at] = batch["loss_mask"][sample, source]
-    return batch | found
 
 
 def masked_batch(step: int) -> dict[str, Tensor]:
@@ -152,21 +132,6 @@ def labelled_batch(step: int, *, choices: int, answers: int) -> dict[str, Tensor
     }
 
 
-def answering(*, choices: int, classes: int) -> Family:
-    """A BERT that answers."""
-    return Family(
-        ClassificationSpec("a task", LabelledData()),
-        functools.partial(BertClassifier, classes=classes),
-        functools.partial(labelled_batch, choices=choices, answers=choices * classes),
-        (LOSS, ACCURACY),
-        sequences=choices,
-    )
-
-
-T5_SETTINGS: dict[str, Any] = {"decoder_seq_length": LENGTH // 2, "relative_attention_max_distance": 12}
-T5_SETTINGS |= {"relative_attention_num_buckets": 8, "decoder_num_layers": 3}
-
-
 def span_batch(step: int) -> dict[str, Tensor]:
     """Texts of many lengths, and answers, half as long; one sample counts for nothing."""
     generator = torch.Generator().manual_seed(300 + step)
@@ -184,20 +149,6 @@ def span_batch(step: int) -> dict[str, Tensor]:
         "labels": torch.where(spoken, torch.randint(VOCABULARY, answers, generator=generator), -1),
         "loss_mask": mask.long(),
     }
-
-
-def t5_model(config: ModelConfig, context: ParallelContext, **options: Any) -> T5Model:
-    """A decoder of three layers; with relative positions its output is scaled where it is tied, as the original's."""
-    tied = not config.untie_embeddings_and_output_weights
-    scale = tied and config.position_embedding_type == "relative"
-    return T5Model(config, T5Config(**T5_SETTINGS, scale_output=scale), context, **options)
-
-
-def t5_wires(config: ModelConfig, stage: Stage, hidden: Callable[[int], TensorSpec]) -> dict[str, TensorSpec]:
-    """Hidden states of the encoder, or those of the decoder and what the encoder made."""
-    if stage.layers.start <= config.num_layers:
-        return {"hidden": hidden(LENGTH)}
-    return {"hidden": hidden(LENGTH // 2), "encoder_hidden_states": hidden(LENGTH)}
 
 
 class GatedFeedForward(nn.Module):
@@ -222,86 +173,110 @@ GATE = "gate loss"
 GATED = Branch("gated_mlp", "pre_gate_layernorm", "gated mlp", GatedFeedForward)
 
 
-class GatedSpec(GPTSpec):
-    """GPT with a side loss, a mean over all tokens in every second layer."""
+PLAIN, GATED_LAYERS = (SELF_ATTENTION, FEED_FORWARD), (GATED,)
+
+
+class CausalSpec(GPTSpec):
+    """GPT on the table's batches."""
+
+    @override
+    def build_datasets(self, run: RunConfig, tokenizer: Tokenizer, sizes: SplitSizes) -> DatasetSplits:
+        return DatasetSplits(Batches(causal_batch), None, None)
+
+
+class PatternSpec(CausalSpec):
+    """GPT with a pattern of layers of its own."""
+
+    pattern: tuple[tuple[Branch, ...], ...]
+
+    @override
+    def build_model(
+        self, model: ModelConfig, groups: Sequence[object], context: ParallelContext, **options: Any
+    ) -> nn.Module:
+        return GPTModel(model, context, stack=StackConfig(model, causal=True, pattern=self.pattern), **options)
+
+
+class GatedSpec(PatternSpec):
+    """Layers of two kinds in turn, a plain one and a gated one alone, whose side loss is a mean over all tokens."""
+
+    pattern = (PLAIN, GATED_LAYERS)
 
     @override
     def loss_names(self, run: RunConfig) -> tuple[str, ...]:
-        """The gates', too."""
         return ("lm loss", GATE)
 
     @override
     def counts(self, microbatch: Microbatch, context: ParallelContext) -> dict[str, Tensor]:
-        """All tokens have a gate."""
         found, labels = super().counts(microbatch, context), microbatch.tensors.get("labels")
         return found if labels is None else found | {GATE: torch.tensor(labels.numel())}
 
 
-def gated_model(config: ModelConfig, context: ParallelContext, **options: Any) -> GPTModel:
-    """Layers of two kinds in turn: attention with a plain feed-forward network, and a gated one alone."""
-    stack = StackConfig(config, causal=True, pattern=((SELF_ATTENTION, FEED_FORWARD), (GATED,)))
-    return GPTModel(config, context, stack=stack, **options)
-
-
-def arranged_model(config: ModelConfig, context: ParallelContext, **options: Any) -> GPTModel:
+class ArrangedSpec(PatternSpec):
     """Layers with norms before and after, only after, and in parallel behind one norm or two, with a scale."""
-    attention, mlp = functools.partial(replace, SELF_ATTENTION), functools.partial(replace, FEED_FORWARD)
-    after_attention, after_mlp = "post_self_attn_layernorm", "post_mlp_layernorm"
+
     pattern = (
-        (attention(norm_after=after_attention), mlp(norm_after=after_mlp)),
-        (attention(norm=None, norm_after=after_attention), mlp(norm=None, norm_after=after_mlp)),
-        (attention(scale=0.5), mlp(norm="input_layernorm", parallel=True, scale=0.5)),
-        (SELF_ATTENTION, mlp(parallel=True)),
+        (
+            replace(SELF_ATTENTION, norm_after="post_self_attn_layernorm"),
+            replace(FEED_FORWARD, norm_after="post_mlp_layernorm"),
+        ),
+        (
+            replace(SELF_ATTENTION, norm=None, norm_after="post_self_attn_layernorm"),
+            replace(FEED_FORWARD, norm=None, norm_after="post_mlp_layernorm"),
+        ),
+        (replace(SELF_ATTENTION, scale=0.5), replace(FEED_FORWARD, norm="input_layernorm", parallel=True, scale=0.5)),
+        (SELF_ATTENTION, replace(FEED_FORWARD, parallel=True)),
     )
-    return GPTModel(config, context, stack=StackConfig(config, causal=True, pattern=pattern), **options)
 
 
-FAMILIES = {
-    "arranged": Family(GPTSpec(), arranged_model, causal_batch, ("lm loss",), optional=MASKS),
-    "gated": Family(GatedSpec(), gated_model, causal_batch, ("lm loss", GATE), optional=MASKS),
-    "gpt, future tokens": Family(
-        GPTSpec(), GPTModel, later_batch, ("lm loss", "mtp_1 loss", "mtp_2 loss"), optional=MASKS
-    ),
-    "gpt": Family(GPTSpec(), GPTModel, causal_batch, ("lm loss",), optional=MASKS),
-    "bert": Family(BertSpec(), BertModel, masked_batch, (WORDS, ORDER)),
-    "classes": answering(choices=1, classes=3),
-    "choices": answering(choices=4, classes=1),
+class MaskedSpec(BertSpec):
+    """BERT on the table's batches."""
+
+    @override
+    def build_datasets(self, run: RunConfig, tokenizer: Tokenizer, sizes: SplitSizes) -> DatasetSplits:
+        return DatasetSplits(Batches(masked_batch), None, None)
+
+
+class SpanSpec(T5Spec):
+    """T5 on the table's batches."""
+
+    @override
+    def build_datasets(self, run: RunConfig, tokenizer: Tokenizer, sizes: SplitSizes) -> DatasetSplits:
+        return DatasetSplits(Batches(span_batch), None, None)
+
+
+class AnswerSpec(ClassificationSpec):
+    """A BERT that answers, on the table's batches."""
+
+    @override
+    def build_datasets(self, run: RunConfig, tokenizer: Tokenizer, sizes: SplitSizes) -> DatasetSplits:
+        answers = FINE_TUNING[run.group(TaskConfig).task]
+        batch = functools.partial(labelled_batch, choices=answers.choices, answers=answers.choices * answers.classes)
+        return DatasetSplits(Batches(batch), None, None)
+
+
+@dataclass(frozen=True)
+class Family:
+    """A kind of run. ``groups``: of its flags, ``flags``: those of every row; ``settings``: in place of ``groups``,
+    where its command has rules about files.
+    """
+
+    train_spec: TrainSpec
+    groups: tuple[type, ...] = FAMILIES["gpt"].groups
+    flags: str = ""
+    settings: tuple[object, ...] | None = None
+
+
+ROW_FAMILIES: Mapping[str, Family] = {
+    "gpt": Family(CausalSpec()),
+    "gated": Family(GatedSpec()),
+    "arranged": Family(ArrangedSpec()),
+    "bert": Family(MaskedSpec(), FAMILIES["bert"].groups),
+    "classes": Family(AnswerSpec("MNLI", LabelledData()), settings=(TaskConfig(task="MNLI", epochs=1),)),
+    "choices": Family(AnswerSpec("RACE", LabelledData()), settings=(TaskConfig(task="RACE", epochs=1),)),
     "t5": Family(
-        T5Spec(),
-        t5_model,
-        span_batch,
-        ("lm loss",),
-        stage_inputs=t5_wires,
-        more_layers=T5_SETTINGS["decoder_num_layers"],
+        SpanSpec(),
+        FAMILIES["t5"].groups,
+        f"--decoder-seq-length {LENGTH // 2} --decoder-num-layers 3",
     ),
 }
-
-
-def family_of_published(portable: PortableModel) -> Family:
-    """That of a published model, which is built with its own settings and has its losses."""
-    groups, spec = portable.groups, family_of(portable.groups).train_spec
-    family = FAMILIES[family_of(groups).name]
-    has_order = any(group.bert_binary_head for group in groups if isinstance(group, BertConfig))
-    return replace(
-        family,
-        build=lambda model, context, **options: spec.build_model(model, groups, context, **options),
-        losses=tuple(name for name in family.losses if name != ORDER or has_order),
-        more_layers=portable.num_layers - portable.model.num_layers,
-    )
-
-
-def family_with_groups(family: Family, groups: tuple[FamilyConfig, ...]) -> Family:
-    """``family`` with settings of its own, such as those of experts, and the losses that follow from them."""
-    if not groups:
-        return family
-    return replace(
-        family,
-        build=lambda model, context, **options: family.train_spec.build_model(
-            model, [group.resolved(model, NO_DATA) for group in groups], context, **options
-        ),
-        losses=(*family.losses, *experts_of(groups).loss_names),
-        layer_metrics=lambda model: layer_metrics(experts_of(groups), model),
-    )
-
-
-NO_DATA = DataConfig(seq_length=LENGTH)
+"""By the word that begins a row."""

@@ -3,51 +3,44 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
 
 import pytest
 import torch
 
-from megatron.core.parallel.context import ParallelContext
 from megatron.training.evaluation.parity import Observed
-from tests.equivalence.test_equivalence import FULL, HALVES, SMALL, STILL, check, train_at
-from tests.equivalence.training import Layout, train
+from tests.equivalence.flags import CP2, FULL, NO_OVERLAP, PP2, PP3, SMALL, SP, TP2, TP4, ZB_H1, ZERO, ZERO_OVERLAPPED
+from tests.equivalence.test_equivalence import check
+from tests.equivalence.training import train_alone, train_at
 from tests.tiers import pairs
-
-ORIGINAL: dict[str, Any] = {"apply_residual_connection_post_layernorm": True, "activation": "gelu"}
-DEEP: dict[str, Any] = SMALL | {"num_layers": 3}
 
 HEADS = ("classification_head", "multichoice_head")
 
-VARIANTS: dict[str, dict[str, Any]] = {
-    "classes": DEEP | STILL | ORIGINAL | {"family": "classes"},
-    "choices": DEEP | STILL | {"family": "choices"},
+VARIANTS: dict[str, str] = {
+    "classes": f"classes: {SMALL} --num-layers 3 --apply-residual-connection-post-layernorm --activation gelu",
+    "choices": f"choices: {SMALL} --num-layers 3",
 }
-DRAWING: dict[str, dict[str, Any]] = {
-    name: variant | {"attention_dropout": 0.2, "hidden_dropout": 0.2} for name, variant in VARIANTS.items()
-}
+DRAWING = {name: f"{row} --attention-dropout 0.2 --hidden-dropout 0.2" for name, row in VARIANTS.items()}
 
-LAYOUTS: dict[str, Layout] = {
-    "one sample at a time": Layout(micro_batch_size=1),
-    "all at once": Layout(micro_batch_size=8),
-    "tp2": Layout(tp=2, **HALVES),
-    "tp4 sp": Layout(tp=4, sequence_parallel=True, **HALVES),
-    "dp2 zero overlapped": Layout(dp=2, sharded=True, overlap=True, bucket_size=1000),
-    "dp4, microbatches that count for nothing": Layout(dp=4, micro_batch_size=1),
-    "cp2": Layout(cp=2, **HALVES),
-    "cp2 tp2 sp": Layout(cp=2, tp=2, sequence_parallel=True, recompute=FULL, **HALVES),
-    "pp2": Layout(pp=2),
-    "pp3 zb-h1, one sample at a time": Layout(pp=3, schedule="zb-h1", micro_batch_size=1),
-    "pp2 tp2 sp dp2 zero": Layout(pp=2, tp=2, sequence_parallel=True, dp=2, sharded=True),
-    "pp2 cp2, transfers not overlapped": Layout(pp=2, cp=2, overlap_p2p=False, **HALVES),
+LAYOUTS: dict[str, str] = {
+    "one sample at a time": "--micro-batch-size 1",
+    "all at once": "--micro-batch-size 8",
+    "tp2": f"--world-size 2 {TP2} --micro-batch-size 4",
+    "tp4 sp": f"--world-size 4 {TP4} {SP} --micro-batch-size 4",
+    "dp2 zero overlapped": f"--world-size 2 {ZERO_OVERLAPPED} --ddp-bucket-size 1000",
+    "dp4, microbatches that count for nothing": "--world-size 4 --micro-batch-size 1",
+    "cp2": f"--world-size 2 {CP2} --micro-batch-size 4",
+    "cp2 tp2 sp": f"--world-size 4 {TP2} {SP} {CP2} --micro-batch-size 4 {FULL}",
+    "pp2": f"--world-size 2 {PP2}",
+    "pp3 zb-h1, one sample at a time": f"--world-size 3 {PP3} {ZB_H1} --micro-batch-size 1",
+    "pp2 tp2 sp dp2 zero": f"--world-size 8 {TP2} {SP} {PP2} {ZERO}",
+    "pp2 cp2, transfers not overlapped": f"--world-size 4 {CP2} {PP2} {NO_OVERLAP} --micro-batch-size 4",
 }
 
 
 @functools.cache
 def reference(variant: str, *, drawing: bool = False) -> Observed:
     """Three steps on one rank."""
-    settings = (DRAWING if drawing else VARIANTS)[variant]
-    return train(ParallelContext.single(dtype=torch.float64), settings, Layout())
+    return train_alone((DRAWING if drawing else VARIANTS)[variant])
 
 
 @pytest.mark.parametrize(
@@ -59,11 +52,11 @@ def test_layout_computes_the_model_of_one_rank(variant: str, layout: str) -> Non
     check(train_at(VARIANTS[variant], LAYOUTS[layout]), [reference(variant)])
 
 
-SAME_DROPOUT = {
-    "dp2": Layout(dp=2),
-    "pp2": Layout(pp=2),
-    "recompute": Layout(recompute=FULL),
-    "pp2 dp2 zb-h1": Layout(pp=2, dp=2, schedule="zb-h1"),
+SAME_DROPOUT: dict[str, str] = {
+    "dp2": "--world-size 2",
+    "pp2": f"--world-size 2 {PP2}",
+    "recompute": f"{FULL}",
+    "pp2 dp2 zb-h1": f"--world-size 4 {PP2} {ZB_H1}",
 }
 
 
@@ -76,7 +69,7 @@ def test_dropout_is_a_function_of_sample_and_layer(variant: str, layout: str) ->
 @pytest.mark.parametrize("variant", DRAWING)
 def test_tensor_ranks_drop_the_same_before_the_head(variant: str) -> None:
     """Each holds the whole head: with masks of their own they would train heads that drift apart."""
-    one, other = train_at(DRAWING[variant], Layout(tp=2, sequence_parallel=True))
+    one, other = train_at(DRAWING[variant], f"--world-size 2 {TP2} {SP}")
     heads = [name for name in one.weights if name.partition(".")[0] in ("pooler", *HEADS)]
     assert len(heads) == 4
     for name in heads:

@@ -3,304 +3,219 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
-from dataclasses import replace
-from typing import Any
 
 import pytest
-import torch
 
-from megatron.config.parallel import CpCommType
-from megatron.core.parallel.context import ParallelContext
-from megatron.core.transformer.block import RecomputePlan
 from megatron.training.evaluation.parity import TOLERANCE, Observed, compare
-from tests.equivalence.training import Layout, train
-from tests.harness import run_ranks
+from tests.equivalence.flags import (
+    CP2,
+    CP4,
+    FULL,
+    FUSED,
+    LATENT,
+    LATENT_TIED,
+    LATER,
+    LLAMA,
+    LLAMA_TIED,
+    OFFLOADED,
+    PP2,
+    SELECTIVE,
+    SMALL,
+    SP,
+    TP2,
+    TP3,
+    TP4,
+    TP8,
+    ZB_H1,
+    ZERO,
+    ZERO_OVERLAPPED,
+)
+from tests.equivalence.training import train_alone, train_at
 from tests.tiers import pairs
 
-SMALL: dict[str, Any] = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "init_method_std": 0.2}
-LLAMA: dict[str, Any] = SMALL | {
-    "position_embedding_type": "rope",
-    "normalization": "RMSNorm",
-    "activation": "swiglu",
-    "add_bias_linear": False,
-    "group_query_attention": True,
-    "num_query_groups": 4,
-    "num_attention_heads": 8,
-    "untie_embeddings_and_output_weights": True,
+VARIANTS: dict[str, str] = {
+    "gpt2 tied": f"{SMALL}",
+    "gpt2 untied": f"{SMALL} --untie-embeddings-and-output-weights",
+    "llama": f"{LLAMA}",
+    "llama tied, qk norm, documents": f"{LLAMA_TIED} --qk-layernorm --reset-attention-mask",
+    "geglu, rotary half interleaved, layernorm 1p": (
+        f"{SMALL} --activation geglu_tanh --position-embedding-type rope --rotary-percent 0.5 "
+        "--rotary-interleaved --apply-layernorm-1p"
+    ),
+    "bert": f"bert: {SMALL}",
+    "bert, residuals behind norms": (
+        f"bert: {SMALL} --apply-residual-connection-post-layernorm --activation gelu "
+        "--position-embedding-type rope --untie-embeddings-and-output-weights"
+    ),
+    "parallel, one norm, biases of output, mlp and logits": (
+        f"{LLAMA} --parallel-attention --add-attention-output-bias --add-mlp-bias --add-output-layer-bias"
+    ),
+    "parallel, two norms, norm of the embedding, bias of tied logits": (
+        f"{SMALL} --parallel-attention --parallel-layernorm --add-output-layer-bias --embedding-norm"
+    ),
+    "windows and full attention, soft cap, sinks, documents": (
+        f"{LLAMA} --window-size 3 0 --window-attn-skip-freq 2 --attn-logit-softcapping 0.5 "
+        "--softmax-type learnable --reset-attention-mask"
+    ),
+    "alibi, windows, off by one": (
+        f"{SMALL} --num-attention-heads 8 --position-embedding-type alibi --scale-alibi --window-size 5 0 "
+        "--window-attn-skip-freq [0,1] --softmax-type off-by-one"
+    ),
+    "quick geglu, clamped, offset": (
+        f"{LLAMA} --activation quick_geglu --activation-func-clamp-value 0.3 --glu-linear-offset 1.0"
+    ),
+    "bert, windows": f"bert: {SMALL} --window-size 4 2 --window-attn-skip-freq [1,0]",
+    "bert, norm of the embedding instead of the first": (
+        f"bert: {SMALL} --embedding-norm --no-first-attention-norm --norm-parameters weight"
+    ),
+    "squared relu, no positions, qkv bias": (
+        f"{SMALL} --activation squared_relu --position-embedding-type none --disable-bias-linear --add-qkv-bias"
+    ),
+    "norms after, qk norm over all heads": (
+        f"{LLAMA} --norm-placement after --qk-layernorm --qk-layernorm-kind all_heads --reset-attention-mask"
+    ),
+    "norms without bias before and after, qk norm weights per head": (
+        f"{SMALL} --norm-placement both --norm-parameters weight --qk-layernorm --qk-layernorm-kind per_head"
+    ),
+    "post norm, no first norm, narrow words": (
+        f"{SMALL} --apply-residual-connection-post-layernorm --no-first-attention-norm --word-embedding-size 8"
+    ),
+    "norms without weights, clipped qkv": f"{SMALL} --norm-parameters none --clip-qkv 0.5",
+    "qk l2 norm, dynamic NTK, another scale of scores": (
+        f"{LLAMA} --position-embedding-type dynamic_ntk --qk-l2-norm --original-max-position-embeddings 4 "
+        "--rotary-scaling-factor 4.0 --softmax-scale 0.2"
+    ),
+    "multipliers, capped logits, llama 3 scaling": (
+        f"{LLAMA} --use-rope-scaling --original-max-position-embeddings 8 --embedding-multiplier 5.0 "
+        "--residual-multiplier 0.3 --logits-multiplier 2.0 --final-logit-softcapping 1.5 --apply-layernorm-1p"
+    ),
+    "yarn, layers without rotary positions, another base in windows": (
+        f"{LLAMA} --num-layers 4 --position-embedding-type yarn --original-max-position-embeddings 4 "
+        "--rotary-scaling-factor 4.0 --no-rope-freq [0,0,1,0] --window-size 3 0 --window-attn-skip-freq 2 "
+        "--rotary-base-local 100.0 --reset-attention-mask"
+    ),
+    "longrope, half of each head": (
+        f"{SMALL} --position-embedding-type longrope --original-max-position-embeddings 4 "
+        "--rotary-scaling-factor 4.0 --rotary-percent 0.5 --longrope-short-factors 1.0 1.0 "
+        "--longrope-long-factors 2.0 3.0"
+    ),
+    "latent attention, yarn with a factor of scores, documents": (
+        f"{LATENT} --position-embedding-type yarn --q-lora-rank 14 --qk-layernorm --add-qkv-bias "
+        "--original-max-position-embeddings 4 --rotary-scaling-factor 4.0 --mscale 0.7 --mscale-all-dim 1.3 "
+        "--rotary-interleaved --reset-attention-mask"
+    ),
+    "latent attention without latent queries and norms, wide values, windows, sinks": (
+        f"{LATENT} --v-head-dim 12 --window-size 3 0 --window-attn-skip-freq 2 --softmax-type learnable"
+    ),
+    "future tokens, documents": f"{LLAMA} {LATER} --reset-attention-mask",
+    "future tokens, tied, norms after, latent attention": (
+        f"{LATENT_TIED} {LATER} --norm-placement both --q-lora-rank 14"
+    ),
 }
-BERT: dict[str, Any] = SMALL | {"family": "bert"}
-STILL: dict[str, Any] = {"attention_dropout": 0.0, "hidden_dropout": 0.0}
-
-VARIANTS: dict[str, dict[str, Any]] = {
-    "gpt2 tied": SMALL | STILL,
-    "gpt2 untied": SMALL | STILL | {"untie_embeddings_and_output_weights": True},
-    "llama": LLAMA | STILL,
-    "llama tied, qk norm, documents": LLAMA
-    | STILL
-    | {"untie_embeddings_and_output_weights": False, "qk_layernorm": True, "document_ids": True},
-    "geglu, rotary half interleaved, layernorm 1p": SMALL
-    | STILL
-    | {
-        "activation": "geglu_tanh",
-        "position_embedding_type": "rope",
-        "rotary_percent": 0.5,
-        "rotary_interleaved": True,
-        "apply_layernorm_1p": True,
-    },
-    "bert": BERT | STILL,
-    "bert, residuals behind norms": BERT
-    | STILL
-    | {
-        "apply_residual_connection_post_layernorm": True,
-        "activation": "gelu",
-        "position_embedding_type": "rope",
-        "untie_embeddings_and_output_weights": True,
-    },
-    "parallel, one norm, biases of output, mlp and logits": LLAMA
-    | STILL
-    | {
-        "parallel_attention": True,
-        "add_attention_output_bias": True,
-        "add_mlp_bias": True,
-        "add_output_layer_bias": True,
-    },
-    "parallel, two norms, norm of the embedding, bias of tied logits": SMALL
-    | STILL
-    | {"parallel_attention": True, "parallel_layernorm": True, "add_output_layer_bias": True, "embedding_norm": True},
-    "windows and full attention, soft cap, sinks, documents": LLAMA
-    | STILL
-    | {
-        "window_size": (3, 0),
-        "window_attn_skip_freq": "2",
-        "attn_logit_softcapping": 0.5,
-        "softmax_type": "learnable",
-        "document_ids": True,
-    },
-    "alibi, windows, off by one": SMALL
-    | STILL
-    | {
-        "position_embedding_type": "alibi",
-        "scale_alibi": True,
-        "num_attention_heads": 8,
-        "window_size": (5, 0),
-        "window_attn_skip_freq": "[0,1]",
-        "softmax_type": "off-by-one",
-    },
-    "quick geglu, clamped, offset": LLAMA
-    | STILL
-    | {"activation": "quick_geglu", "activation_func_clamp_value": 0.3, "glu_linear_offset": 1.0},
-    "bert, windows": BERT | STILL | {"window_size": (4, 2), "window_attn_skip_freq": "[1,0]"},
-    "bert, norm of the embedding instead of the first": BERT
-    | STILL
-    | {"embedding_norm": True, "first_attention_norm": False, "norm_parameters": "weight"},
-    "squared relu, no positions, qkv bias": SMALL
-    | STILL
-    | {"activation": "squared_relu", "position_embedding_type": "none", "add_bias_linear": False, "add_qkv_bias": True},
+THREES: dict[str, str] = {
+    "twelve heads": f"{SMALL} --hidden-size 48 --num-attention-heads 12",
+    "twelve heads, untied": f"{SMALL} --hidden-size 48 --num-attention-heads 12 --untie-embeddings-and-output-weights",
 }
-VARIANTS |= {
-    "norms after, qk norm over all heads": LLAMA
-    | STILL
-    | {"norm_placement": "after", "qk_layernorm": True, "qk_layernorm_kind": "all_heads", "document_ids": True},
-    "norms without bias before and after, qk norm weights per head": SMALL
-    | STILL
-    | {"norm_placement": "both", "norm_parameters": "weight", "qk_layernorm": True, "qk_layernorm_kind": "per_head"},
-    "post norm, no first norm, narrow words": SMALL
-    | STILL
-    | {
-        "apply_residual_connection_post_layernorm": True,
-        "first_attention_norm": False,
-        "word_embedding_size": 8,
-        "untie_embeddings_and_output_weights": False,
-    },
-    "norms without weights, clipped qkv": SMALL | STILL | {"norm_parameters": "none", "clip_qkv": 0.5},
-    "qk l2 norm, dynamic NTK, another scale of scores": LLAMA
-    | STILL
-    | {
-        "qk_l2_norm": True,
-        "position_embedding_type": "dynamic_ntk",
-        "original_max_position_embeddings": 4,
-        "rotary_scaling_factor": 4.0,
-        "softmax_scale": 0.2,
-    },
-    "multipliers, capped logits, llama 3 scaling": LLAMA
-    | STILL
-    | {
-        "use_rope_scaling": True,
-        "original_max_position_embeddings": 8,
-        "embedding_multiplier": 5.0,
-        "residual_multiplier": 0.3,
-        "logits_multiplier": 2.0,
-        "final_logit_softcapping": 1.5,
-        "apply_layernorm_1p": True,
-    },
+FEW_GROUPS: dict[str, str] = {
+    "one group": f"{LLAMA} --num-query-groups 1 --add-qkv-bias",
+    "two groups, qk norm, documents": f"{LLAMA_TIED} --num-query-groups 2 --qk-layernorm --reset-attention-mask",
+    "two groups, qk norm over all heads": (
+        f"{LLAMA} --num-query-groups 2 --qk-layernorm --qk-layernorm-kind all_heads --norm-placement after"
+    ),
+    "one group, qk norm weights per head": f"{LLAMA} --num-query-groups 1 --qk-layernorm --qk-layernorm-kind per_head",
 }
-VARIANTS |= {
-    "yarn, layers without rotary positions, another base in windows": LLAMA
-    | STILL
-    | {
-        "position_embedding_type": "yarn",
-        "original_max_position_embeddings": 4,
-        "rotary_scaling_factor": 4.0,
-        "num_layers": 4,
-        "no_rope_freq": "[0,0,1,0]",
-        "window_size": (3, 0),
-        "window_attn_skip_freq": "2",
-        "rotary_base_local": 100.0,
-        "document_ids": True,
-    },
-    "longrope, half of each head": SMALL
-    | STILL
-    | {
-        "position_embedding_type": "longrope",
-        "original_max_position_embeddings": 4,
-        "rotary_scaling_factor": 4.0,
-        "rotary_percent": 0.5,
-        "longrope_short_factors": (1.0,) * 2,
-        "longrope_long_factors": (2.0, 3.0),
-    },
-}
-LATENT: dict[str, Any] = {name: value for name, value in (LLAMA | STILL).items() if "group" not in name}
-LATENT |= {
-    "multi_latent_attention": True,
-    "kv_lora_rank": 10,
-    "qk_head_dim": 6,
-    "qk_pos_emb_head_dim": 4,
-    "v_head_dim": 5,
-}
-VARIANTS |= {
-    "latent attention, yarn with a factor of scores, documents": LATENT
-    | {
-        "q_lora_rank": 14,
-        "qk_layernorm": True,
-        "add_qkv_bias": True,
-        "position_embedding_type": "yarn",
-        "original_max_position_embeddings": 4,
-        "rotary_scaling_factor": 4.0,
-        "mscale": 0.7,
-        "mscale_all_dim": 1.3,
-        "rotary_interleaved": True,
-        "document_ids": True,
-    },
-    "latent attention without latent queries and norms, wide values, windows, sinks": LATENT
-    | {"v_head_dim": 12, "window_size": (3, 0), "window_attn_skip_freq": "2", "softmax_type": "learnable"},
-}
-LATER: dict[str, Any] = {"family": "gpt, future tokens", "mtp_num_layers": 2, "mtp_loss_scaling_factor": 0.7}
-VARIANTS |= {
-    "future tokens, documents": LLAMA | STILL | LATER | {"document_ids": True},
-    "future tokens, tied, norms after, latent attention": LATENT
-    | LATER
-    | {"untie_embeddings_and_output_weights": False, "norm_placement": "both", "q_lora_rank": 14},
-}
-TWELVE_HEADS: dict[str, Any] = SMALL | STILL | {"hidden_size": 48, "num_attention_heads": 12}
-THREES: dict[str, dict[str, Any]] = {
-    "twelve heads": TWELVE_HEADS,
-    "twelve heads, untied": TWELVE_HEADS | {"untie_embeddings_and_output_weights": True},
-}
-FEW_GROUPS: dict[str, dict[str, Any]] = {
-    "one group": LLAMA | STILL | {"num_query_groups": 1, "add_qkv_bias": True},
-    "two groups, qk norm, documents": LLAMA
-    | STILL
-    | {"num_query_groups": 2, "qk_layernorm": True, "document_ids": True, "untie_embeddings_and_output_weights": False},
-    "two groups, qk norm over all heads": LLAMA
-    | STILL
-    | {"num_query_groups": 2, "qk_layernorm": True, "qk_layernorm_kind": "all_heads", "norm_placement": "after"},
-    "one group, qk norm weights per head": LLAMA
-    | STILL
-    | {"num_query_groups": 1, "qk_layernorm": True, "qk_layernorm_kind": "per_head"},
-}
-DRAWING: dict[str, dict[str, Any]] = {
-    "windows, sinks, dropout": LLAMA
-    | {"attention_dropout": 0.2, "hidden_dropout": 0.2, "window_size": (3, 0), "softmax_type": "learnable"},
-    "gpt2 with dropout": SMALL | {"attention_dropout": 0.2, "hidden_dropout": 0.2},
-    "llama with dropout": LLAMA | {"attention_dropout": 0.2, "hidden_dropout": 0.2},
-    "bert with dropout": BERT | {"attention_dropout": 0.2, "hidden_dropout": 0.2},
+DRAWING: dict[str, str] = {
+    "windows, sinks, dropout": (
+        f"{LLAMA} --attention-dropout 0.2 --hidden-dropout 0.2 --window-size 3 0 --softmax-type learnable"
+    ),
+    "gpt2 with dropout": f"{SMALL} --attention-dropout 0.2 --hidden-dropout 0.2",
+    "llama with dropout": f"{LLAMA} --attention-dropout 0.2 --hidden-dropout 0.2",
+    "bert with dropout": f"bert: {SMALL} --attention-dropout 0.2 --hidden-dropout 0.2",
 }
 
 EVERY_VARIANT = VARIANTS | THREES | FEW_GROUPS | DRAWING
 
-FULL, BLOCK = RecomputePlan("full"), RecomputePlan("full", "block", 1)
-SELECTIVE = RecomputePlan("selective", modules=("core_attn", "layernorm"))
-OFFLOADED = RecomputePlan(offloaded=9, least_offloaded=1)
-
-HALVES: dict[str, Any] = {"micro_batch_size": 4}
-"""Two microbatches, where one rank has four: gradients are added up, and ranks meet half as often."""
-
-LAYOUTS: dict[str, Layout] = {
-    "one rank, accumulation": Layout(micro_batch_size=1),
-    "one rank, one microbatch": Layout(micro_batch_size=8),
-    "one rank, recompute full": Layout(recompute=FULL),
-    "one rank, recompute in runs of 2": Layout(recompute=RecomputePlan("full", "uniform", 2)),
-    "one rank, recompute block": Layout(recompute=BLOCK),
-    "one rank, recompute selective": Layout(recompute=SELECTIVE),
-    "tp2": Layout(tp=2, **HALVES),
-    "tp4": Layout(tp=4, **HALVES),
-    "tp2 sp": Layout(tp=2, sequence_parallel=True, **HALVES),
-    "tp4 sp": Layout(tp=4, sequence_parallel=True, **HALVES),
-    "tp2 sp recompute full": Layout(tp=2, sequence_parallel=True, recompute=FULL, **HALVES),
-    "tp2 recompute selective": Layout(tp=2, recompute=SELECTIVE, **HALVES),
-    "tp2 sp offloaded": Layout(tp=2, sequence_parallel=True, recompute=OFFLOADED, **HALVES),
-    "cp2 offloaded": Layout(cp=2, recompute=OFFLOADED, **HALVES),
-    "dp2": Layout(dp=2),
-    "dp4, fully masked rank": Layout(dp=4, micro_batch_size=1),
-    "dp2 overlapped, small buckets": Layout(dp=2, overlap=True, bucket_size=1000),
-    "dp2 zero": Layout(dp=2, sharded=True),
-    "dp4 zero overlapped, small buckets": Layout(dp=4, sharded=True, overlap=True, bucket_size=1000),
-    "tp2 dp2": Layout(tp=2, dp=2),
-    "tp2 sp dp2 zero recompute": Layout(
-        tp=2, dp=2, sequence_parallel=True, sharded=True, overlap=True, bucket_size=3000, recompute=FULL
+LAYOUTS: dict[str, str] = {
+    "one rank, accumulation": "--micro-batch-size 1",
+    "one rank, one microbatch": "--micro-batch-size 8",
+    "one rank, recompute full": f"{FULL}",
+    "one rank, recompute in runs of 2": f"{FULL} --recompute-method uniform --recompute-num-layers 2",
+    "one rank, recompute block": f"{FULL} --recompute-method block --recompute-num-layers 1",
+    "one rank, recompute selective": f"{SELECTIVE} --recompute-modules core_attn layernorm",
+    "tp2": f"--world-size 2 {TP2} --micro-batch-size 4",
+    "tp4": f"--world-size 4 {TP4} --micro-batch-size 4",
+    "tp2 sp": f"--world-size 2 {TP2} {SP} --micro-batch-size 4",
+    "tp4 sp": f"--world-size 4 {TP4} {SP} --micro-batch-size 4",
+    "tp2 sp recompute full": f"--world-size 2 {TP2} {SP} --micro-batch-size 4 {FULL}",
+    "tp2 recompute selective": (
+        f"--world-size 2 {TP2} --micro-batch-size 4 {SELECTIVE} --recompute-modules core_attn layernorm"
     ),
-    "one rank, accumulation fused": Layout(micro_batch_size=1, fuses_accumulation=True),
-    "tp2 sp dp2 zero, accumulation fused": Layout(
-        tp=2, dp=2, sequence_parallel=True, sharded=True, overlap=True, bucket_size=3000, fuses_accumulation=True
+    "tp2 sp offloaded": f"--world-size 2 {TP2} {SP} --micro-batch-size 4 {OFFLOADED}",
+    "cp2 offloaded": f"--world-size 2 {CP2} --micro-batch-size 4 {OFFLOADED}",
+    "dp2": "--world-size 2",
+    "dp4, fully masked rank": "--world-size 4 --micro-batch-size 1",
+    "dp2 overlapped, small buckets": "--world-size 2 --overlap-grad-reduce --ddp-bucket-size 1000",
+    "dp2 zero": f"--world-size 2 {ZERO}",
+    "dp4 zero overlapped, small buckets": f"--world-size 4 {ZERO_OVERLAPPED} --ddp-bucket-size 1000",
+    "tp2 dp2": f"--world-size 4 {TP2}",
+    "tp2 sp dp2 zero recompute": f"--world-size 4 {TP2} {SP} {ZERO_OVERLAPPED} --ddp-bucket-size 3000 {FULL}",
+    "one rank, accumulation fused": f"{FUSED} --micro-batch-size 1",
+    "tp2 sp dp2 zero, accumulation fused": (
+        f"--world-size 4 {TP2} {SP} {ZERO_OVERLAPPED} --ddp-bucket-size 3000 {FUSED}"
     ),
-}
-GATHER: tuple[CpCommType, ...] = ("all_gather",)
-HEADS: tuple[CpCommType, ...] = ("a2a",)
-LEVELS: dict[str, Any] = {"cp_comm_types": ("a2a+p2p",), "cp_sizes": (2, 2)}
-
-LAYOUTS |= {
-    "cp2": Layout(cp=2, **HALVES),
-    "cp4": Layout(cp=4, **HALVES),
-    "cp2 gather": Layout(cp=2, cp_comm_types=GATHER, **HALVES),
-    "cp4 heads": Layout(cp=4, cp_comm_types=HEADS, **HALVES),
-    "cp4 heads and rings": Layout(cp=4, **LEVELS, **HALVES),
-    "cp2 another way in each layer": Layout(cp=2, cp_comm_types=("a2a", "p2p", "p2p", "a2a"), **HALVES),  # of 2 or 4
-    "cp2 recompute full": Layout(cp=2, recompute=FULL, **HALVES),
-    "cp2 heads, recompute selective": Layout(cp=2, cp_comm_types=HEADS, recompute=SELECTIVE, **HALVES),
-    "cp2 recompute selective": Layout(cp=2, recompute=SELECTIVE, **HALVES),
-    "cp2 tp2": Layout(cp=2, tp=2, **HALVES),
-    "cp2 tp2 sp": Layout(cp=2, tp=2, sequence_parallel=True, **HALVES),
-    "cp2 tp2 heads": Layout(cp=2, tp=2, cp_comm_types=HEADS, **HALVES),
-    "cp2 dp2, fully masked ranks": Layout(cp=2, dp=2, micro_batch_size=1),
-    "cp2 dp2 zero overlapped, small buckets": Layout(
-        cp=2, dp=2, sharded=True, overlap=True, bucket_size=1000, cp_comm_types=GATHER
+    "cp2": f"--world-size 2 {CP2} --micro-batch-size 4",
+    "cp4": f"--world-size 4 {CP4} --micro-batch-size 4",
+    "cp2 gather": f"--world-size 2 {CP2} --cp-comm-type all_gather --micro-batch-size 4",
+    "cp4 heads": f"--world-size 4 {CP4} --cp-comm-type a2a --micro-batch-size 4",
+    "cp4 heads and rings": (
+        f"--world-size 4 {CP4} --cp-comm-type a2a+p2p --hierarchical-context-parallel-sizes 2 2 --micro-batch-size 4"
     ),
-    "cp2 tp2 sp dp2 zero recompute": Layout(
-        cp=2, tp=2, dp=2, sequence_parallel=True, sharded=True, overlap=True, bucket_size=3000, recompute=FULL
+    "cp2 another way in each layer": f"--world-size 2 {CP2} --cp-comm-type a2a p2p --micro-batch-size 4",
+    "cp2 recompute full": f"--world-size 2 {CP2} --micro-batch-size 4 {FULL}",
+    "cp2 heads, recompute selective": (
+        f"--world-size 2 {CP2} --cp-comm-type a2a --micro-batch-size 4 {SELECTIVE} "
+        "--recompute-modules core_attn layernorm"
     ),
+    "cp2 recompute selective": (
+        f"--world-size 2 {CP2} --micro-batch-size 4 {SELECTIVE} --recompute-modules core_attn layernorm"
+    ),
+    "cp2 tp2": f"--world-size 4 {TP2} {CP2} --micro-batch-size 4",
+    "cp2 tp2 sp": f"--world-size 4 {TP2} {SP} {CP2} --micro-batch-size 4",
+    "cp2 tp2 heads": f"--world-size 4 {TP2} {CP2} --cp-comm-type a2a --micro-batch-size 4",
+    "cp2 dp2, fully masked ranks": f"--world-size 4 {CP2} --micro-batch-size 1",
+    "cp2 dp2 zero overlapped, small buckets": (
+        f"--world-size 4 {CP2} --cp-comm-type all_gather {ZERO_OVERLAPPED} --ddp-bucket-size 1000"
+    ),
+    "cp2 tp2 sp dp2 zero recompute": f"--world-size 8 {TP2} {SP} {CP2} {ZERO_OVERLAPPED} --ddp-bucket-size 3000 {FULL}",
 }
 RICH = ("cp2 tp2 sp", "tp2 sp dp2 zero recompute", "cp2 tp2 heads")
 """Every variant is checked at one of them in the default tier."""
-FEW_GROUPS_LAYOUTS = {
-    "tp2": Layout(tp=2, **HALVES),
-    "tp4": Layout(tp=4, **HALVES),
-    "tp4 sp dp2 zero, small buckets": Layout(tp=4, dp=2, sequence_parallel=True, sharded=True, bucket_size=1000),
-    "tp8 recompute": Layout(tp=8, recompute=FULL, **HALVES),
-    "cp2 tp4": Layout(cp=2, tp=4, **HALVES),
-    "cp2 tp4 heads": Layout(cp=2, tp=4, cp_comm_types=HEADS, **HALVES),
-    "cp4 heads": Layout(cp=4, cp_comm_types=HEADS, **HALVES),
+FEW_GROUPS_LAYOUTS: dict[str, str] = {
+    "tp2": f"--world-size 2 {TP2} --micro-batch-size 4",
+    "tp4": f"--world-size 4 {TP4} --micro-batch-size 4",
+    "tp4 sp dp2 zero, small buckets": f"--world-size 8 {TP4} {SP} {ZERO} --ddp-bucket-size 1000",
+    "tp8 recompute": f"--world-size 8 {TP8} --micro-batch-size 4 {FULL}",
+    "cp2 tp4": f"--world-size 8 {TP4} {CP2} --micro-batch-size 4",
+    "cp2 tp4 heads": f"--world-size 8 {TP4} {CP2} --cp-comm-type a2a --micro-batch-size 4",
+    "cp4 heads": f"--world-size 4 {CP4} --cp-comm-type a2a --micro-batch-size 4",
 }
-THREES_LAYOUTS = {
-    "tp2": Layout(tp=2, **HALVES),
-    "tp3": Layout(tp=3, **HALVES),
-    "tp4": Layout(tp=4, **HALVES),
-    "tp3 cp2": Layout(tp=3, cp=2, **HALVES),
+THREES_LAYOUTS: dict[str, str] = {
+    "tp2": f"--world-size 2 {TP2} --micro-batch-size 4",
+    "tp3": f"--world-size 3 {TP3} --micro-batch-size 4",
+    "tp4": f"--world-size 4 {TP4} --micro-batch-size 4",
+    "tp3 cp2": f"--world-size 6 {TP3} {CP2} --micro-batch-size 4",
 }
+
+
+def draws_the_same(layout: str) -> bool:
+    """Whether samples have the masks that they have on one rank: not where their heads, sequences or microbatches are
+    divided otherwise.
+    """
+    return not any(flag in layout for flag in ("--tensor-model", "--context-parallel", "--micro-batch-size"))
+
+
 """Dropout on heads differs between tensor-parallel ranks, so only these layouts draw what one rank draws."""
-SAME_DROPOUT = [
-    name for name, layout in LAYOUTS.items() if layout.tp == layout.cp == 1 and layout.micro_batch_size == 2
-]
+SAME_DROPOUT = [name for name, layout in LAYOUTS.items() if draws_the_same(layout)]
 
 """Layouts that draw the same masks, those of the first: which keys a rank drops depends on how it meets them."""
 SAME_DROPOUT_OVER_SLICES = {
@@ -308,45 +223,32 @@ SAME_DROPOUT_OVER_SLICES = {
         LAYOUTS["cp2"],
         LAYOUTS["cp2 recompute full"],
         LAYOUTS["cp2 recompute selective"],
-        Layout(cp=2, dp=2, sharded=True),
+        f"--world-size 4 {CP2} {ZERO}",
     ],
     "heads": [
-        Layout(cp=2, cp_comm_types=HEADS),
+        f"--world-size 2 {CP2} --cp-comm-type a2a",
         LAYOUTS["cp2 heads, recompute selective"],
-        Layout(cp=2, dp=2, cp_comm_types=HEADS, recompute=FULL),
+        f"--world-size 4 {CP2} --cp-comm-type a2a {FULL}",
     ],
-    "gather": [LAYOUTS["cp2 gather"], Layout(cp=2, dp=2, cp_comm_types=GATHER, recompute=FULL)],
+    "gather": [LAYOUTS["cp2 gather"], f"--world-size 4 {CP2} --cp-comm-type all_gather {FULL}"],
 }
 
 
 @functools.cache
 def reference(variant: str) -> Observed:
     """Three steps on one rank."""
-    return train(ParallelContext.single(dtype=torch.float64), EVERY_VARIANT[variant], Layout())
+    return train_alone(EVERY_VARIANT[variant])
 
 
-def ranks_of(variant: str, layout: Layout) -> list[Observed]:
+def ranks_of(variant: str, layout: str) -> list[Observed]:
     """Three steps at a layout, by rank."""
     return train_at(EVERY_VARIANT[variant], layout)
 
 
-def train_at(settings: Mapping[str, Any], layout: Layout) -> list[Observed]:
-    """Three steps of a model with these settings at a layout, by rank."""
-    return run_ranks(
-        train,
-        settings,
-        layout,
-        tp=layout.tp,
-        cp=layout.cp,
-        dp=layout.dp,
-        pp=layout.pp,
-        ep=layout.ep,
-        etp=layout.etp,
-        pp_before_dp=layout.pp_before_dp,
-        dtype=torch.float64,
-        sequence_parallel=layout.sequence_parallel,
-        reuse=True,
-    )
+def layout_for(row: str, layout: str) -> str:
+    """A layout for a model of two layers or four, where each layer may have its own way."""
+    in_four = "--cp-comm-type a2a p2p p2p a2a"
+    return layout.replace("--cp-comm-type a2a p2p", in_four) if "--num-layers 4" in row else layout
 
 
 def check(outcomes: list[Observed], expected: list[Observed]) -> None:
@@ -370,16 +272,17 @@ def check(outcomes: list[Observed], expected: list[Observed]) -> None:
 )
 def test_layout_computes_the_model_of_one_rank(variant: str, layout: str) -> None:
     """A wrong or missing collective anywhere would train another model at this layout."""
-    check(ranks_of(variant, LAYOUTS[layout]), [reference(variant)])
+    check(ranks_of(variant, layout_for(EVERY_VARIANT[variant], LAYOUTS[layout])), [reference(variant)])
 
 
-HEADS_AGAIN = RecomputePlan("selective", modules=("mla_up_proj",))
-LATENT_LAYOUTS = {
-    "cp2 tp2 sp": Layout(cp=2, tp=2, sequence_parallel=True, **HALVES),
-    "cp4": Layout(cp=4, **HALVES),
-    "cp2 pp2 zb-h1 heads again": Layout(cp=2, pp=2, schedule="zb-h1", recompute=HEADS_AGAIN, **HALVES),
-    "cp2 recompute heads and scores": Layout(
-        cp=2, recompute=RecomputePlan("selective", modules=("mla_up_proj", "core_attn")), **HALVES
+LATENT_LAYOUTS: dict[str, str] = {
+    "cp2 tp2 sp": f"--world-size 4 {TP2} {SP} {CP2} --micro-batch-size 4",
+    "cp4": f"--world-size 4 {CP4} --micro-batch-size 4",
+    "cp2 pp2 zb-h1 heads again": (
+        f"--world-size 4 {CP2} {PP2} {ZB_H1} --micro-batch-size 4 {SELECTIVE} --recompute-modules mla_up_proj"
+    ),
+    "cp2 recompute heads and scores": (
+        f"--world-size 2 {CP2} --micro-batch-size 4 {SELECTIVE} --recompute-modules mla_up_proj core_attn"
     ),
 }
 
@@ -435,7 +338,7 @@ def test_a_prime_vocabulary_divides_over_any_ranks(variant: str, layout: str) ->
 )
 def test_dropout_is_a_function_of_sample_and_layer(variant: str, layout: str) -> None:
     """Recomputation would draw other masks than the forward pass, and data-parallel replicas the same ones."""
-    check(ranks_of(variant, LAYOUTS[layout]), [reference(variant)])
+    check(ranks_of(variant, layout_for(EVERY_VARIANT[variant], LAYOUTS[layout])), [reference(variant)])
 
 
 @pytest.mark.parametrize(
@@ -444,7 +347,7 @@ def test_dropout_is_a_function_of_sample_and_layer(variant: str, layout: str) ->
 )
 def test_dropout_over_slices_is_replayed(variant: str, way: str) -> None:
     """Backward and recomputation would drop other probabilities than the forward pass, or replicas draw by rank."""
-    layouts = [replace(layout, micro_batch_size=2) for layout in SAME_DROPOUT_OVER_SLICES[way]]
+    layouts = [f"{layout} --micro-batch-size 2" for layout in SAME_DROPOUT_OVER_SLICES[way]]
     first, *others = (ranks_of(variant, layout) for layout in layouts)
     for outcomes in others:
         check(outcomes, first)

@@ -3,206 +3,136 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import replace
-from typing import Any
 from unittest import mock
 
 import pytest
-import torch
 
-from megatron.config.moe import MoEConfig
 from megatron.core.moe import experts as core_experts
 from megatron.core.parallel.context import ParallelContext
-from megatron.core.transformer.block import RecomputePlan
 from megatron.training.evaluation.parity import Observed
-from tests.equivalence.test_equivalence import LATENT, LATER, LLAMA, SMALL, STILL, check, train_at
-from tests.equivalence.training import Layout, train
+from tests.equivalence.flags import (
+    CP2,
+    EP2,
+    EP4,
+    ETP1,
+    ETP2,
+    EXPERTS,
+    FULL,
+    FUSED,
+    LATENT,
+    LATER,
+    LLAMA,
+    LOOPED,
+    OFFLOADED,
+    PP2,
+    SELECTIVE,
+    SMALL,
+    SP,
+    TP2,
+    VEE,
+    ZB_H1,
+    ZERO,
+    ZERO_OVERLAPPED,
+)
+from tests.equivalence.test_equivalence import check
+from tests.equivalence.training import at, run_of, train, train_alone, train_at
 from tests.harness import run_ranks
 from tests.tiers import pairs
 
-
-def experts(**settings: Any) -> tuple[MoEConfig]:
-    """Eight of them, narrow."""
-    sizes: dict[str, Any] = {"num_experts": 8, "moe_ffn_hidden_size": 16}
-    return (MoEConfig(**sizes | settings),)
-
-
 GLOBAL = "a loss over all replicas, future tokens, losses of layers"
 PADDED = "padding, capacity, bias, losses, shared experts, future tokens"
-VARIANTS: dict[str, dict[str, Any]] = {
-    "softmax, all losses": LLAMA
-    | STILL
-    | {
-        "num_layers": 4,
-        "groups": experts(
-            moe_router_load_balancing_type=("aux_loss", "seq_aux_loss"),
-            moe_aux_loss_coeff=(0.3, 0.2),
-            moe_z_loss_coeff=0.1,
-            moe_per_layer_logging=True,
-        ),
-    },
-    GLOBAL: LLAMA
-    | STILL
-    | LATER
-    | {
-        "num_layers": 4,
-        "groups": experts(
-            moe_layer_freq="[0]+[1]*3",
-            moe_router_load_balancing_type=("global_aux_loss", "seq_aux_loss"),
-            moe_aux_loss_coeff=(0.5, 0.1),
-            moe_per_layer_logging=True,
-        ),
-    },
-    "sigmoid, groups, shared experts behind a gate, a dense layer": LLAMA
-    | STILL
-    | {
-        "num_layers": 4,
-        "groups": experts(
-            moe_layer_freq="[0]+[1]*3",
-            moe_router_score_function="sigmoid",
-            moe_router_topk=4,
-            moe_router_num_groups=4,
-            moe_router_group_topk=2,
-            moe_router_topk_scaling_factor=2.5,
-            moe_router_load_balancing_type=("seq_aux_loss",),
-            moe_aux_loss_coeff=(0.3,),
-            moe_shared_expert_intermediate_size=24,
-            moe_shared_expert_gate=True,
-        ),
-    },
-    "bias that balances, one expert for a token": LLAMA
-    | STILL
-    | {
-        "num_layers": 4,
-        "groups": experts(
-            moe_router_score_function="sigmoid",
-            moe_router_topk=1,
-            moe_router_enable_expert_bias=True,
-            moe_router_bias_update_rate=0.1,
-            moe_shared_expert_intermediate_size=16,
-        ),
-    },
-    "capacity, all tokens to all ranks": LLAMA
-    | STILL
-    | {
-        "num_layers": 4,
-        "groups": experts(
-            moe_expert_capacity_factor=0.8,
-            moe_router_topk=3,
-            moe_router_load_balancing_type=("aux_loss",),
-            moe_aux_loss_coeff=(0.3,),
-            moe_token_dispatcher_type="allgather",
-        ),
-    },
-    "capacity by position": LLAMA
-    | STILL
-    | {
-        "num_layers": 4,
-        "groups": experts(moe_expert_capacity_factor=0.8, moe_token_drop_policy="position"),
-    },
-    "latent attention, groups, bias, shared experts, future tokens": LATENT
-    | LATER
-    | {
-        "num_layers": 3,
-        "groups": experts(
-            moe_layer_freq="[0]+[1]*2",
-            moe_router_score_function="sigmoid",
-            moe_router_topk=4,
-            moe_router_num_groups=4,
-            moe_router_group_topk=2,
-            moe_router_enable_expert_bias=True,
-            moe_router_bias_update_rate=0.1,
-            moe_shared_expert_intermediate_size=16,
-        ),
-    },
-    PADDED: LLAMA
-    | STILL
-    | LATER
-    | {
-        "num_layers": 4,
-        "document_ids": True,
-        "text_mask": True,
-        "mtp_text_mask": True,
-        "groups": experts(
-            moe_layer_freq="[0]+[1]*3",
-            moe_router_score_function="sigmoid",
-            moe_router_topk=3,
-            moe_router_enable_expert_bias=True,
-            moe_router_bias_update_rate=0.1,
-            moe_expert_capacity_factor=0.8,
-            moe_router_load_balancing_type=("aux_loss", "seq_aux_loss"),
-            moe_aux_loss_coeff=(0.3, 0.2),
-            moe_z_loss_coeff=0.1,
-            moe_shared_expert_intermediate_size=16,
-        ),
-    },
-    "sinkhorn, padding, all tokens to all ranks": LLAMA
-    | STILL
-    | {
-        "num_layers": 4,
-        "text_mask": True,
-        "groups": experts(
-            moe_router_load_balancing_type=("sinkhorn",),
-            moe_z_loss_coeff=0.1,
-            moe_token_dispatcher_type="allgather",
-        ),
-    },
-    "biases, softmax before the choice": SMALL
-    | STILL
-    | {"num_layers": 4, "groups": experts(moe_router_pre_softmax=True, moe_layer_freq="2", moe_ffn_hidden_size=32)},
+VARIANTS: dict[str, str] = {
+    "softmax, all losses": (
+        f"{LLAMA} {EXPERTS} --num-layers 4 --moe-router-load-balancing-type aux_loss seq_aux_loss "
+        "--moe-aux-loss-coeff 0.3 0.2 --moe-z-loss-coeff 0.1 --moe-per-layer-logging"
+    ),
+    GLOBAL: (
+        f"{LLAMA} {EXPERTS} {LATER} --num-layers 4 --moe-layer-freq [0]+[1]*3 "
+        "--moe-router-load-balancing-type global_aux_loss seq_aux_loss --moe-aux-loss-coeff 0.5 0.1 "
+        "--moe-per-layer-logging"
+    ),
+    "sigmoid, groups, shared experts behind a gate, a dense layer": (
+        f"{LLAMA} {EXPERTS} --num-layers 4 --moe-layer-freq [0]+[1]*3 --moe-shared-expert-intermediate-size 24 "
+        "--moe-shared-expert-gate --moe-router-topk 4 --moe-router-score-function sigmoid "
+        "--moe-router-topk-scaling-factor 2.5 --moe-router-num-groups 4 --moe-router-group-topk 2 "
+        "--moe-router-load-balancing-type seq_aux_loss --moe-aux-loss-coeff 0.3"
+    ),
+    "bias that balances, one expert for a token": (
+        f"{LLAMA} {EXPERTS} --num-layers 4 --moe-shared-expert-intermediate-size 16 --moe-router-topk 1 "
+        "--moe-router-score-function sigmoid --moe-router-enable-expert-bias --moe-router-bias-update-rate 0.1"
+    ),
+    "capacity, all tokens to all ranks": (
+        f"{LLAMA} {EXPERTS} --num-layers 4 --moe-router-topk 3 --moe-aux-loss-coeff 0.3 "
+        "--moe-expert-capacity-factor 0.8 --moe-token-dispatcher-type allgather"
+    ),
+    "capacity by position": (
+        f"{LLAMA} {EXPERTS} --num-layers 4 --moe-expert-capacity-factor 0.8 --moe-token-drop-policy position"
+    ),
+    "latent attention, groups, bias, shared experts, future tokens": (
+        f"{LATENT} {EXPERTS} {LATER} --num-layers 4 --moe-layer-freq [0]+[1]*3 "
+        "--moe-shared-expert-intermediate-size 16 --moe-router-topk 4 --moe-router-score-function sigmoid "
+        "--moe-router-num-groups 4 --moe-router-group-topk 2 --moe-router-enable-expert-bias "
+        "--moe-router-bias-update-rate 0.1"
+    ),
+    PADDED: (
+        f"{LLAMA} {EXPERTS} {LATER} --num-layers 4 --reset-attention-mask --packing best-fit "
+        "--moe-layer-freq [0]+[1]*3 --moe-shared-expert-intermediate-size 16 --moe-router-topk 3 "
+        "--moe-router-score-function sigmoid --moe-router-enable-expert-bias --moe-router-bias-update-rate 0.1 "
+        "--moe-router-load-balancing-type aux_loss seq_aux_loss --moe-aux-loss-coeff 0.3 0.2 "
+        "--moe-z-loss-coeff 0.1 --moe-expert-capacity-factor 0.8"
+    ),
+    "sinkhorn, padding, all tokens to all ranks": (
+        f"{LLAMA} {EXPERTS} --num-layers 4 --packing best-fit --moe-router-load-balancing-type sinkhorn "
+        "--moe-z-loss-coeff 0.1 --moe-token-dispatcher-type allgather"
+    ),
+    "biases, softmax before the choice": (
+        f"{SMALL} {EXPERTS} --num-layers 4 --moe-layer-freq 2 --moe-ffn-hidden-size 32 --moe-router-pre-softmax"
+    ),
 }
 
-FULL = RecomputePlan("full")
-OFFLOADED = RecomputePlan(offloaded=9, least_offloaded=1)
-MOE = RecomputePlan("selective", modules=("core_attn", "layernorm", "mlp", "moe"))
-PARTS = RecomputePlan("selective", modules=("layernorm", "moe_act", "shared_experts", "mla_up_proj"))
-LAYOUTS: dict[str, Layout] = {
-    "one rank, recompute full": Layout(recompute=FULL),
-    "dp2 ep2, offloaded": Layout(dp=2, ep=2, recompute=OFFLOADED),
-    "ep2": Layout(dp=2, ep=2),
-    "ep4": Layout(dp=4, ep=4),
-    "tp2 ep2 etp1": Layout(tp=2, ep=2, etp=1),
-    "tp2 sp ep2 etp1": Layout(tp=2, sequence_parallel=True, ep=2, etp=1),
-    "tp2 etp1": Layout(tp=2, etp=1),
-    "tp2 etp2": Layout(tp=2),
-    "etp2 over dp": Layout(dp=2, etp=2),
-    "cp2 ep2": Layout(cp=2, ep=2),
-    "ep2 etp2 over all": Layout(dp=2, cp=2, ep=2, etp=2, recompute=FULL),
-    "tp2 dp2 ep2 zero": Layout(tp=2, dp=2, ep=2, etp=1, sharded=True, overlap=True, bucket_size=1000),
-    "tp2 sp dp2 ep2 etp2 zero recompute": Layout(
-        tp=2, sequence_parallel=True, dp=2, ep=2, sharded=True, overlap=True, bucket_size=3000, recompute=FULL
+LAYOUTS: dict[str, str] = {
+    "one rank, recompute full": f"{FULL}",
+    "dp2 ep2, offloaded": f"--world-size 2 {EP2} {OFFLOADED}",
+    "ep2": f"--world-size 2 {EP2}",
+    "ep4": f"--world-size 4 {EP4}",
+    "tp2 ep2 etp1": f"--world-size 2 {TP2} {EP2} {ETP1}",
+    "tp2 sp ep2 etp1": f"--world-size 2 {TP2} {SP} {EP2} {ETP1}",
+    "tp2 etp1": f"--world-size 2 {TP2} {ETP1}",
+    "tp2 etp2": f"--world-size 2 {TP2}",
+    "etp2 over dp": f"--world-size 2 {ETP2}",
+    "cp2 ep2": f"--world-size 2 {CP2} {EP2}",
+    "ep2 etp2 over all": f"--world-size 4 {CP2} {EP2} {ETP2} {FULL}",
+    "tp2 dp2 ep2 zero": f"--world-size 4 {TP2} {EP2} {ETP1} {ZERO_OVERLAPPED} --ddp-bucket-size 1000",
+    "tp2 sp dp2 ep2 etp2 zero recompute": (
+        f"--world-size 4 {TP2} {SP} {EP2} {ZERO_OVERLAPPED} --ddp-bucket-size 3000 {FULL}"
     ),
-    "tp2 sp cp2 dp2 ep4 etp1 zero": Layout(
-        tp=2, sequence_parallel=True, cp=2, dp=2, ep=4, etp=1, sharded=True, bucket_size=1000
+    "tp2 sp cp2 dp2 ep4 etp1 zero": f"--world-size 8 {TP2} {SP} {CP2} {EP4} {ETP1} {ZERO} --ddp-bucket-size 1000",
+    "pp2 ep2 interleaved": f"--world-size 4 {LOOPED} {EP2}",
+    "pp2 ep2 zb-h1": f"--world-size 4 {PP2} {ZB_H1} {EP2} {ZERO_OVERLAPPED} --ddp-bucket-size 3000",
+    "pp2 ep2 zb-h1, accumulation fused": (
+        f"--world-size 4 {PP2} {ZB_H1} {EP2} {ZERO_OVERLAPPED} --ddp-bucket-size 3000 {FUSED}"
     ),
-    "pp2 ep2 interleaved": Layout(pp=2, chunks=2, schedule="interleaved", dp=2, ep=2),
-    "pp2 ep2 zb-h1": Layout(pp=2, dp=2, ep=2, schedule="zb-h1", sharded=True, overlap=True, bucket_size=3000),
-    "pp2 ep2 zb-h1, accumulation fused": Layout(
-        pp=2, dp=2, ep=2, schedule="zb-h1", sharded=True, overlap=True, bucket_size=3000, fuses_accumulation=True
+    "pp2 tp2 sp ep2 etp1 zb-v recompute": f"--world-size 4 {TP2} {SP} {VEE} {EP2} {ETP1} {FULL}",
+    "dp2 ep2 recompute moe": f"--world-size 2 {EP2} {SELECTIVE} --recompute-modules core_attn layernorm mlp moe",
+    "pp2 tp2 sp ep2 etp1 zb-h1 recompute parts of moe and attention": (
+        f"--world-size 4 {TP2} {SP} {PP2} {ZB_H1} {EP2} {ETP1} {SELECTIVE} "
+        "--recompute-modules layernorm moe_act shared_experts mla_up_proj"
     ),
-    "pp2 tp2 sp ep2 etp1 zb-v recompute": Layout(
-        pp=2, chunks=2, tp=2, sequence_parallel=True, ep=2, etp=1, schedule="zb-v", recompute=FULL
-    ),
-    "dp2 ep2 recompute moe": Layout(dp=2, ep=2, recompute=MOE),
-    "pp2 tp2 sp ep2 etp1 zb-h1 recompute parts of moe and attention": Layout(
-        pp=2, tp=2, sequence_parallel=True, ep=2, etp=1, schedule="zb-h1", recompute=PARTS
-    ),
-    "data outside of the pipeline, tp2 etp1": Layout(pp=2, tp=2, etp=1, pp_before_dp=False),
-    "data outside of the pipeline, ep4 over tp2 dp2": Layout(pp=2, tp=2, ep=4, etp=1, dp=2, pp_before_dp=False),
+    "data outside of the pipeline, tp2 etp1": f"--world-size 4 {TP2} {PP2} --use-tp-pp-dp-mapping {ETP1}",
+    "data outside of the pipeline, ep4 over tp2 dp2": f"--world-size 8 {TP2} {PP2} --use-tp-pp-dp-mapping {EP4} {ETP1}",
 }
 
 
 @functools.cache
 def reference(variant: str) -> Observed:
     """Three steps on one rank."""
-    return train(
-        ParallelContext.single(dtype=torch.float64), VARIANTS[variant], at_equal_microbatches(variant, Layout())
-    )
+    return train_alone(VARIANTS[variant], at_equal_microbatches(variant, ""))
 
 
-def at_equal_microbatches(variant: str, layout: Layout) -> Layout:
+def at_equal_microbatches(variant: str, layout: str) -> str:
     """A loss over the microbatches that all replicas compute at a time is over four samples at every layout."""
-    return replace(layout, micro_batch_size=4 // layout.dp) if variant == GLOBAL else layout
+    replicas = run_of(VARIANTS[variant], layout)[1].data_parallel_size
+    return f"{layout} --micro-batch-size {4 // replicas}" if variant == GLOBAL else layout
 
 
 RICH = ("tp2 dp2 ep2 zero", "tp2 sp ep2 etp1", "ep2 etp2 over all", "pp2 tp2 sp ep2 etp1 zb-v recompute")
@@ -215,16 +145,17 @@ MORE = {
 }
 
 
-def train_in_pieces(context: ParallelContext, settings: dict[str, Any], layout: Layout) -> Observed:
+def train_in_pieces(context: ParallelContext, row: str, layout: str) -> Observed:
     """With ranks that compute few rows at once."""
     with mock.patch.object(core_experts, "rows_at_once", return_value=5):
-        return train(context, settings, layout)
+        return train(context, row, layout)
 
 
 def test_experts_in_pieces() -> None:
     """Split backward passes and gradient sync see one gradient of a weight, however many pieces there are."""
     layout, variant = LAYOUTS["pp2 ep2 zb-h1"], "biases, softmax before the choice"
-    found = run_ranks(train_in_pieces, VARIANTS[variant], layout, pp=2, dp=2, ep=2, dtype=torch.float64, reuse=True)
+    row = VARIANTS[variant]
+    found = run_ranks(train_in_pieces, row, layout, **at(row, layout), reuse=True)
     check(found, [reference(variant)])
 
 

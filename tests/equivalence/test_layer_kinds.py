@@ -10,42 +10,57 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from megatron.config.model import ModelConfig
 from megatron.core.parallel.context import ParallelContext
 from megatron.core.parallel.mesh import Mesh
 from megatron.core.parallel.sharding import sharding_of
 from megatron.core.parallel.side_losses import SideLosses
-from megatron.core.transformer.block import RecomputePlan
 from megatron.training.evaluation.parity import Observed, parts
-from tests.equivalence.families import LENGTH, VOCABULARY, causal_batch, gated_model
-from tests.equivalence.test_equivalence import LLAMA, STILL, check, train_at
-from tests.equivalence.training import Layout, train
+from tests.equivalence.families import causal_batch
+from tests.equivalence.flags import (
+    CP2,
+    FULL,
+    LLAMA,
+    LOOPED,
+    PP2,
+    SELECTIVE,
+    SP,
+    TP2,
+    VEE,
+    ZB_H1,
+    ZERO_OVERLAPPED,
+)
+from tests.equivalence.test_equivalence import check
+from tests.equivalence.training import run_of, train_alone, train_at
 from tests.tiers import tiers
 
-GATED: dict[str, Any] = LLAMA | STILL | {"family": "gated", "num_layers": 4}
-FULL = RecomputePlan("full")
-EIGHT: dict[str, Any] = {"tp": 2, "pp": 2, "dp": 2, "sharded": True, "overlap": True, "bucket_size": 3000}
-LAYOUTS = {
-    "accumulation": Layout(micro_batch_size=1),
-    "recompute in runs of 2": Layout(recompute=RecomputePlan("full", "uniform", 2)),
-    "tp2 sp recompute": Layout(tp=2, sequence_parallel=True, recompute=FULL),
-    "cp2 tp2": Layout(cp=2, tp=2, recompute=RecomputePlan("selective")),
-    "tp2 pp2 dp2 zero": Layout(**EIGHT, micro_batch_size=1, recompute=FULL),
-    "tp2 sp pp2 dp2 zero, zb-h1": Layout(
-        **EIGHT, sequence_parallel=True, schedule="zb-h1", micro_batch_size=1, recompute=FULL
+LAYOUTS: dict[str, str] = {
+    "accumulation": "--micro-batch-size 1",
+    "recompute in runs of 2": f"{FULL} --recompute-method uniform --recompute-num-layers 2",
+    "tp2 sp recompute": f"--world-size 2 {TP2} {SP} {FULL}",
+    "cp2 tp2": f"--world-size 4 {TP2} {CP2} {SELECTIVE}",
+    "tp2 pp2 dp2 zero": (
+        f"--world-size 8 {TP2} {PP2} {ZERO_OVERLAPPED} --ddp-bucket-size 3000 --micro-batch-size 1 {FULL}"
     ),
-    "tp2 pp2 dp2 zero, zb-v": Layout(**EIGHT, schedule="zb-v", chunks=2, micro_batch_size=1, recompute=FULL),
-    "pp2 interleaved": Layout(pp=2, chunks=2, schedule="interleaved", micro_batch_size=1),
+    "tp2 sp pp2 dp2 zero, zb-h1": (
+        f"--world-size 8 {TP2} {SP} {PP2} {ZB_H1} {ZERO_OVERLAPPED} --ddp-bucket-size 3000 --micro-batch-size 1 {FULL}"
+    ),
+    "tp2 pp2 dp2 zero, zb-v": (
+        f"--world-size 8 {TP2} {VEE} {ZERO_OVERLAPPED} --ddp-bucket-size 3000 --micro-batch-size 1 {FULL}"
+    ),
+    "pp2 interleaved": f"--world-size 2 {LOOPED} --micro-batch-size 1",
 }
 
 
-STACKS = {"gated": GATED, "arranged": LLAMA | STILL | {"family": "arranged", "num_layers": 4}}
+STACKS: dict[str, str] = {
+    "gated": f"gated: {LLAMA} --num-layers 4",
+    "arranged": f"arranged: {LLAMA} --num-layers 4",
+}
 
 
 @functools.cache
 def reference(stack: str = "gated") -> Observed:
     """Three steps on one rank."""
-    return train(ParallelContext.single(dtype=torch.float64), STACKS[stack], Layout())
+    return train_alone(STACKS[stack])
 
 
 # Of three layouts of the same eight ranks, the one with the hardest schedule is in the default tier.
@@ -55,7 +70,7 @@ LEFT = ("tp2 pp2 dp2 zero", "tp2 sp pp2 dp2 zero, zb-h1")
 @pytest.mark.parametrize("layout", tiers(LAYOUTS, first=[name for name in LAYOUTS if name not in LEFT]))
 def test_side_losses_and_their_gradients(layout: str) -> None:
     """A side loss that recomputation counts twice, or a schedule drops, trains another router."""
-    check(train_at(GATED, LAYOUTS[layout]), [reference()])
+    check(train_at(STACKS["gated"], LAYOUTS[layout]), [reference()])
 
 
 @pytest.mark.parametrize("name", tiers(["tp2 sp recompute", LEFT[1]], first=["tp2 sp recompute"]))
@@ -70,9 +85,7 @@ def test_side_losses_matter() -> None:
     gate = "decoder.layers.1.gated_mlp.gate.weight"
     assert gate in found.shapes
     assert "decoder.layers.1.self_attention.linear_qkv.weight" not in found.shapes
-    lm_loss, reported, side = found.losses[:3]
-    assert lm_loss == reported
-    assert 1.0 < side < 4.0  # 4 * sum of squares of 4 shares
+    assert 1.0 < found.losses["step 1, gate loss"] < 4.0  # 4 * sum of squares of 4 shares
 
 
 class SideLossesInTheGraph(SideLosses):
@@ -90,9 +103,9 @@ class SideLossesInTheGraph(SideLosses):
 
 def test_gradient_is_that_of_the_means() -> None:
     """A side loss scaled by microbatches, ranks or the main loss's tokens weighs something else in every run."""
-    settings = {name: value for name, value in GATED.items() if name != "family"}
-    config = ModelConfig(max_position_embeddings=LENGTH, vocab_size=VOCABULARY, **settings)
-    model = gated_model(config, ParallelContext.single(dtype=torch.float64), seed=7)
+    family, config = run_of(STACKS["gated"])
+    context = ParallelContext.single(dtype=torch.float64)
+    model = family.train_spec.build_model(config.model, (), context, seed=config.training.seed)
     batch, side = causal_batch(0), SideLossesInTheGraph()
     output = model(batch["tokens"], side_losses=side)
     mask = batch["loss_mask"]

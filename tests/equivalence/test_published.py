@@ -4,43 +4,47 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any
 
 import pytest
-import torch
 
 pytest.importorskip("transformers", reason="weights of published types come from the dev extra's transformers")
 
 from megatron.core.conversion.huggingface.reading import from_transformers
-from megatron.core.conversion.portable import LazyTensor
-from megatron.core.parallel.context import ParallelContext
+from megatron.core.conversion.portable import LazyTensor, PortableModel
+from megatron.core.models.registry import family_of
 from megatron.training.evaluation.parity import Observed
-from tests.equivalence.test_equivalence import check, train_at
-from tests.equivalence.training import Layout, train
+from tests.equivalence.flags import CP2, PP2, SMALL, SP, TP2, ZERO
+from tests.equivalence.test_equivalence import check
+from tests.equivalence.training import train_alone, train_at
 from tests.harness.published import random_model, without_dropout
 from tests.published import FIRST, MODELS
 from tests.tiers import pairs
 
-LAYOUTS = {
-    "tp2 sp pp2": Layout(tp=2, pp=2, sequence_parallel=True, micro_batch_size=4),
-    "cp2 dp2 zero": Layout(cp=2, dp=2, sharded=True, micro_batch_size=2),
+LAYOUTS: dict[str, str] = {
+    "tp2 sp pp2": f"--world-size 4 {TP2} {SP} {PP2} --micro-batch-size 4",
+    "cp2 dp2 zero": f"--world-size 4 {CP2} {ZERO}",
 }
 
 
 @functools.cache
-def settings_of(name: str) -> dict[str, Any]:
-    """Architecture and weights of a case."""
+def model_of(name: str) -> PortableModel:
+    """A published model."""
     portable = from_transformers(random_model(*MODELS[name]))
     tensors = {ours: tensor.make().double() for ours, tensor in portable.tensors.items()}
     weights = {ours: LazyTensor(tuple(each.shape), each.dtype, each.clone) for ours, each in tensors.items()}
-    published = dataclasses.replace(portable, model=without_dropout(portable.model), tensors=weights)
-    return {"published": published, "document_ids": True}
+    return dataclasses.replace(portable, model=without_dropout(portable.model), tensors=weights)
+
+
+def row_of(name: str) -> str:
+    """The row that the model takes part in; its own settings replace those of the row."""
+    family = family_of(model_of(name).groups).name
+    return f"gpt: {SMALL} --reset-attention-mask" if family == "gpt" else f"{family}: {SMALL}"
 
 
 @functools.cache
 def reference(name: str) -> Observed:
     """Three steps on one rank."""
-    return train(ParallelContext.single(dtype=torch.float64), settings_of(name), Layout())
+    return train_alone(row_of(name), published=model_of(name))
 
 
 LIKE_ANOTHER = [
@@ -81,4 +85,4 @@ LIKE_ANOTHER = [
 )
 def test_layout_computes_the_model_of_one_rank(name: str, layout: str) -> None:
     """A published model divided wrongly would train on from other weights, or another function."""
-    check(train_at(settings_of(name), LAYOUTS[layout]), [reference(name)])
+    check(train_at(row_of(name), LAYOUTS[layout], model_of(name)), [reference(name)])

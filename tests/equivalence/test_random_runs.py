@@ -5,7 +5,6 @@ A failure names its seed; ``LAYOUT_SEED=seed`` draws the same again.
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import os
 import random
@@ -20,8 +19,10 @@ from megatron.core.parallel.context import ParallelContext
 from megatron.errors import ConfigError, ParallelError
 from megatron.planning.shrinking import SMALL_VOCABULARY, on_one_rank, shrunk, without_files
 from megatron.training.evaluation.parity import Observed, observe
+from megatron.training.run.run import build_run
 from tests.equivalence.test_equivalence import check
 from tests.harness import run_ranks
+from tests.harness.runs import axes_of, context_of
 from tests.tiers import tiers
 
 DRAWS, SOON, STEPS, MOST_RANKS = 4, 2, 2, 8
@@ -113,11 +114,9 @@ def draw_pipeline(rng: random.Random, pp: int) -> str:
 
 
 def observed(context: ParallelContext, config: RunConfig) -> Observed:
-    """On a rank of the harness, whose context doesn't know all settings."""
-    parallel = config.parallel
-    sizes = parallel.hierarchical_context_parallel_sizes or ()
-    context = dataclasses.replace(context, cp_comm_types=parallel.cp_comm_type, cp_sizes=tuple(sizes))
-    return observe(config, family_of(config.extra).train_spec, context, steps=STEPS)
+    """What a run on a rank of the harness computes."""
+    train_spec = family_of(config.extra).train_spec
+    return observe(build_run(config, train_spec, context_of(config, context)), steps=STEPS)
 
 
 @pytest.mark.parametrize("number", tiers(range(DRAWS), first=range(SOON)))
@@ -125,20 +124,8 @@ def test_drawn_layout_computes_the_model_of_one_rank(number: int) -> None:
     """Combinations that nobody thought of are where silent wrong gradients live."""
     seed = int(os.environ.get("LAYOUT_SEED") or random.SystemRandom().randrange(1 << 32))
     line, config = draw(random.Random(seed + number))
-    parallel = config.parallel
     try:
-        ranks = run_ranks(
-            observed,
-            config,
-            tp=parallel.tensor_model_parallel_size,
-            pp=parallel.pipeline_model_parallel_size,
-            cp=parallel.context_parallel_size,
-            dp=config.data_parallel_size,
-            pp_before_dp=not parallel.use_tp_pp_dp_mapping,
-            sequence_parallel=parallel.sequence_parallel,
-            dtype=torch.float64,
-            timeout=120.0,
-        )
+        ranks = run_ranks(observed, config, **axes_of(config), dtype=torch.float64, timeout=120.0)
         alone = observed(ParallelContext.single(dtype=torch.float64), on_one_rank(config))
         check(ranks, [alone])
     except (AssertionError, ParallelError) as error:

@@ -6,52 +6,48 @@ The encoder has two layers and the decoder three, so of two equal stages one has
 from __future__ import annotations
 
 import functools
-from typing import Any
 
 import pytest
-import torch
 
-from megatron.core.parallel.context import ParallelContext
-from megatron.core.transformer.block import RecomputePlan
 from megatron.training.evaluation.parity import Observed
+from tests.equivalence.flags import (
+    CP2,
+    FULL,
+    LLAMA_TIED,
+    PP2,
+    PP3,
+    RELATIVE,
+    SMALL,
+    SP,
+    TP2,
+    VEE,
+    ZB_H1,
+    ZERO_OVERLAPPED,
+)
 from tests.equivalence.test_context import SLICED_STAGES
-from tests.equivalence.test_equivalence import GATHER, LAYOUTS, LLAMA, SMALL, STILL, check, train_at
-from tests.equivalence.test_pipeline import COMBINED, EIGHT_RANKS, OVERLAPPED, STAGES, VEE
-from tests.equivalence.training import Layout, train
+from tests.equivalence.test_equivalence import LAYOUTS, check
+from tests.equivalence.test_pipeline import COMBINED, EIGHT_RANKS, STAGES
+from tests.equivalence.training import train_alone, train_at
 from tests.tiers import pairs, tiers
 
-T5: dict[str, Any] = SMALL | {
-    "family": "t5",
-    "position_embedding_type": "relative",
-    "normalization": "RMSNorm",
-    "add_bias_linear": False,
-    "softmax_scale": 1.0,
+VARIANTS: dict[str, str] = {
+    "original": f"t5: {RELATIVE} --scale-output --activation relu",
+    "v1.1": f"t5: {RELATIVE} --activation geglu_tanh --untie-embeddings-and-output-weights",
+    "megatron": f"t5: {SMALL}",
 }
-VARIANTS: dict[str, dict[str, Any]] = {
-    "original": T5 | STILL | {"activation": "relu"},
-    "v1.1": T5 | STILL | {"activation": "geglu_tanh", "untie_embeddings_and_output_weights": True},
-    "megatron": SMALL | STILL | {"family": "t5"},
+OTHERS: dict[str, str] = {
+    "untied, residuals behind norms": (
+        f"t5: {SMALL} --apply-residual-connection-post-layernorm --untie-embeddings-and-output-weights"
+    ),
+    "rotary, few groups, qk norm": f"t5: {LLAMA_TIED} --num-query-groups 2 --qk-layernorm",
+    "relative with dropout": (
+        f"t5: {RELATIVE} --scale-output --activation relu --attention-dropout 0.2 --hidden-dropout 0.2"
+    ),
+    "megatron with dropout": f"t5: {SMALL} --attention-dropout 0.2 --hidden-dropout 0.2",
 }
-OTHERS: dict[str, dict[str, Any]] = {
-    "untied, residuals behind norms": SMALL
-    | STILL
-    | {
-        "family": "t5",
-        "apply_residual_connection_post_layernorm": True,
-        "untie_embeddings_and_output_weights": True,
-    },
-    "rotary, few groups, qk norm": LLAMA
-    | STILL
-    | {"family": "t5", "num_query_groups": 2, "qk_layernorm": True, "untie_embeddings_and_output_weights": False},
-    "relative with dropout": T5 | {"activation": "relu", "attention_dropout": 0.2, "hidden_dropout": 0.2},
-    "megatron with dropout": SMALL | {"family": "t5", "attention_dropout": 0.2, "hidden_dropout": 0.2},
-}
-FULL, SELECTIVE = RecomputePlan("full"), RecomputePlan("selective", modules=("core_attn", "layernorm"))
-
 """Heads can't be exchanged under relative positions, and four context-parallel ranks of two slices are too many for the
 decoder's length."""
-RELATIVE = [name for name in LAYOUTS if "heads" not in name and "another way" not in name and "cp4" not in name]
-RELATIVE = [name for name in RELATIVE if LAYOUTS[name].cp == 1 or LAYOUTS[name].cp_comm_types in (("p2p",), GATHER)]
+RELATIVE_LAYOUTS = [name for name in LAYOUTS if "heads" not in name and "another way" not in name and "cp4" not in name]
 CORE = (
     "one rank, recompute full",
     "tp4",
@@ -71,19 +67,21 @@ CORE_COMBINED = (
 )
 """Each way of dividing work once; a GPT is at every layout in the default tier."""
 EXCHANGING = ["cp4 heads", "cp4 heads and rings", "cp2 tp2 heads", "cp2 heads, recompute selective"]
-CUTS: dict[str, Layout] = {
-    "pp2, border inside the first": Layout(pp=2, stage_sizes=(4, 1)),
-    "pp2, border inside the second": Layout(pp=2, stage_sizes=(1, 4)),
-    "pp2, border between": Layout(pp=2, stage_sizes=(2, 3)),
-    "pp3 zb-h1, only ends in the ends": Layout(pp=3, schedule="zb-h1", stage_sizes=(0, 5, 0)),
-    "pp2 zb-v, both embeddings and the output on a rank": Layout(**VEE, stage_sizes=(2, 1, 1, 1)),
-    "pp2 zb-v tp2 sp, relative positions of one stack on both": Layout(
-        **VEE, tp=2, sequence_parallel=True, stage_sizes=(1, 1, 2, 1)
+CUTS: dict[str, str] = {
+    "pp2, border inside the first": f"--world-size 2 {PP2} --pipeline-model-parallel-layout Etttt|tL",
+    "pp2, border inside the second": f"--world-size 2 {PP2} --pipeline-model-parallel-layout Et|ttttL",
+    "pp2, border between": f"--world-size 2 {PP2} --pipeline-model-parallel-layout Ett|tttL",
+    "pp3 zb-h1, only ends in the ends": f"--world-size 3 {PP3} {ZB_H1} --pipeline-model-parallel-layout E|ttttt|L",
+    "pp2 zb-v, both embeddings and the output on a rank": (
+        f"--world-size 2 {VEE} --pipeline-model-parallel-layout Ett|t|t|tL"
     ),
-    "pp2 vpp2 dp2 zero overlapped": Layout(
-        pp=2, chunks=2, schedule="interleaved", dp=2, sharded=True, stage_sizes=(1, 2, 1, 1), **OVERLAPPED
+    "pp2 zb-v tp2 sp, relative positions of one stack on both": (
+        f"--world-size 4 {TP2} {SP} {VEE} --pipeline-model-parallel-layout Et|t|tt|tL"
     ),
-    "pp2 cp2 gather": Layout(pp=2, cp=2, cp_comm_types=GATHER, recompute=FULL),
+    "pp2 vpp2 dp2 zero overlapped": (
+        f"--world-size 4 {PP2} --pipeline-model-parallel-layout Et|tt|t|tL {ZERO_OVERLAPPED} --ddp-bucket-size 1000"
+    ),
+    "pp2 cp2 gather": f"--world-size 4 {CP2} --cp-comm-type all_gather {PP2} {FULL}",
 }
 EVERYTHING = LAYOUTS | STAGES | COMBINED | EIGHT_RANKS | SLICED_STAGES | CUTS
 
@@ -91,15 +89,15 @@ EVERYTHING = LAYOUTS | STAGES | COMBINED | EIGHT_RANKS | SLICED_STAGES | CUTS
 @functools.cache
 def reference(variant: str) -> list[Observed]:
     """Three steps on one rank."""
-    return [train(ParallelContext.single(dtype=torch.float64), (VARIANTS | OTHERS)[variant], Layout())]
+    return [train_alone((VARIANTS | OTHERS)[variant])]
 
 
-def check_at(variant: str, layout: Layout) -> None:
+def check_at(variant: str, layout: str) -> None:
     """The variant computes at the layout what it computes on one rank."""
     check(train_at((VARIANTS | OTHERS)[variant], layout), reference(variant))
 
 
-@pytest.mark.parametrize("layout", tiers(RELATIVE, first=CORE))
+@pytest.mark.parametrize("layout", tiers(RELATIVE_LAYOUTS, first=CORE))
 def test_layout_computes_the_t5_of_one_rank(layout: str) -> None:
     """A wrong or missing collective around cross-attention or the tables of positions would train another model."""
     check_at("original", LAYOUTS[layout])

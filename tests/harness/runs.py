@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from megatron.config.run import RunConfig
 from megatron.core.models.registry import FAMILIES, Family
@@ -24,6 +25,28 @@ def tiny_config(flags: str, *, ranks: int = 1, family: Family = GPT) -> RunConfi
     """The run of a tiny command line; ``flags`` replace its own. Three steps unless they say how long."""
     length = "" if "--train-samples" in flags else "--train-iters 3"
     return RunConfig.parse(f"{TINY_RUN} {length} {flags}".split(), world_size=ranks, extra_groups=family.groups)
+
+
+def axes_of(config: RunConfig) -> dict[str, Any]:
+    """The layout of a run as arguments of ``run_ranks``."""
+    parallel = config.parallel
+    return {
+        "tp": parallel.tensor_model_parallel_size,
+        "pp": parallel.pipeline_model_parallel_size,
+        "cp": parallel.context_parallel_size,
+        "dp": config.data_parallel_size,
+        "ep": parallel.expert_model_parallel_size,
+        "etp": parallel.expert_tensor_parallel_size,
+        "pp_before_dp": not parallel.use_tp_pp_dp_mapping,
+        "sequence_parallel": parallel.sequence_parallel,
+    }
+
+
+def context_of(config: RunConfig, context: ParallelContext) -> ParallelContext:
+    """The context of a rank of the harness, which knows none of the settings, as a launch of the run makes it."""
+    return ParallelContext.of(
+        config.parallel, mesh=context.mesh, rng=context.rng, device=context.device, dtype=context.dtype
+    )
 
 
 def tiny_run(context: ParallelContext, flags: str, *, family: Family = GPT) -> Run:

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 import pytest
 import torch
 
@@ -13,18 +10,18 @@ from megatron.core.parallel.context import ParallelContext
 from megatron.training.evaluation.parity import Observed
 from tests.equivalence import test_equivalence as table
 from tests.equivalence import test_experts, test_pipeline
-from tests.equivalence.training import Layout, train
+from tests.equivalence.training import at, train, train_alone
 from tests.harness import run_ranks
 from tests.harness.poisoned import poisoned
 from tests.harness.ranks import RanksError
 from tests.tiers import tiers
 
-LLAMA: dict[str, Any] = table.VARIANTS["llama"] | {"num_layers": 4}
-EXPERTS: dict[str, Any] = next(iter(test_experts.VARIANTS.values()))
-CASES: dict[str, tuple[dict[str, Any], Layout]] = {
-    name: (LLAMA, layout)
+LLAMA = f"{table.VARIANTS['llama']} --num-layers 4"
+EXPERTS = next(iter(test_experts.VARIANTS.values()))
+CASES: dict[str, tuple[str, str]] = {
+    name: (LLAMA, table.layout_for(LLAMA, layout))
     for name, layout in (table.LAYOUTS | test_pipeline.STAGES | test_pipeline.COMBINED).items()
-    if layout.tp * layout.cp * layout.dp * layout.pp > 1
+    if "--world-size" in layout
 } | {f"experts, {name}": (EXPERTS, layout) for name, layout in test_experts.LAYOUTS.items()}
 FIRST = (
     "tp2 sp dp2 zero recompute",
@@ -34,24 +31,17 @@ FIRST = (
 )
 
 
-def train_late(context: ParallelContext, settings: Mapping[str, Any], layout: Layout) -> Observed:
+def train_late(context: ParallelContext, row: str, layout: str) -> Observed:
     """Three steps, with communication that arrives when it is waited for."""
     with poisoned():
-        return train(context, settings, layout)
-
-
-def at(layout: Layout) -> dict[str, Any]:
-    """Arguments of ``run_ranks``."""
-    sizes = {axis: getattr(layout, axis) for axis in ("tp", "cp", "dp", "pp", "ep", "etp", "pp_before_dp")}
-    return sizes | {"dtype": torch.float64, "sequence_parallel": layout.sequence_parallel}
+        return train(context, row, layout)
 
 
 @pytest.mark.parametrize("case", tiers(CASES, first=FIRST))
 def test_every_result_is_waited_for(case: str) -> None:
     """On a GPU a result that is used before its wait is whatever was there; gloo has it in time."""
-    settings, layout = CASES[case]
-    expected = train(ParallelContext.single(dtype=torch.float64), settings, Layout())
-    table.check(run_ranks(train_late, settings, layout, **at(layout), reuse=True), [expected])
+    row, layout = CASES[case]
+    table.check(run_ranks(train_late, row, layout, **at(row, layout), reuse=True), [train_alone(row)])
 
 
 def use(context: ParallelContext, fault: str) -> list[float]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from megatron.config.parallel import CpCommType
+from megatron.config.parallel import CpCommType, ParallelConfig
 from megatron.core.parallel.low_precision import LowPrecision
 from megatron.core.parallel.mesh import Mesh
 from megatron.core.parallel.products import Products
@@ -79,6 +79,21 @@ class ParallelContext:
     def cp_comm_type(self, layer: int) -> CpCommType:
         """The one of ``cp_comm_types`` for layer number ``layer``; layers beyond them are like the last."""
         return self.cp_comm_types[min(layer, len(self.cp_comm_types) - 1)]
+
+    @classmethod
+    def of(
+        cls, parallel: ParallelConfig, *, mesh: Mesh, rng: RngStreams, device: torch.device, dtype: torch.dtype
+    ) -> ParallelContext:
+        """A rank of ``mesh`` as the settings describe it."""
+        return cls(
+            mesh=mesh,
+            rng=rng,
+            device=device,
+            dtype=dtype,
+            sequence_parallel=parallel.sequence_parallel,
+            cp_comm_types=parallel.cp_comm_type,
+            cp_sizes=parallel.hierarchical_context_parallel_sizes or (),
+        )
 
     @classmethod
     def single(cls, *, dtype: torch.dtype = torch.float32, device: str = "cpu", seed: int = 1234) -> ParallelContext:

@@ -65,15 +65,8 @@ def parallel_context(
             patience = Patience(stall=60.0 * parallel.distributed_timeout_minutes, lingers=lingers)
             watch = watched(store, mesh, patience)
         with watch:
-            yield ParallelContext(
-                mesh=mesh,
-                rng=RngStreams(seed, mesh, device),
-                device=device,
-                dtype=DTYPES[params_dtype],
-                sequence_parallel=parallel.sequence_parallel,
-                cp_comm_types=parallel.cp_comm_type,
-                cp_sizes=parallel.hierarchical_context_parallel_sizes or (),
-            )
+            rng = RngStreams(seed, mesh, device)
+            yield ParallelContext.of(parallel, mesh=mesh, rng=rng, device=device, dtype=DTYPES[params_dtype])
             barrier(mesh)  # not after an error: ranks that still wait for this one would make it hang
         if dist.is_initialized():
             mesh.forget_groups()

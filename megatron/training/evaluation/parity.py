@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from megatron.config.run import RunConfig
 from megatron.core.distributed.buffers import FlatBuffer
-from megatron.core.models.train_spec import TrainSpec
 from megatron.core.parallel.collectives import all_gather
-from megatron.core.parallel.context import ParallelContext
 from megatron.core.parallel.mesh import Mesh
 from megatron.core.parallel.sharding import ShardedState, Sharding
 from megatron.errors import ParallelError
-from megatron.training.run.run import build_run
-from megatron.training.step import global_layer_metrics, global_loss, update_from_layer_metrics, with_gradient_scales
+from megatron.training.run.run import Run
+from megatron.training.step import forward_backward, update_weights
 
 TOLERANCE = 1e-9
 """Tolerance in fp64, where the error of a wrong collective is far above rounding errors."""
@@ -33,13 +30,14 @@ class Part:
 
 @dataclass
 class Observed:
-    """Results of some steps on one rank: losses and norms, and its parts of logical tensors by name.
+    """Results of some steps on one rank: losses and gradient norms by step, and its parts of logical tensors by name.
 
-    ``gradients``: sums over the first global batch. ``shapes``: of the logical tensors.
+    ``losses``: every number that a step reports of its losses and layers. ``gradients``: sums over the first global
+    batch. ``shapes``: of the logical tensors.
     """
 
-    losses: list[float] = field(default_factory=list)
-    grad_norms: list[float] = field(default_factory=list)
+    losses: dict[str, float] = field(default_factory=dict)
+    grad_norms: dict[str, float] = field(default_factory=dict)
     shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
     initial: dict[str, list[Part]] = field(default_factory=dict)
     gradients: dict[str, list[Part]] = field(default_factory=dict)
@@ -56,27 +54,23 @@ class Comparison:
     where: str | None
 
 
-def observe(config: RunConfig, train_spec: TrainSpec, context: ParallelContext, *, steps: int) -> Observed:
+def observe(run: Run, *, steps: int) -> Observed:
     """Take ``steps`` steps of the run, as training does, and record the results. A collective."""
-    run = build_run(config, train_spec, context, started=0.0)
+    mesh, sharded = run.context.mesh, run.config.parallel.use_distributed_optimizer
     seen, batches = Observed(), run.data.training_batches(0)
     seen.shapes = {_name(entry): entry.sharding.shape for entry in run.model_state()}
-    seen.initial = parts_of(run.model_state(), context.mesh)
+    seen.initial = parts_of(run.model_state(), mesh)
     for step in range(steps):
-        microbatches = with_gradient_scales(run, next(batches))
-        run.grad_sync.zero()
-        loss = run.runner.step(run.plans.training(len(microbatches)), microbatches)
-        run.grad_sync.finish()
-        total = global_loss(loss, train_spec.loss_names(run.config), context)
+        sums = forward_backward(run, next(batches))
         if step == 0:
-            seen.gradients = whole_gradients(
-                run.buffers, context.mesh, sharded=run.config.parallel.use_distributed_optimizer
-            )
-        update = run.optimizer.update(count=total.count, lr=1e-2, weight_decay=0.1)
-        update_from_layer_metrics(run.models, global_layer_metrics(loss, train_spec.layer_metrics(run.config), context))
-        seen.losses.append(sum(total.means.values()))
-        seen.grad_norms.append(update.grad_norm)
-    seen.weights = parts_of(run.model_state(), context.mesh)
+            seen.gradients = whole_gradients(run.buffers, mesh, sharded=sharded)
+        record = update_weights(run, sums)
+        at, layer_metrics = f"step {step + 1}", record.layer_metrics.items()
+        seen.losses |= {f"{at}, {name}": loss for name, loss in record.losses.items()}
+        seen.losses |= {f"{at}, {name} {place}": each for name, row in layer_metrics for place, each in enumerate(row)}
+        assert record.grad_norm is not None
+        seen.grad_norms[at] = record.grad_norm
+    seen.weights = parts_of(run.model_state(), mesh)
     return seen
 
 
@@ -149,14 +143,11 @@ def compare(ranks: Sequence[Observed], others: Sequence[Observed]) -> list[Compa
     return found
 
 
-def _compare_numbers(kind: str, by_rank: Sequence[Sequence[float]], expected: Sequence[float]) -> Comparison:
-    largest, where = 0.0, None
-    for step, value in enumerate(expected):
-        difference = max(abs(numbers[step] - value) for numbers in by_rank)
-        largest = max(largest, difference)
-        if not difference <= TOLERANCE and where is None:
-            where = f"step {step + 1}"
-    return Comparison(kind, len(expected), largest, where)
+def _compare_numbers(kind: str, by_rank: Sequence[Mapping[str, float]], expected: Mapping[str, float]) -> Comparison:
+    assert all(numbers.keys() == expected.keys() for numbers in by_rank), f"both runs report the same {kind}"
+    differences = {name: max(abs(numbers[name] - value) for numbers in by_rank) for name, value in expected.items()}
+    beyond = [name for name, difference in differences.items() if not difference <= TOLERANCE]
+    return Comparison(kind, len(expected), max(differences.values()), beyond[0] if beyond else None)
 
 
 def _name(entry: ShardedState) -> str:
