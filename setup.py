@@ -32,11 +32,14 @@ SERVE = ["starlette>=1", "uvicorn>=0.30", "prometheus_client", *CHAT]  # tools/r
 LM_EVAL = ["lm_eval[api]>=0.4.13"]  # tasks/lm_eval.py, and the harness's clients of servers
 PLOT = ["matplotlib"]  # the picture of a loss curve
 GCS = [*STORAGE, "gcsfs"]  # gs:// URLs
-TEST = ["pytest>=9", "pytest-xdist", "hypothesis", "moto[s3]", "flask", "flask-cors", "gcp-storage-emulator"]
-# moto and the emulator: servers of S3's and Google Cloud Storage's protocols
+TEST = ["pytest>=9", "pytest-xdist", "hypothesis"]
+STORAGE_SERVERS = ["moto[s3]", "flask", "flask-cors", "gcp-storage-emulator"]  # S3's and Google's protocols, for tests
 CONSTRAINED = ["llguidance>=1.9,<2"]  # answers that follow a JSON schema or a grammar; wheels for all platforms
 CLIENTS = ["openai", "schemathesis"]  # of the server, for its tests
-CHECK = ["ruff", "mypy", "import-linter", "types-PyYAML"]
+CHECK = ["ruff", "mypy", "import-linter", "types-PyYAML", "pre-commit"]
+DOCS = ["zensical>=0.0.73", "mkdocstrings[python]>=1"]  # docs/site.py
+# Enough to change and check the model, data, training, conversion and the server.
+DEV = [*PARQUET, *GIGATOKEN, *TIKTOKEN, *HUGGINGFACE, *STORAGE, *SERVE, *CONSTRAINED, *PLOT, *TEST, *CHECK]
 
 
 class BuildWithPrograms(build_py):  # type: ignore[misc]  # setuptools has no types
@@ -96,18 +99,8 @@ setup(
         "serve": SERVE,
         "constrained": CONSTRAINED,
         "plot": PLOT,
-        "dev": PARQUET
-        + GIGATOKEN
-        + TIKTOKEN
-        + HUGGINGFACE
-        + S3
-        + GCS
-        + CHAT
-        + SERVE
-        + CONSTRAINED
-        + PLOT
-        + TEST
-        + CLIENTS
-        + CHECK,
+        "docs": DOCS,
+        "dev": DEV,
+        "dev-all": DEV + S3 + GCS + STORAGE_SERVERS + CLIENTS,  # every test but those of lm-eval and docs
     },
 )

@@ -23,7 +23,7 @@ if [[ "${1:-}" == --all ]]; then
     if [[ "${1:-}" =~ ^[0-9]+$ ]]; then pytest+=("--all=$1") && shift; else pytest+=(--all=inf); fi
 fi
 
-step "environment" bash tools/make_venv.sh dev
+step "environment" bash tools/make_venv.sh dev-all
 if [[ " $* " == *" --without-default "* ]]; then # it follows a run of the default tier, which had the checks
     step "tests (pytest)" "${pytest[@]}" "$@"
 else

@@ -16,7 +16,7 @@ from tests.faults.catalogue import FAULTS, SURVIVORS
 from tests.faults.copy_of_checkout import CheckoutCopy
 from tests.faults.fault import Fault
 from tests.faults.judge import judge, sound
-from tests.faults.record import Verdict, read_record, record_verdict, without_verdict
+from tests.faults.record import UNFINISHED, Verdict, read_record, record_verdict, without_verdict
 
 NEEDED = 0.95
 
@@ -26,7 +26,7 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m tests.faults", description=__doc__)
     parser.add_argument("faults", nargs="*", metavar="FAULT", help="names or numbers (default: all)")
     parser.add_argument("--jobs", type=int, default=1, help="faults that are judged at once, each in its own copy")
-    parser.add_argument("--minutes", type=float, default=15, help="time for one fault; without a failure it survived")
+    parser.add_argument("--minutes", type=float, default=15, help="time for one fault")
     parser.add_argument("--missing", action="store_true", help="judge those without a verdict, after an interruption")
     parser.add_argument(
         "--check",
@@ -48,11 +48,18 @@ def chosen(words: Iterable[str]) -> list[Fault]:
     return [numbered[word] for word in words] if words else list(FAULTS)
 
 
-def judge_all(faults: Sequence[Fault], record: Mapping[str, Verdict], *, jobs: int, limit: float) -> None:
-    """Judge faults, each in a copy that no other one uses meanwhile, and record every verdict at once."""
+def judge_all(
+    faults: Sequence[Fault], record: Mapping[str, Verdict], *, jobs: int, limit: float, again: bool = True
+) -> None:
+    """Judge faults, each in a copy that no other one uses meanwhile, and record every verdict at once.
+
+    Without ``again`` those are passed over that another process has judged by the time they are reached.
+    """
     stop, copies = threading.Event(), SimpleQueue[CheckoutCopy]()
 
     def one(fault: Fault) -> None:
+        if not again and not without_verdict([fault], read_record()):
+            return
         copy = copies.get()
         try:
             earlier = record.get(fault.name)
@@ -95,7 +102,7 @@ def line(fault: Fault, verdict: Verdict | None) -> str:
     number = FAULTS.index(fault) + 1
     if verdict is None:
         return f"{number:4} {fault.name:44} not judged"
-    mark = "red" if verdict.red else "SURVIVED"
+    mark = "red" if verdict.red else "SURVIVED" if verdict.how != UNFINISHED else "no time"
     return f"{number:4} {fault.name:44} {mark:9} {verdict.seconds:6.1f} s  {verdict.how:8} {verdict.test}"
 
 
@@ -111,7 +118,7 @@ def main() -> None:
         wanted = missing + no_longer_sound([each for each in faults if each not in missing], record, limit=limit)
     else:
         wanted = missing if given.missing else faults
-    judge_all(wanted, record, jobs=given.jobs, limit=limit)
+    judge_all(wanted, record, jobs=given.jobs, limit=limit, again=not given.missing)
     sys.exit(0 if report(faults, read_record()) or given.list else 1)
 
 

@@ -48,7 +48,7 @@ def affected(fault: Fault) -> list[str]:
 def likely(fault: Fault) -> list[str]:
     """Files of tests to try first: those that the fault names, or those that are named as its file is."""
     if fault.first:
-        return [f"tests/{name}" for name in fault.first]
+        return [f"tests/{name.partition('::')[0]}" for name in fault.first]
     stem = Path(fault.file).stem
     tests = REPOSITORY / "tests"
     return sorted(f"tests/{path.relative_to(tests)}" for path in tests.rglob(f"test_{stem}.py"))

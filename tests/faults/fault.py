@@ -14,8 +14,9 @@ class Fault:
     """A wrong edit that a person could make, as data.
 
     ``old`` occurs exactly once in ``file``; ``new`` replaces it. ``suffers``: what goes wrong for a user, a sentence.
-    ``first``: files of tests that are tried before the other affected ones. ``report``: where such a mistake of another
-    trainer was reported in public; those faults were chosen without a look at our tests.
+    ``first``: files of tests that are tried before the other affected ones; ``FILE::PART``: there first those whose ids
+    have this part. ``report``: where such a mistake of another trainer was reported in public; those faults were chosen
+    without a look at our tests.
     """
 
     name: str

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from tests.faults.affected import affected, likely
 from tests.faults.copy_of_checkout import CheckoutCopy, Run
 from tests.faults.fault import Fault
-from tests.faults.record import Verdict
+from tests.faults.record import UNFINISHED, Verdict
 
 NO_TESTS = 5  # what pytest ends with when nothing was collected
 HANG = 150.0  # seconds; tests of the default tier take a few
@@ -18,16 +18,17 @@ def judge(copy: CheckoutCopy, fault: Fault, *, told: str, limit: float) -> Verdi
     """Whether the default tier turns red with ``fault``.
 
     ``told``: the test that told it the last time, or "". Files that are likely to tell come first, alone; then all
-    affected parts. ``limit``: seconds for everything, after which the fault has survived.
+    affected parts. ``limit``: seconds for everything, after which the verdict is ``UNFINISHED``.
     """
     began = time.monotonic()
     with copy.edited(fault):
         parts = affected(fault)
+        first = _in_order([told, *(each.partition("::")[2] for each in fault.first)])
         soon = _in_order([told.partition("::")[0], *likely(fault)])
         verdict = "survived", ""
         for chosen in (soon, parts):
             if chosen:
-                run = copy.pytest(chosen, first=[told], hang=HANG, until=began + limit)
+                run = copy.pytest(chosen, first=first, hang=HANG, until=began + limit)
                 verdict = outcome(run)
             if verdict[0] != "survived":
                 break
@@ -41,7 +42,9 @@ def outcome(run: Run) -> tuple[str, str]:
         return "failed", run.failed[0]
     if run.hung:
         return "hung", run.running
-    if run.code in (None, 0, NO_TESTS):
+    if run.code is None:
+        return UNFINISHED, ""
+    if run.code in (0, NO_TESTS):
         return "survived", ""
     return "crashed", run.running or run.output.strip().splitlines()[-1]
 

@@ -1,6 +1,6 @@
 """What pytest does in a copy with a fault: put tests in order, and note what begins and what fails, in a file.
 
-The file of ``FAULT_NOTES`` gets a line of JSON an event; ``FAULT_FIRST`` holds ids of tests to begin with, and
+The file of ``FAULT_NOTES`` gets a line of JSON an event. ``FAULT_FIRST``: ids of tests to begin with, or parts of ids;
 ``FAULT_ONLY=1`` leaves out all others. Tests of the slow tier are left out in any case.
 """
 
@@ -23,8 +23,8 @@ def note(event: str, test: str) -> None:
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Begin with the tests that are known to tell."""
-    first = set(json.loads(os.environ.get(FIRST, "[]")))
-    items.sort(key=lambda item: item.nodeid not in first)
+    first = json.loads(os.environ.get(FIRST, "[]"))
+    items.sort(key=lambda item: not any(each in item.nodeid for each in first))
     if os.environ.get(ONLY):
         config.hook.pytest_deselected(items=[item for item in items if item.nodeid not in first])
         items[:] = [item for item in items if item.nodeid in first]

@@ -12,6 +12,8 @@ from pathlib import Path
 from tests.faults.fault import Fault
 
 RESULTS = Path(__file__).with_name("results.json")
+UNFINISHED = "unfinished"
+"""How the run of a fault ended for which there was too little time: no verdict."""
 
 
 @dataclass(frozen=True)
@@ -19,7 +21,7 @@ class Verdict:
     """What the default tier said of a fault.
 
     ``how``: "failed", "hung" (a test did not end), "crashed" (pytest itself ended, or no test could be imported) or
-    "survived". ``test``: the first that failed or hung. ``digest``: of the edit that was judged.
+    "survived", or ``UNFINISHED``. ``test``: the first that failed or hung. ``digest``: of the edit that was judged.
     """
 
     digest: str
@@ -30,7 +32,7 @@ class Verdict:
     @property
     def red(self) -> bool:
         """Whether the suite noticed."""
-        return self.how != "survived"
+        return self.how not in ("survived", UNFINISHED)
 
 
 def read_record() -> dict[str, Verdict]:
@@ -55,5 +57,6 @@ def record_verdict(fault: Fault, verdict: Verdict) -> None:
 
 
 def without_verdict(faults: Sequence[Fault], record: Mapping[str, Verdict]) -> list[Fault]:
-    """Those that were never judged, or as another edit."""
-    return [fault for fault in faults if fault.name not in record or record[fault.name].digest != fault.digest]
+    """Those that were never judged to the end, or as another edit."""
+    judged = {name: each.digest for name, each in record.items() if each.how != UNFINISHED}
+    return [fault for fault in faults if judged.get(fault.name) != fault.digest]

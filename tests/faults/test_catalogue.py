@@ -12,6 +12,7 @@ from tests.faults.catalogue import FAULTS, public_reports
 from tests.faults.copy_of_checkout import Run
 from tests.faults.fault import REPOSITORY, Fault
 from tests.faults.judge import outcome
+from tests.faults.record import UNFINISHED
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
@@ -44,7 +45,8 @@ def test_outcome_of_a_run() -> None:
     assert outcome(Run(1, failed=["a", "b"])) == ("failed", "a")
     assert outcome(Run(None, hung=True, running="a")) == ("hung", "a")
     assert outcome(Run(3, running="a")) == ("crashed", "a")
-    assert {outcome(Run(code))[0] for code in (None, 0, 5)} == {"survived"}
+    assert {outcome(Run(code))[0] for code in (0, 5)} == {"survived"}
+    assert outcome(Run(None)) == (UNFINISHED, "")
 
 
 def test_a_fault_that_no_longer_applies_is_named() -> None:

@@ -15,7 +15,7 @@ def gcs_server(*, bucket: str) -> Iterator[dict[str, str]]:
     where the emulator or gcsfs is not installed.
     """
     for package in ("gcp_storage_emulator", "gcsfs"):
-        pytest.importorskip(package, reason=f"{package} is not installed: pip install -e '.[dev]'")
+        pytest.importorskip(package, reason=f"{package} is not installed: pip install -e '.[dev-all]'")
     from gcp_storage_emulator.server import create_server
 
     with socket.socket() as free:

@@ -69,7 +69,7 @@ class S3Server:
 def s3_server() -> Iterator[S3Server]:
     """A server that runs in a thread; skips the test where moto or s3fs is not installed."""
     for package in ("moto", "s3fs", "flask_cors"):
-        pytest.importorskip(package, reason=f"{package} is not installed: pip install -e '.[dev]'")
+        pytest.importorskip(package, reason=f"{package} is not installed: pip install -e '.[dev-all]'")
     from moto.moto_server.werkzeug_app import DomainDispatcherApplication, create_backend_app
     from werkzeug.serving import WSGIRequestHandler, make_server
 

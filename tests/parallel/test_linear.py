@@ -25,6 +25,7 @@ from megatron.core.tensor_parallel import linear as linear_module
 from megatron.core.tensor_parallel.initialize import Normal
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.tensor_parallel.linear import added_at_once, linear
+from megatron.core.tensor_parallel.regions import all_rows, own_rows
 from tests.harness import run_ranks
 
 LENGTH, WIDTH = 6, 8
@@ -202,3 +203,22 @@ def test_gradients_of_recomputed_layers_do_not_wait(fp8: Fp8Config, recomputes: 
             out.sum().backward()  # type: ignore[no-untyped-call]
     assert len(work) == (0 if recomputes else 2)
     assert (layer.weight.grad is not None) == (weight.grad is not None) == recomputes
+
+
+def rows_there_and_back(context: ParallelContext, count: int) -> tuple[list[float], list[float], int]:
+    """Each row doubled by the rank that has it, the gradient of all rows, and how many rows this rank has."""
+    rows = torch.arange(1.0, count + 1).unsqueeze(1).requires_grad_()
+    mine = own_rows(rows, context)
+    doubled = all_rows(2 * mine, context, rows=count)
+    doubled.square().sum().backward()  # type: ignore[no-untyped-call]
+    assert rows.grad is not None
+    return doubled.flatten().tolist(), rows.grad.flatten().tolist(), len(mine)
+
+
+@pytest.mark.parametrize("count", [1, 5, 8])
+def test_each_row_is_at_one_rank_also_where_they_do_not_divide(count: int) -> None:
+    """Experts get their tokens so: the last tokens of a text of odd length would reach none."""
+    for doubled, gradients, held in run_ranks(rows_there_and_back, count, tp=4):
+        assert doubled == [2.0 * row for row in range(1, count + 1)]
+        assert gradients == [8.0 * row for row in range(1, count + 1)]
+        assert held == -(-count // 4)

@@ -243,6 +243,7 @@ def layout_statistics(context: ParallelContext) -> list[tuple[float, int | None,
         "rows": Sharding(made["rows"], {0: "tp"}),
         "columns": Sharding(made["columns"], {1: "tp"}),
         "norm": Sharding((6,)),
+        "experts": Sharding((4, 2, 8), {0: "ep", 2: "etp"}, reduce=("edp",)),
     }
     holds = {name: sharding for name, sharding in shardings.items() if stages == 1 or (stage == 0) == (name == "rows")}
     parameters = {name: parameter(context, sharding, 0) for name, sharding in holds.items()}
@@ -276,10 +277,19 @@ def fill_logical(made: nn.Parameter, context: ParallelContext) -> None:
             main_grad[piece.slices(of_local=True)] = values % 5
 
 
-@pytest.mark.parametrize("ranks", [{}, {"tp": 2}, {"tp": 4}, {"dp": 2, "tp": 2}, {"pp": 2}, {"pp": 2, "tp": 2}])
+EXPERT_RANKS: list[dict[str, Any]] = [
+    {"tp": 2, "ep": 2, "etp": 1},
+    {"dp": 2, "tp": 2, "ep": 2},
+    {"dp": 2, "tp": 2, "etp": 1},
+]
+
+
+@pytest.mark.parametrize(
+    "ranks", [{}, {"tp": 2}, {"tp": 4}, {"dp": 2, "tp": 2}, {"pp": 2}, {"pp": 2, "tp": 2}, *EXPERT_RANKS]
+)
 def test_each_logical_element_counts_once(ranks: dict[str, Any]) -> None:
-    """Clipping would depend on the layout: replicas, tied copies or padding counted twice."""
-    elements = [torch.arange(size, dtype=torch.float64) for size in (24, 24, 6, 40)]
+    """Clipping would depend on the layout: replicas, tied copies or padding counted twice, experts left out."""
+    elements = [torch.arange(size, dtype=torch.float64) for size in (24, 24, 6, 64, 40)]
     gradients = torch.cat(elements) % 5
     expected = (gradients.norm().item(), int((gradients == 0).sum()), torch.cat(elements).norm().item())
     per_rank = run_ranks(layout_statistics, **ranks)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import ClassVar
 
+from typing_extensions import override
+
 from megatron.config.family import FamilyConfig, Rule
 from megatron.config.flags import flag
 from megatron.config.run import RunConfig
@@ -25,6 +27,7 @@ class RecurrentConfig(FamilyConfig):
         architecture=True,  # a checkpoint's weights mean nothing with another value
     )
 
+    @override
     def rules(self) -> Sequence[Rule]:
         """Rules of this family, checked with those of every run before anything starts."""
         return (layers_read_whole_sequences,)

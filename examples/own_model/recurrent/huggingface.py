@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
+from typing_extensions import override
+
 from megatron.config.family import group_among
 from megatron.config.model import ModelConfig
 from megatron.core.conversion.bounds import Rate
@@ -57,10 +59,12 @@ class RecurrentFormat(HuggingFaceFormat):
 
     types: Mapping[str, ModelType] = {"recurrent": RECURRENT}
 
+    @override
     def groups_from_config(self, reader: ConfigReader, tensors: Collection[str], *, where: str) -> tuple[object, ...]:
         """The family's own settings."""
         return (RecurrentConfig(forget_floor=reader("forget_floor")),)
 
+    @override
     def settings_of_groups(self, groups: Sequence[object], model_type: str, model: ModelConfig) -> dict[str, Any]:
         """The family's own settings."""
         return {"forget_floor": group_among(groups, RecurrentConfig).forget_floor}

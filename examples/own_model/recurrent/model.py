@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from typing_extensions import override
 
 from megatron.config.model import ModelConfig
 from megatron.core.models.gpt.model import GPTModel
@@ -34,6 +35,7 @@ class Recurrence(nn.Module):
         self.linear_in = ColumnParallelLinear(hidden, 3 * hidden, context, init=input_init(config), bias=bias, blocks=3)
         self.linear_out = RowParallelLinear(hidden, hidden, context, init=output_init(config), bias=bias)
 
+    @override
     def forward(self, x: Tensor, inputs: LayerInputs) -> Tensor:
         """``[s, b, h] -> [s, b, h]``, through ``[S, b, h/tp]``."""
         value, forget, gate = self.linear_in(x).chunk(3, dim=-1)

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from torch import nn
+from typing_extensions import override
 
 from megatron.config.family import group_among
 from megatron.config.model import ModelConfig
-from megatron.config.run import RunConfig
 from megatron.core.models.gpt.train_spec import GPTSpec
 from megatron.core.models.train_spec import TrainSpec
 from megatron.core.parallel.context import ParallelContext
@@ -24,10 +24,7 @@ class RecurrentSpec(GPTSpec):
 
     name = "recurrent"
 
-    def attention(self, run: RunConfig) -> dict[str, dict[str, Any]]:
-        """No layer attends."""
-        return {}
-
+    @override
     def build_model(
         self, model: ModelConfig, groups: Sequence[object], context: ParallelContext, **part: Any
     ) -> nn.Module:

@@ -9,9 +9,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutput
+from typing_extensions import override
 
 
-class RecurrentHFConfig(PretrainedConfig):
+class RecurrentHFConfig(PretrainedConfig):  # type: ignore[no-untyped-call]  # transformers has few types
     """Settings as config.json has them."""
 
     model_type = "recurrent"
@@ -29,6 +30,7 @@ class Layer(nn.Module):
         self.mlp_gate, self.mlp_up = (nn.Linear(size, inner, bias=False) for _ in range(2))
         self.mlp_down = nn.Linear(inner, size, bias=False)
 
+    @override
     def forward(self, x: Tensor) -> Tensor:
         """``[b, s, h] -> [b, s, h]``."""
         normed, states = self.norm1(x), []
@@ -39,10 +41,11 @@ class Layer(nn.Module):
             states.append(state)
         x = x + self.out(torch.stack(states, dim=1) * F.silu(self.gate(normed)))
         normed = self.norm2(x)
-        return x + self.mlp_down(F.silu(self.mlp_gate(normed)) * self.mlp_up(normed))
+        out: Tensor = x + self.mlp_down(F.silu(self.mlp_gate(normed)) * self.mlp_up(normed))
+        return out
 
 
-class RecurrentForCausalLM(PreTrainedModel):
+class RecurrentForCausalLM(PreTrainedModel):  # type: ignore[no-untyped-call]
     """Logits of the next token."""
 
     config_class = RecurrentHFConfig
@@ -56,8 +59,9 @@ class RecurrentForCausalLM(PreTrainedModel):
                 "norm": nn.RMSNorm(config.hidden_size, eps=config.norm_eps),
             }
         )
-        self.post_init()
+        self.post_init()  # type: ignore[no-untyped-call]
 
+    @override
     def forward(self, input_ids: Tensor, **_: Any) -> CausalLMOutput:
         """Ids ``[b, s]`` to logits ``[b, s, vocabulary]``."""
         x = self.model["embed"](input_ids)

@@ -11,6 +11,7 @@ FAULTS = (
         old="range(round(self.low * count), round(self.high * count))",
         new="range(round(self.low * count), min(count, round(self.high * count) + 1))",
         suffers="The first document of the validation set is trained on.",
+        first=("unit/datasets/test_splits.py",),
     ),
     Fault(
         "loss_on_the_question",
@@ -18,6 +19,7 @@ FAULTS = (
         old="self._targets.get(document, offset + 1, count)",
         new="self._targets.get(document, offset, count)",
         suffers="With --sft and packing the loss is one token early: on the prompt's end instead of the answer's.",
+        first=("unit/datasets/test_packing.py",),
     ),
     Fault(
         "separators_are_masked",
@@ -25,6 +27,7 @@ FAULTS = (
         old="(tokens != vocabulary.cls) & (tokens != vocabulary.sep)",
         new="tokens != vocabulary.cls",
         suffers="BERT learns to predict separators.",
+        first=("unit/datasets/test_masked_samples.py", "unit/datasets/test_masked_golden.py"),
     ),
     Fault(
         "cached_order_of_another_seed",
@@ -32,6 +35,7 @@ FAULTS = (
         old='digest=digest_of("epoch", lengths, seed, copy, *settings.values())',
         new='digest=digest_of("epoch", lengths, copy, *settings.values())',
         suffers="A run with another --seed finds the first run's order of samples in the cache.",
+        first=("unit/datasets/test_index_cache.py", "unit/datasets/test_sample_order.py"),
     ),
     Fault(
         "padding_of_an_evaluation_counts",
@@ -39,6 +43,7 @@ FAULTS = (
         old="return self.without_loss(self[0])",
         new="return self[0]",
         suffers="--full-validation counts the first sample several times.",
+        first=("unit/datasets/test_gpt_dataset.py", "unit/training/run", "unit/training/evaluation"),
     ),
     Fault(
         "blend_repeats_a_sample",
@@ -60,6 +65,7 @@ FAULTS = (
         old="return number >= self.read and self.weights[number]",
         new="return number >= self.read",
         suffers="Turns with weight 0 are trained on.",
+        first=("unit/tokenizers/test_records.py", "unit/tools/test_preprocess_sft.py"),
     ),
     Fault(
         "answer_begins_with_its_header",
@@ -67,6 +73,7 @@ FAULTS = (
         old='self._write(messages[:number], variables, prompt=True) if number else ""',
         new='self._write(messages[:number], variables) if number else ""',
         suffers="With a chat template without generation marks the model learns the words that open its turn.",
+        first=("unit/tokenizers/test_chat_template.py",),
     ),
     Fault(
         "end_token_after_the_next_document",
@@ -95,6 +102,7 @@ FAULTS = (
         old='if name.startswith("/") or ".." in name.split("/"):',
         new='if name.startswith("/"):',
         suffers="A downloaded checkpoint can name files outside its folder.",
+        first=("unit/checkpointing/test_damaged_files.py",),
     ),
     Fault(
         "surplus_tensors_dropped",
@@ -102,6 +110,7 @@ FAULTS = (
         old='if found["missing"] or found["mismatched"] or surplus:',
         new='if found["missing"] or found["mismatched"]:',
         suffers="A checkpoint with more layers than the flags say is loaded without them, silently.",
+        first=("unit/checkpointing/test_load.py",),
     ),
     Fault(
         "weights_change_while_they_are_written",
@@ -109,6 +118,7 @@ FAULTS = (
         old="{name: views[name].copied(staging, name) for name in mine}",
         new="{name: views[name] for name in mine}",
         suffers="--async-save writes weights of the next step into the checkpoint of this one.",
+        first=("unit/checkpointing/test_save.py",),
     ),
     Fault(
         "names_of_any_module",
@@ -116,6 +126,7 @@ FAULTS = (
         old='(self._is_foreign and full.split(".")[0] in _FOREIGN)',
         new="self._is_foreign",
         suffers="A checkpoint from a stranger may name objects of any module.",
+        first=("unit/checkpointing/test_malicious_pickles.py", "unit/checkpointing/test_unpickling.py"),
     ),
     Fault(
         "last_row_of_a_box_lost",
@@ -123,6 +134,7 @@ FAULTS = (
         old="return found + _within_row(last, shape[1:], 0, tail)",
         new="return found",
         suffers="Part of a row that a shard ends in is missing from checkpoints.",
+        first=("unit/checkpointing/test_boxes.py",),
     ),
     Fault(
         "file_left_half_written",
@@ -130,6 +142,7 @@ FAULTS = (
         old='temporary = path.with_name(f".{path.name}.tmp")',
         new="temporary = path",
         suffers="A kill while a small file is written leaves half of it in place of the earlier one.",
+        first=("unit/files/test_durable.py",),
     ),
     Fault(
         "halves_of_interleaved_rows",
@@ -137,6 +150,7 @@ FAULTS = (
         old="order = [*range(0, turned, 2), *range(1, turned, 2), *range(turned, width)]",
         new="order = [*range(1, turned, 2), *range(0, turned, 2), *range(turned, width)]",
         suffers="Exported models with interleaved rotary positions turn their heads the other way.",
+        first=("unit/conversion/test_transforms.py",),
     ),
     Fault(
         "not_a_number_is_a_proof",
@@ -144,6 +158,7 @@ FAULTS = (
         old="if not proof.difference <= TOLERANCE * proof.largest:",
         new="if proof.difference > TOLERANCE * proof.largest:",
         suffers="A conversion that gives NaN counts as proven.",
+        first=("unit/conversion/test_mistakes.py",),
     ),
     Fault(
         "unknown_tensors_dropped",
@@ -151,6 +166,7 @@ FAULTS = (
         old='"not part of this architecture": sorted(found.keys() - wanted.keys()),',
         new='"not part of this architecture": [],',
         suffers="A published folder with tensors that have no place here is converted without them, silently.",
+        first=("unit/conversion/test_bad_folders.py", "unit/conversion/test_mistakes.py"),
     ),
     Fault(
         "own_tied_copy_differs",
@@ -158,5 +174,6 @@ FAULTS = (
         old="if alike and all(_digest(theirs[other]) != _digest(copy) for other in alike):",
         new="if not alike:",
         suffers="A folder whose output weights differ from the tied embedding is converted with the wrong ones.",
+        first=("unit/conversion/test_mistakes.py", "unit/conversion/test_bad_folders.py"),
     ),
 )

@@ -101,7 +101,7 @@ FAULTS = (
         old="size = -(-x.shape[0] // ranks)",
         new="size = max(1, x.shape[0] // ranks)",
         suffers="When tokens don't divide by the tensor-parallel ranks, the last ones reach no expert.",
-        first=("equivalence/test_experts.py", "parallel/test_experts.py"),
+        first=("parallel/test_linear.py::each_row",),
     ),
     Fault(
         "padded_id_has_probability",
@@ -125,7 +125,7 @@ FAULTS = (
         old='self._context.mesh, "tp", "cp", "dp", op="max"',
         new='self._context.mesh, "tp", "cp", op="max"',
         suffers="Delayed FP8 scales differ between data-parallel ranks, and so do their models.",
-        first=("unit/tensor_parallel/test_delayed_scaling.py", "parallel/test_fp8_linear.py"),
+        first=("equivalence/test_fp8.py::delayed-tp2 sp dp2", "parallel/test_resume.py::scales_of_fp8"),
     ),
     Fault(
         "blocks_of_equal_initial_weights",
@@ -148,7 +148,10 @@ FAULTS = (
         old="if nearest_before <= before and",
         new="if nearest_before < before and",
         suffers="Sliding windows lose their farthest key where it lies on another context-parallel rank.",
-        first=("parallel/test_context_parallel.py", "equivalence/test_context.py"),
+        first=(
+            "equivalence/test_equivalence.py::windows and full attention, soft cap, sinks, documents-cp",
+            "equivalence/test_equivalence.py::alibi, windows, off by one-cp",
+        ),
     ),
     Fault(
         "ring_gradients_not_added",
@@ -164,7 +167,7 @@ FAULTS = (
         old="slopes=part(options.slopes)",
         new="slopes=None if options.slopes is None else options.slopes.chunk(peers.size)[0]",
         suffers="ALiBi with heads split over context-parallel ranks gives all of them the first heads' slopes.",
-        first=("parallel/test_context_parallel.py",),
+        first=("equivalence/test_equivalence.py::alibi, windows, off by one-cp4 heads",),
     ),
     Fault(
         "one_forward_pass_too_many",
@@ -196,7 +199,11 @@ FAULTS = (
         old=("        microbatch.side_losses.take()  # layers that were recomputed have reported theirs again\n"),
         new="",
         suffers="With recomputation the balancing losses of a microbatch are reported with the next one's again.",
-        first=("unit/pipeline_parallel/test_runner.py", "equivalence/test_experts.py"),
+        first=(
+            "unit/pipeline_parallel/test_runner.py",
+            "equivalence/test_layer_kinds.py::recompute",
+            "equivalence/test_experts.py::recompute",
+        ),
     ),
     Fault(
         "count_of_the_last_microbatch",
@@ -212,7 +219,7 @@ FAULTS = (
         old=("        self._sum_shared()\n"),
         new="",
         suffers="Copies of keys and values of a group on several tensor-parallel ranks drift apart.",
-        first=("equivalence/test_equivalence.py", "parallel/test_grad_sync.py"),
+        first=("equivalence/test_equivalence.py::test_more_ranks_than_groups",),
     ),
     Fault(
         "tied_gradients_not_summed",
@@ -220,7 +227,7 @@ FAULTS = (
         old=("        self._sum_tied()\n"),
         new="",
         suffers="With pipeline parallelism the embedding and the output layer become two matrices.",
-        first=("equivalence/test_equivalence.py", "parallel/test_grad_sync.py"),
+        first=("parallel/test_grad_sync.py::tied",),
     ),
     Fault(
         "partial_gradients_added_twice",
@@ -228,7 +235,7 @@ FAULTS = (
         old="part_grads.copy_(part_sums)",
         new="part_grads.add_(part_sums)",
         suffers="With sequence parallelism gradients of norms contain a rank's own part twice.",
-        first=("equivalence/test_equivalence.py", "parallel/test_grad_sync.py"),
+        first=("parallel/test_grad_sync.py::partial",),
     ),
     Fault(
         "gathered_weights_read_too_soon",
@@ -251,11 +258,7 @@ FAULTS = (
         old="if sharding.tied is not None and holders[sharding.tied][0] != mesh.world_rank:",
         new="if sharding.tied is not None and mesh.world_rank not in holders[sharding.tied]:",
         suffers="With pipeline parallelism the gradient norm counts a tied embedding twice.",
-        first=(
-            "unit/distributed/test_buffers.py",
-            "equivalence/test_equivalence.py",
-            "parallel/test_optimizer_sharding.py",
-        ),
+        first=("parallel/test_optimizer_sharding.py::counts_once",),
     ),
     Fault(
         "norm_of_one_stage",
@@ -302,7 +305,7 @@ FAULTS = (
         old="plan.sends, plan.receives).index_select(0, plan.arrived)",
         new="plan.sends, plan.receives)",
         suffers="With expert parallelism experts get the gradients of other tokens.",
-        first=("parallel/test_experts.py", "equivalence/test_experts.py"),
+        first=("equivalence/test_experts.py::softmax, all losses-ep2",),
     ),
     Fault(
         "capacity_rounded_down",
@@ -318,7 +321,7 @@ FAULTS = (
         old='mine = second.bias * (self._context.mesh.rank("etp") == 0)',
         new="mine = second.bias",
         suffers="Biases of experts count once for each rank that holds a part of them.",
-        first=("equivalence/test_experts.py",),
+        first=("equivalence/test_experts.py::biases, softmax before the choice-tp2 etp2",),
     ),
     Fault(
         "busy_experts_get_busier",
@@ -326,6 +329,10 @@ FAULTS = (
         old="torch.sign(load.mean() - load)",
         new="torch.sign(load - load.mean())",
         suffers="Aux-free balancing sends more tokens to experts that have too many.",
-        first=("unit/moe/test_balancing.py",),
+        first=(
+            "unit/moe/test_balancing.py",
+            "equivalence/test_experts.py::bias that balances",
+            "unit/moe/test_experts.py",
+        ),
     ),
 )

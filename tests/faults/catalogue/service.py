@@ -11,6 +11,7 @@ FAULTS = (
         old="scores * sampling.repetition_penalty)",
         new="scores / sampling.repetition_penalty)",
         suffers="repetition_penalty favours repeated tokens whose logits are negative.",
+        first=("unit/inference/test_sampler.py",),
     ),
     Fault(
         "all_choices_are_one",
@@ -32,6 +33,7 @@ FAULTS = (
         old='block_key(b"", self.request.encoder_prompt)',
         new='block_key(b"", ())',
         suffers="T5 answers a question with the cached answer to another one.",
+        first=("unit/inference/test_scheduler.py", "unit/models/test_t5_generation.py"),
     ),
     Fault(
         "stop_text_across_tokens_missed",
@@ -53,6 +55,7 @@ FAULTS = (
         old=("            self.forget([evicted])\n"),
         new="",
         suffers="A prompt is continued from keys and values that another text has overwritten.",
+        first=("unit/inference/test_block_pool.py",),
     ),
     Fault(
         "any_key_opens",
@@ -60,6 +63,7 @@ FAULTS = (
         old='return scheme.lower() == "bearer" and any(found)',
         new='return scheme.lower() == "bearer"',
         suffers="A server with --api-key answers everybody.",
+        first=("unit/serving/test_bad_requests.py", "unit/serving/test_clients.py", "unit/serving/test_processes.py"),
     ),
     Fault(
         "answers_of_another_prompt",
@@ -67,6 +71,7 @@ FAULTS = (
         old="self.choice(index, update, index // self.call.choices)",
         new="self.choice(index, update, index % self.call.choices)",
         suffers="Streams of several prompts echo the wrong prompt.",
+        first=("unit/serving/test_completions.py",),
     ),
     Fault(
         "scored_prompts_unbounded",
@@ -74,6 +79,7 @@ FAULTS = (
         old="if count > _MOST_SCORED:",
         new="if count > _MOST_SCORED**2:",
         suffers="One request for log-probabilities of long prompts fills the server's memory.",
+        first=("unit/serving/test_large_requests.py", "unit/serving/test_bad_requests.py"),
     ),
     Fault(
         "waiting_work_unbounded",
@@ -81,6 +87,7 @@ FAULTS = (
         old="if self._unfinished >= _MOST_WAITING:",
         new="if self._unfinished >= 1000 * _MOST_WAITING:",
         suffers="Large requests pile up in memory without an error for any of them.",
+        first=("unit/serving/test_large_requests.py", "unit/serving/test_many_clients.py"),
     ),
     Fault(
         "late_answer_to_the_next_question",
@@ -88,6 +95,7 @@ FAULTS = (
         old="            if not said:  # also",
         new="            if said is None:  # also",
         suffers="A template that took too long answers the next request's.",
+        first=("unit/serving/test_processes.py", "unit/serving/test_grammars.py"),
     ),
     Fault(
         "strangers_templates_run",
@@ -95,5 +103,6 @@ FAULTS = (
         old='if fields["chat_template"] is not None and not trust_templates:',
         new='if fields["chat_template"] is not None and trust_templates is None:',
         suffers="A request's own template runs without --trust-request-chat-template.",
+        first=("unit/serving/test_chat.py",),
     ),
 )

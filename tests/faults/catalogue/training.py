@@ -18,6 +18,7 @@ FAULTS = (
         old="if stage not in (0, 1) else []",
         new="if stage not in (0, 1, 2) else []",
         suffers="A DeepSpeed file that asks for ZeRO 2 is accepted and trains without any.",
+        first=("unit/config/test_deepspeed.py",),
     ),
     Fault(
         "two_precisions_accepted",
@@ -25,6 +26,7 @@ FAULTS = (
         old="lambda run: run.precision.fp16 and run.precision.bf16,",
         new="lambda run: False,",
         suffers="--fp16 and --bf16 together are accepted, and one is ignored.",
+        first=("unit/config/test_rules.py",),
     ),
     Fault(
         "shards_of_experts_over_all",
@@ -64,6 +66,7 @@ FAULTS = (
         old="progress.scheduled_samples += 0 if update.skipped else batch_size",
         new="progress.scheduled_samples += batch_size",
         suffers="Steps that --fp16 skips count for the learning rate.",
+        first=("unit/training/test_step.py",),
     ),
     Fault(
         "training_seed_of_the_new_run",
@@ -71,6 +74,7 @@ FAULTS = (
         old='run.context.rng.seed = state["random_seed"]',
         new="run.context.rng.seed = run.context.rng.seed",
         suffers="A resumed run with another --seed draws other dropout than the one it continues.",
+        first=("unit/training/checkpoints", "parallel/test_resume.py", "end_to_end/test_resume_flags.py"),
     ),
     Fault(
         "masters_rounded_on_loading",
@@ -78,6 +82,7 @@ FAULTS = (
         old="found[master] = (master, entry.name)",
         new="found[master] = (entry.name, master)",
         suffers="A bf16 run resumes from weights rounded to 16 bits.",
+        first=("unit/training/checkpoints", "parallel/test_resume.py"),
     ),
     Fault(
         "last_interval_never_saved",
@@ -85,6 +90,7 @@ FAULTS = (
         old="is_last = reason is not None or progress.iteration == config.train_iters",
         new="is_last = progress.iteration == config.train_iters",
         suffers="A run that ends because of its time limit or a signal saves nothing.",
+        first=("unit/training/run", "end_to_end/test_resume.py"),
     ),
     Fault(
         "answer_scored_from_the_next_token",
@@ -92,6 +98,7 @@ FAULTS = (
         old="first_scored=max(0, len(ids) - 1 - len(target))",
         new="first_scored=max(0, len(ids) - len(target))",
         suffers="LAMBADA counts words whose first token is wrong.",
+        first=("unit/tasks/test_zero_shot_against_transformers.py",),
     ),
     Fault(
         "bits_are_nats",
@@ -99,6 +106,7 @@ FAULTS = (
         old="return self.nats / math.log(2) / num_bytes",
         new="return self.nats / num_bytes",
         suffers="--task LM prints nats per byte as bits.",
+        first=("unit/inference/test_scoring.py", "unit/tasks/test_zero_shot_against_transformers.py"),
     ),
     Fault(
         "text_of_the_first_answer",
@@ -106,6 +114,7 @@ FAULTS = (
         old="found[1, min(len(head), room) : size] = 1",
         new="found[1, min(len(head), room) + 1 : size] = 1",
         suffers="Fine-tuned classifiers read the first token of the second text as one of the first.",
+        first=("unit/tasks/test_labelled_dataset.py",),
     ),
     Fault(
         "damaged_data_get_a_new_digest",
@@ -134,5 +143,6 @@ FAULTS = (
         old="return RESTART_CANNOT_HELP if error.errno in _LASTING else RESTART_MAY_HELP",
         new="return RESTART_MAY_HELP",
         suffers="A launcher restarts a run again and again for a file that doesn't exist.",
+        first=("unit/test_errors.py",),
     ),
 )

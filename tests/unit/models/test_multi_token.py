@@ -117,7 +117,11 @@ def test_equals_a_loop_over_its_modules(untied: bool, recompute: RecomputePlan) 
     loss = spec.loss(spec.forward(model, {}, microbatch), microbatch)
     (loss.sum / loss.count).backward()  # type: ignore[no-untyped-call]
     assert (loss.sum / loss.count - expected).abs() < 1e-12
-    assert [*loss.parts] == ["lm loss", "mtp_1 loss", "mtp_2 loss"]
+    assert {name: count.item() for name, (_, count) in loss.parts.items()} == {
+        "lm loss": batch["loss_mask"].sum().item(),
+        "mtp_1 loss": batch["loss_mask"][:, 1:].sum().item(),
+        "mtp_2 loss": batch["loss_mask"][:, 2:].sum().item(),
+    }, "the log divides by these"
     for (name, parameter), each in zip(model.named_parameters(), wanted):
         assert parameter.grad is not None, name
         assert (parameter.grad - each).abs().max() < 1e-12, name

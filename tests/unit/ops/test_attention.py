@@ -12,6 +12,7 @@ from torch import Tensor
 from megatron.core.ops import matmul
 from megatron.core.ops.attention import AttentionOptions, AttentionRequest, choose, chunked, sdpa
 from megatron.core.ops.attention import attention as attention_with
+from megatron.core.ops.attention.masks import alibi_slopes
 from megatron.core.ops.attention.registry import EVERYWHERE
 from megatron.errors import ConfigError
 
@@ -386,3 +387,10 @@ def test_explicit_choice_is_honoured_or_refused_with_the_reason() -> None:
         ConfigError, match="--attention-backend fast is unknown; available: auto, flash_attn_3, .*eager"
     ):
         choose(request(), "fast")
+
+
+def test_slopes_of_heads_that_are_no_power_of_two() -> None:
+    """BLOOM's rule (arXiv:2108.12409): those of the power of two below, then every second one of the power above."""
+    powers_of_eight, powers_of_sixteen = range(1, 9), (0.5, 1.5, 2.5, 3.5)
+    assert alibi_slopes(8).tolist() == [2.0**-each for each in powers_of_eight]
+    assert alibi_slopes(12).tolist() == [2.0**-each for each in (*powers_of_eight, *powers_of_sixteen)]

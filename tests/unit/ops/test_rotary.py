@@ -107,3 +107,11 @@ def test_bf16_is_turned_in_fp32() -> None:
     out = apply_rotary(x, angles)
     assert out.dtype == torch.bfloat16
     assert torch.equal(out, apply_rotary(x.float(), angles).to(torch.bfloat16))
+
+
+def test_far_positions_turn_by_their_angle_in_narrow_types() -> None:
+    """Frequencies rounded to 16 bits turn position 4,000 by another angle: texts longer than a few words lose order."""
+    rotary, far = Rotary(64), torch.tensor([4000])
+    exact, narrow = (rotary.table(far, length=4096, dtype=dtype) for dtype in (torch.float64, torch.bfloat16))
+    assert torch.equal(narrow.cos, exact.cos.to(torch.bfloat16))
+    assert torch.equal(narrow.sin, exact.sin.to(torch.bfloat16))

@@ -28,7 +28,7 @@ TEXT = "5 6 7 8 9 10 11"
 def recurrent(monkeypatch: pytest.MonkeyPatch) -> Family:
     """The family of examples/own_model, registered as a script of its own does."""
     monkeypatch.syspath_prepend(str(ROOT / "examples/own_model"))
-    from recurrent import FAMILY  # type: ignore[import-not-found]
+    from recurrent import FAMILY
 
     family: Family = FAMILY
     monkeypatch.setitem(registry._REGISTERED, family.name, family)

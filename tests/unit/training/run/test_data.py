@@ -5,10 +5,13 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable
 from contextlib import nullcontext
+from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
+from megatron.core.datasets.indexed_dataset import IndexedDatasetWriter
 from megatron.core.datasets.metadata import ContentDigests
 from megatron.core.models.gpt.train_spec import GPTSpec
 from megatron.core.parallel.context import ParallelContext
@@ -83,6 +86,31 @@ def test_a_resumed_run_reads_on(dataloader: str) -> None:
     whole = by_number(itertools.chain(*itertools.islice(of_rank(flags).training_batches(0), 3)))
     resumed = by_number(itertools.chain(*itertools.islice(of_rank(flags).training_batches(8), 2)))
     assert resumed == {number: whole[number] for number in range(8, 24)}
+
+
+@pytest.mark.parametrize(("dataloader", "samples"), [("single", 32), ("cyclic", 48)])
+def test_a_run_that_resumes_in_any_epoch_reads_on(dataloader: str, samples: int, tmp_path: Path) -> None:
+    """A resume in the second epoch read the order of the first, elsewhere; one at the border skipped an epoch.
+
+    Four epochs of 8 samples and a rest of the data; ``cyclic`` begins its second round of 32 samples.
+    """
+    prefix = str(tmp_path / "data")
+    with IndexedDatasetWriter(prefix, np.uint16) as writer:
+        for first in range(7):
+            writer.add_document(range(first, first + 20))
+    flags = f"--tokenizer-type NullTokenizer --data-path {prefix} --split 1,0,0 --dataloader-type {dataloader} "
+    flags += "--train-samples 32 --global-batch-size 2"
+
+    def after(consumed: int) -> dict[int, list[int]]:
+        batches = of_rank(flags).training_batches(consumed)
+        return by_number(itertools.chain(*itertools.islice(batches, (samples - consumed) // 2)))
+
+    whole = after(0)
+    assert sorted(whole) == list(range(samples))
+    rounds = [[whole[number] for number in range(start, start + 8)] for start in range(0, samples, 8)]
+    assert all(one != other for one, other in itertools.combinations(rounds, 2))
+    for consumed in range(2, samples, 2):
+        assert after(consumed) == {number: whole[number] for number in range(consumed, samples)}
 
 
 def test_cyclic_shuffles_the_samples() -> None:
