@@ -24,7 +24,7 @@ AFFECTED = {
     "megatron/core/inference": "unit/inference unit/serving unit/tools parallel end_to_end",
     "megatron/core/files": "unit/files unit/checkpointing end_to_end",
     "megatron/core/device.py": "unit/test_device.py unit/parallel end_to_end",
-    "megatron/config": "unit/config unit/planning unit/training end_to_end",
+    "megatron/config": "unit/config unit/optimizer unit/planning unit/training end_to_end",
     "megatron/serving": "unit/serving unit/tools end_to_end",
     "megatron/planning": "unit/planning end_to_end",
     "megatron/rehearsal": "unit/rehearsal end_to_end",

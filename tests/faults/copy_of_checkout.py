@@ -116,11 +116,12 @@ class CheckoutCopy:
                     time.sleep(0.1)
                     hung = time.time() - max(notes.stat().st_mtime, started) > hang
             finally:
+                process.kill()  # first: a test whose ranks are killed would fail
                 kill_marked(mark)
                 process.wait()
         if self._stop.is_set():
             raise StoppedError
-        ended = time.monotonic() < until and not hung
+        ended = process.returncode >= 0 and not hung
         events = [json.loads(line) for line in notes.read_text().splitlines()]
         begun = [test for event, test in events if event == "begins"]
         run = Run(process.returncode if ended else None, hung, running=begun[-1] if begun else "")

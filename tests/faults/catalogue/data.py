@@ -19,7 +19,7 @@ FAULTS = (
         old="self._targets.get(document, offset + 1, count)",
         new="self._targets.get(document, offset, count)",
         suffers="With --sft and packing the loss is one token early: on the prompt's end instead of the answer's.",
-        first=("unit/datasets/test_packing.py",),
+        first=("unit/tools/test_preprocess_sft.py::learns_the_targets",),
     ),
     Fault(
         "separators_are_masked",
@@ -102,7 +102,7 @@ FAULTS = (
         old='if name.startswith("/") or ".." in name.split("/"):',
         new='if name.startswith("/"):',
         suffers="A downloaded checkpoint can name files outside its folder.",
-        first=("unit/checkpointing/test_damaged_files.py",),
+        first=("unit/checkpointing/test_find.py::/run.json",),
     ),
     Fault(
         "surplus_tensors_dropped",
@@ -110,7 +110,7 @@ FAULTS = (
         old='if found["missing"] or found["mismatched"] or surplus:',
         new='if found["missing"] or found["mismatched"]:',
         suffers="A checkpoint with more layers than the flags say is loaded without them, silently.",
-        first=("unit/checkpointing/test_load.py",),
+        first=("unit/checkpointing/test_load.py::differences",),
     ),
     Fault(
         "weights_change_while_they_are_written",

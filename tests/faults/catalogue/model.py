@@ -62,7 +62,7 @@ FAULTS = (
         old="2.0 ** (-4.0 * (2 * head + 1) / power)",
         new="2.0 ** (-4.0 * (head + 1) / power)",
         suffers="ALiBi with a number of heads that is no power of two has other slopes than BLOOM's.",
-        first=("unit/ops/test_attention.py",),
+        first=("unit/ops/test_attention.py::slopes_of_heads",),
     ),
     Fault(
         "position_offset_ignored",

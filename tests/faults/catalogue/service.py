@@ -19,6 +19,7 @@ FAULTS = (
         old="uniform(request.seed, request.choice, index)",
         new="uniform(request.seed, 0, index)",
         suffers="A request with n choices gets the same text n times.",
+        first=("unit/inference/test_sampler.py::numbers_of_their_own",),
     ),
     Fault(
         "whole_prompt_from_the_cache",
@@ -33,7 +34,7 @@ FAULTS = (
         old='block_key(b"", self.request.encoder_prompt)',
         new='block_key(b"", ())',
         suffers="T5 answers a question with the cached answer to another one.",
-        first=("unit/inference/test_scheduler.py", "unit/models/test_t5_generation.py"),
+        first=("unit/inference/test_scheduler.py::other_questions",),
     ),
     Fault(
         "stop_text_across_tokens_missed",
@@ -79,7 +80,7 @@ FAULTS = (
         old="if count > _MOST_SCORED:",
         new="if count > _MOST_SCORED**2:",
         suffers="One request for log-probabilities of long prompts fills the server's memory.",
-        first=("unit/serving/test_large_requests.py", "unit/serving/test_bad_requests.py"),
+        first=("unit/serving/test_completions.py::scored_prompts",),
     ),
     Fault(
         "waiting_work_unbounded",

@@ -11,6 +11,7 @@ FAULTS = (
         old="if consumed / each >= index)",
         new="if consumed / each > index)",
         suffers="--rampup-batch-size grows at other samples than Megatron-LM's.",
+        first=("unit/optimizer/test_batch_ramp_golden.py",),
     ),
     Fault(
         "zero_2_taken_for_1",
@@ -42,7 +43,7 @@ FAULTS = (
         old="heads = math.lcm(groups, unit)",
         new="heads = groups",
         suffers="tools/check_parity.py --shrink fails for layouts with more ranks than key groups.",
-        first=("unit/planning/test_shrinking.py",),
+        first=("unit/planning/test_shrinking.py::more_ranks",),
     ),
     Fault(
         "types_not_compared",
@@ -58,7 +59,7 @@ FAULTS = (
         old="(*each.written, *(each.read if changes else ()))",
         new="(*each.written,)",
         suffers="A rehearsal misses a tensor that is overwritten while it is sent.",
-        first=("unit/rehearsal/test_recorder.py",),
+        first=("unit/rehearsal/test_recorder.py", "end_to_end/test_rehearsed_layouts.py::changed while"),
     ),
     Fault(
         "skipped_step_moves_the_schedule",
@@ -129,6 +130,7 @@ FAULTS = (
         old=('        "append_eod": config.append_eod,\n'),
         new="",
         suffers="An interrupted preprocessing is continued with another --append-eod.",
+        first=("unit/tools/test_preprocess_restart.py::anew[settings",),
     ),
     Fault(
         "key_given_twice",

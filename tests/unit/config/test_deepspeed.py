@@ -60,6 +60,7 @@ def test_it_may_agree_or_leave_things_open(tmp_path: Path) -> None:
             "",
             "{path} has train_micro_batch_size_per_gpu 4, but --micro-batch-size 2 is given; make them agree",
         ),
+        ({"zero_optimization": {"stage": 2}}, "", f"{{path}}: zero_optimization.stage 2: {ZERO}"),
         ({"zero_optimization": {"stage": 3}}, "", f"{{path}}: zero_optimization.stage 3: {ZERO}"),
         (
             {"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "nvme"}}},

@@ -5,10 +5,12 @@ from __future__ import annotations
 import errno
 import os
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
-from megatron.core.files.durable import replaced_file, write_errors
+from megatron.core.files import durable
+from megatron.core.files.durable import replaced_file, write_durably, write_errors
 from megatron.errors import DataError
 
 
@@ -32,6 +34,17 @@ def test_failure_leaves_the_old_file(tmp_path: Path) -> None:
     with pytest.raises(TypeError), replaced_file(path) as aside:
         aside.write_text("half") + "not a number"  # type: ignore[operator]
     assert [(each.name, each.read_text()) for each in tmp_path.iterdir()] == [("file", "old")]
+
+
+def test_an_interrupted_write_leaves_what_was_there(tmp_path: Path) -> None:
+    """A manifest or tracker of which half is written makes a whole checkpoint useless."""
+    path = tmp_path / "file"
+    write_durably(path, "old")
+    with mock.patch.object(durable, "sync_path", side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
+        write_durably(path, "new")
+    assert path.read_text() == "old"
+    write_durably(path, b"new")
+    assert path.read_text() == "new"
 
 
 def test_two_writers_do_not_meet(tmp_path: Path) -> None:

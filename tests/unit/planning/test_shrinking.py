@@ -75,6 +75,14 @@ def test_it_is_small() -> None:
     assert little.training.global_batch_size <= 32
 
 
+def test_heads_divide_over_more_ranks_than_groups() -> None:
+    """One group of keys for all queries leaves two heads, which eight ranks could not divide."""
+    flags = "@examples/llama/llama3_8b.flags --num-query-groups 1 --tensor-model-parallel-size 8"
+    run, little = small(flags, ranks=8)
+    assert failures(run) == failures(little) == []
+    assert little.model.num_attention_heads == 8 and little.model.num_query_groups == 1
+
+
 def test_words_stay_narrow() -> None:
     """At a small hidden size that the words' width happens to be, the small model had no projections to compare."""
     _, little = small("@examples/llama/llama3_8b.flags --word-embedding-size 32", ranks=8)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import torch
 
 from megatron.rehearsal.comparing import disagreements, incomplete_beginnings, stuck
@@ -28,13 +30,15 @@ def test_equal_ranks_agree_and_end() -> None:
     assert stuck({0: asked, 1: asked}, one_queue=True) is None
 
 
-def test_another_order_size_or_number_is_named() -> None:
+def test_another_order_size_type_or_number_is_named() -> None:
     """gloo pairs what it is given, NCCL computes with other bytes or waits."""
     one = rank(("all-reduce", BOTH, None, True), ("all-gather", BOTH, None, True))
     (said,) = disagreements({0: one, 1: one[::-1]})
     assert "operations 1 of ranks 0, 1: rank 0 asks for all-reduce of 4 x float32 at file.py:0" in said
     (said,) = disagreements({0: one, 1: rank(("all-reduce", BOTH, None, True), elements=5)})
     assert "rank 1 for all-reduce of 5 x float32" in said
+    (said,) = disagreements({0: one, 1: [dataclasses.replace(one[0], dtype=torch.bfloat16), one[1]]})
+    assert "rank 0 asks for all-reduce of 4 x float32" in said and "rank 1 for all-reduce of 4 x bfloat16" in said
     (said,) = disagreements({0: one, 1: one[:1]})
     assert "rank 0 asks for all-gather of 4 x float32 at file.py:1, to which no other of ranks 0, 1 comes" in said
 
