@@ -218,6 +218,12 @@ def test_uniforms_are_spread_and_never_shift() -> None:
     assert uniform(1, 0, 5) == uniform(1, 0, 5) != uniform(1, 1, 5) != uniform(1, 0, 6)
 
 
+def test_choices_of_a_request_draw_numbers_of_their_own() -> None:
+    """A request for n choices must not get the same text n times."""
+    drawn = sample(torch.zeros(64, VOCABULARY), [row(Sampling(), seed=3, choice=choice) for choice in range(64)])
+    assert len({each.token for each in drawn}) > 50
+
+
 def test_a_token_of_minus_infinity_is_never_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
     """The largest uniforms once fell behind the last token."""
     for vocabulary in (3, 128, 300):

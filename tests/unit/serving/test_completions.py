@@ -11,8 +11,11 @@ from typing import Any
 import pytest
 from tokenizers import pre_tokenizers
 
+from megatron.core.inference.request import Request
 from megatron.core.inference.scheduler import SchedulerOptions
 from megatron.core.tokenizers import gpt2_bpe
+from megatron.serving.errors import ApiError
+from megatron.serving.generating import check_scored
 from megatron.serving.model import ServedModel
 from megatron.serving.tokenizing import read_tokenize, tokenized
 from tests.harness.serving import END, Running, ask, byte_tokenizer, served
@@ -293,3 +296,11 @@ def test_what_nothing_satisfies_is_a_mistake_of_the_request(
         assert words in last["error"]["message"] and last["error"]["param"] == "structured_outputs"
     else:
         assert words in streamed.message
+
+
+def test_scored_prompts_are_bounded() -> None:
+    """Each place of a long prompt with twenty alternatives takes a kilobyte: one request would fill the memory."""
+    wide = [Request(id=str(number), prompt=(1,) * 3000, max_tokens=1, prompt_logprobs=20) for number in range(34)]
+    check_scored(wide[:33], param="prompt_logprobs")
+    with pytest.raises(ApiError, match="2,142,000 log-probabilities of prompts, and can have at most 2,097,152"):
+        check_scored(wide, param="prompt_logprobs")
