@@ -1,5 +1,8 @@
 """Pretrain language models with Megatron-LM's command line, on one core or many GPU nodes.
 
+In Python, ``megatron.from_transformers`` and ``megatron.load`` give a model that generates text and saves itself, and
+``megatron.pretrain`` trains a family of models by its flags, or a module and data set of your own.
+
 ``megatron.config`` holds settings, whose fields are the flags; it needs neither torch nor numpy. ``megatron.core`` is a
 library of parallel layers, data sets, optimizers and checkpoints. ``megatron.training`` runs them. ``megatron.errors``
 are the exceptions meant for users. Commands are ``pretrain_gpt.py`` and its like, ``tools`` and ``tasks``.
@@ -9,8 +12,22 @@ installed into one folder.
 """
 
 import os as _os
+from typing import TYPE_CHECKING as _TYPE_CHECKING
+
+if _TYPE_CHECKING:  # the names below, for type checkers and editors; importing them takes torch, and happens at first use
+    from megatron.library.language_model import LanguageModel as LanguageModel
+    from megatron.library.opening import from_transformers as from_transformers
+    from megatron.library.opening import load as load
+    from megatron.library.pretraining import pretrain as pretrain
 
 __version__ = "0.1.0"
+
+_LAZY = {
+    "LanguageModel": "megatron.library.language_model",
+    "from_transformers": "megatron.library.opening",
+    "load": "megatron.library.opening",
+    "pretrain": "megatron.library.pretraining",
+}
 
 _here = _os.path.dirname(__file__)
 if _os.path.exists(_os.path.join(_here, "core", "package_info.py")):  # which only megatron-core has
@@ -18,3 +35,16 @@ if _os.path.exists(_os.path.join(_here, "core", "package_info.py")):  # which on
         f"{_here} holds both pretrain-megatron and megatron-core ({_os.path.join(_here, 'core', 'package_info.py')}): "
         "install one of them into another environment, or start the programs of a checkout, which use its own package"
     )
+
+
+def __getattr__(name: str) -> object:
+    if name not in _LAZY:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from importlib import import_module
+
+    found = globals()[name] = getattr(import_module(_LAZY[name]), name)
+    return found
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_LAZY})

@@ -11,8 +11,9 @@ import torch
 from megatron.config.data import DataConfig
 from megatron.config.precision import PrecisionConfig
 from megatron.config.run import RunConfig
+from megatron.config.tokenizer import TokenizerConfig
 from megatron.config.training import TrainingConfig
-from megatron.core.checkpointing.find import find_checkpoint
+from megatron.core.checkpointing.find import CheckpointFolder, find_checkpoint
 from megatron.core.checkpointing.load import CHAT, MODEL_NAME, read_run_state
 from megatron.core.checkpointing.save import save_streamed
 from megatron.core.checkpointing.stored_tensors import StoredTensors
@@ -57,7 +58,6 @@ def read_native(root: AnyPath, *, step: int | None = None) -> PortableModel:
     check_shapes({name: entry.shape for name, entry in stored.model.items()}, expected, where=where)
     tokenizer = with_kept_files(run.tokenizer, folder.path)
     progress = state.get("progress") or {}
-    own = {name: path for name, path in tokenizer_files(tokenizer).items() if name not in SETTINGS}
     return PortableModel(
         model=model,
         groups=run.extra,
@@ -67,10 +67,30 @@ def read_native(root: AnyPath, *, step: int | None = None) -> PortableModel:
         },
         tokenizer=tokenizer,
         seq_length=run.data.seq_length,
-        companions={**companions_in(folder.path.parent / FOLDER), **own},
+        companions=companions_of(folder, tokenizer),
         iteration=folder.iteration,
         consumed_samples=int(progress.get("consumed_samples", 0)),
         chat=chat_of_checkpoint(folder, state, tokenizer),
+    )
+
+
+def companions_of(folder: CheckpointFolder, tokenizer: TokenizerConfig) -> dict[str, AnyPath]:
+    """Files that travel with the model of a checkpoint, by name: settings of the published model that it comes from,
+    and those of its ``tokenizer``.
+    """
+    own = {name: path for name, path in tokenizer_files(tokenizer).items() if name not in SETTINGS}
+    return {**companions_in(folder.path.parent / FOLDER), **own}
+
+
+def run_of(portable: PortableModel, tokenizer: TokenizerConfig) -> RunConfig:
+    """Settings of a run that could go on from the model. ``tokenizer``: with paths where the run will find its files."""
+    return RunConfig(
+        model=portable.model,
+        training=TrainingConfig(micro_batch_size=1),
+        data=DataConfig(seq_length=portable.seq_length),
+        precision=PrecisionConfig(bf16=portable.dtype == torch.bfloat16, fp16=portable.dtype == torch.float16),
+        tokenizer=tokenizer,
+        extra=portable.groups,
     )
 
 
@@ -86,17 +106,9 @@ def write_native(portable: PortableModel, root: Path, *, final: AnyPath) -> None
     moved = portable.tokenizer
     if portable.companions and tokenizer is not None:
         moved = copied_tokenizer(portable.tokenizer, final / FOLDER)
-    run = RunConfig(
-        model=portable.model,
-        training=TrainingConfig(micro_batch_size=1),
-        data=DataConfig(seq_length=portable.seq_length),
-        precision=PrecisionConfig(bf16=portable.dtype == torch.bfloat16, fp16=portable.dtype == torch.float16),
-        tokenizer=moved,
-        extra=portable.groups,
-    )
     state = {
         MODEL_NAME: family_of(portable.groups).name,
-        "config": run.to_json(),
+        "config": run_of(portable, moved).to_json(),
         "progress": {
             "iteration": portable.iteration,
             "consumed_samples": portable.consumed_samples,

@@ -135,6 +135,14 @@ class VocabularyOutput:
         gathered = all_gather(local, self.context.mesh, "tp", dim=local.dim() - 1)[..., : self.vocab_size]
         return gathered if gathered.dim() == 2 else gathered.transpose(0, 1)
 
+    def logits_with_gradient(self) -> Tensor:
+        """Logits ``[b, S, vocabulary]`` of a model on one rank, for losses of a caller's own."""
+        assert self.context.mesh.size("tp") == 1, "gathered logits have no gradient"
+        logits = linear(self.hidden, self.weight, self.bias)
+        if self.cap is not None:
+            logits = torch.tanh(logits / self.cap) * self.cap
+        return logits[..., : self.vocab_size].transpose(0, 1)
+
 
 class OutputLayer(nn.Module):
     """Weights of the output layer.

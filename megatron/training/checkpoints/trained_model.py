@@ -74,8 +74,12 @@ class TrainedModel(PlacedModel):
         return whole
 
 
-def load_model(config: RunConfig, train_spec: TrainSpec, context: ParallelContext) -> TrainedModel:
+def load_model(
+    config: RunConfig, train_spec: TrainSpec, context: ParallelContext, *, has_gradients: bool = False
+) -> TrainedModel:
     """The model that ``--load`` or ``--pretrained-checkpoint`` names, at the layout of ``config``. A collective.
+
+    ``has_gradients``: leave its parameters as training has them, for a caller that trains it.
 
     Raises CheckpointError when nothing usable is there or it is another model, ConfigError and DataError for a
     tokenizer that can't be built.
@@ -99,7 +103,9 @@ def load_model(config: RunConfig, train_spec: TrainSpec, context: ParallelContex
     check_same_model(state, folder, model_name=train_spec.name, config=config, tokenizer=tokenizer)
     stages, models = build_stages(config, train_spec, context)
     for model in models:
-        model.eval().requires_grad_(False)
+        model.eval()
+        if not has_gradients:
+            model.requires_grad_(False)
     weights = list(model_state(*models))
     load_checkpoint(folder, weights, mesh, alternatives=where_to_find_weights(weights))
     return TrainedModel(
@@ -132,7 +138,7 @@ def trained_model(
     with errors_once_per_node():
         layout.check(launch.world_size)
         stages = layout.pipeline_model_parallel_size
-        config, train_spec = _chosen(choice, train_specs, launch.world_size, stages)
+        config, train_spec = chosen_run(choice, train_specs, launch.world_size, stages)
     precision, seed = config.precision.params_dtype, config.training.seed
     with parallel_context(config.parallel, launch, params_dtype=precision, seed=seed) as context:
         yield load_model(config, train_spec, context)
@@ -141,13 +147,16 @@ def trained_model(
 def another_trained_model(beside: TrainedModel, choice: TrainedModelConfig) -> TrainedModel:
     """A further model of the same family, on the same ranks and of the same type. A collective; raises as above."""
     mesh, known = beside.context.mesh, {beside.train_spec.name: beside.train_spec}
-    return load_model(*_chosen(choice, known, mesh.world_size, mesh.size("pp")), beside.context)
+    return load_model(*chosen_run(choice, known, mesh.world_size, mesh.size("pp")), beside.context)
 
 
-def _chosen(
+def chosen_run(
     choice: TrainedModelConfig, train_specs: Mapping[str, TrainSpec], world_size: int, pipeline_stages: int
 ) -> tuple[RunConfig, TrainSpec]:
-    """The saved settings of the chosen model, at a layout for inference, and its family's train spec."""
+    """The saved settings of the chosen model, at a layout for inference, and its family's train spec.
+
+    Raises CheckpointError when nothing usable is there, ConfigError and DataError for a layout or tokenizer that can't be.
+    """
     folder = find_checkpoint(choice.load, step=choice.ckpt_step, verify=False)
     state = read_run_state(folder)
     family = usable_family(folder, train_specs)
