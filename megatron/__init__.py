@@ -14,7 +14,9 @@ installed into one folder.
 import os as _os
 from typing import TYPE_CHECKING as _TYPE_CHECKING
 
-if _TYPE_CHECKING:  # the names below, for type checkers and editors; importing them takes torch, and happens at first use
+if (
+    _TYPE_CHECKING
+):  # the names below, for type checkers and editors; importing them takes torch, and happens at first use
     from megatron.library.language_model import LanguageModel as LanguageModel
     from megatron.library.opening import from_transformers as from_transformers
     from megatron.library.opening import load as load

@@ -107,6 +107,10 @@ class FamilyConfig(Settings):
         """The flags that set the number of layers, with their values."""
         return f"--num-layers {model.num_layers}"
 
+    def describe_architecture(self) -> str:
+        """The model in a line of reports, for a family whose models ``ModelConfig`` doesn't describe; else nothing."""
+        return ""
+
     def more_parts(self, model: ModelConfig) -> Sequence[str]:
         """What the line about the model in reports says besides what all models have."""
         return ()

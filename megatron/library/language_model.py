@@ -232,4 +232,3 @@ def _gathered(gathering: Gathering, number: int) -> Tensor:
 
 def _say_nothing(line: str) -> None:
     """Leftovers of killed conversions are not this call's business."""
-

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
+from itertools import chain
 
 from megatron.config.run import RunConfig
 from megatron.core.checkpointing.agreement import run_on_first
@@ -42,12 +43,17 @@ def train_from_start_to_end(
     *,
     started: float,
     evaluated: Callable[[Run, Mapping[str, Evaluation]], None] | None = None,
+    built: Callable[[Run], None] = lambda run: None,
 ) -> Run:
-    """Build the run, load its checkpoint, train, and evaluate at the end. ``evaluated``: see ``Run``."""
+    """Build the run, load its checkpoint, train, and evaluate at the end.
+
+    ``evaluated``: that of ``Run``. ``built``: called with the run before anything is loaded.
+    """
     check_ranks_agree(config, context)
     compile_bodies(config.training.compile, context.device)
     run = build_run(config, train_spec, context, started=started)
     run.evaluated = evaluated or run.evaluated
+    built(run)
     parameters = check_parameter_count(run.config, run.train_spec, list(run.model_state()), context)
     with holding_save_folder(run.config, context) as still_held:
         run.reporter.say(run_on_first(lambda: check_save_folder(run.config), context.mesh))
@@ -65,6 +71,7 @@ def train_from_start_to_end(
                 iteration, regular = run.progress.iteration, config.train_iters // training.eval_interval
                 validate(run, "valid", f"iteration {iteration} on validation set", evaluation=regular)
                 validate(run, "test", f"iteration {iteration} on test set", evaluation=0)
+        run.optimizer.gather.make_whole()
         run.reporter.close()
     return run
 
@@ -107,14 +114,18 @@ def train(run: Run, saver: Saver, profiled: Profiled) -> bool:
             if any(progress.iteration + 1 in skipped for skipped in training.skipped_iterations):
                 pass_over(run)
             else:
-                reporter.step(train_step(run, microbatches))
+                record = train_step(run, microbatches)
+                reporter.step(record)
+                run.stepped(record)
         run.context.mesh.activity.steps += 1
         saver.settle()
         release_memory(training, run.context, level=1)
         collect_garbage(training, iteration=progress.iteration)
         interval = training.check_weight_hash_across_dp_replicas_interval
         if interval is not None and progress.iteration % interval == 0:
-            check_replicas_agree(run.model_state(), run.context, iteration=progress.iteration)
+            check_replicas_agree(
+                chain(run.model_state(), run.buffer_state()), run.context, iteration=progress.iteration
+            )
 
         repeated_at_the_end = config.data.full_validation and progress.iteration == config.train_iters
         if training.eval_iters and progress.iteration % training.eval_interval == 0 and not repeated_at_the_end:

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from megatron.core.models.train_spec import TrainSpec
     from megatron.core.parallel.environment import LaunchEnvironment
     from megatron.training.run.preflight import Findings
+    from megatron.training.run.run import Run
 
 _TITLES = [family.title for family in FAMILIES.values()]
 
@@ -44,13 +45,29 @@ def pretrain(family: Family, argv: Sequence[str], *, prog: str | None = None) ->
 
     ``prog``: the command's name in ``--help``; None: that of the script. Raises MegatronError for a user's mistake.
     """
-    started = time.monotonic()
     register(family)
+    start(family, argv, prog=prog or os.path.basename(sys.argv[0]))
+    return 0
+
+
+def start(
+    family: Family,
+    argv: Sequence[str],
+    *,
+    prog: str,
+    defaults: Mapping[str, Any] | None = None,
+    built: Callable[[Run], None] = lambda run: None,
+) -> None:
+    """Train a model of a known ``family``, or print what ``--dry-run`` finds.
+
+    ``defaults``: those of the command, by field. ``built``: called with the run before it starts.
+    """
+    started = time.monotonic()
     about = f"Pretrain a {family.settings.title} on the ranks that torchrun or srun started, and on one without them."
-    config = parse(argv, prog=prog or os.path.basename(sys.argv[0]), about=about, groups=family.groups)
+    config = parse(argv, prog=prog, about=about, groups=family.groups, defaults=defaults)
     if config.command.dry_run:
         dry_run(config, family.train_spec)
-        return 0
+        return
 
     import logging
 
@@ -62,8 +79,7 @@ def pretrain(family: Family, argv: Sequence[str], *, prog: str | None = None) ->
         with errors_once_per_node(), errors_as_typed(config):
             check_huggingface(config)
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(message)s")
-    launch_on_ranks(family, config, launch_environment(), started=started)
-    return 0
+    launch_on_ranks(family, config, launch_environment(), started=started, built=built)
 
 
 def dry_run(config: RunConfig, train_spec: TrainSpec, *, more: Callable[[Findings], None] | None = None) -> None:
@@ -140,7 +156,14 @@ def _published_config(folder: str, groups: Sequence[type]) -> Mapping[str, Any]:
     return published_config(folder, groups)
 
 
-def launch_on_ranks(family: Family, config: RunConfig, launch: LaunchEnvironment, *, started: float) -> None:
+def launch_on_ranks(
+    family: Family,
+    config: RunConfig,
+    launch: LaunchEnvironment,
+    *,
+    started: float,
+    built: Callable[[Run], None] = lambda run: None,
+) -> None:
     """Join the other ranks and train. Of errors on several ranks, the first is reported."""
     from megatron.core.parallel.launch import parallel_context
     from megatron.training.loop import train_from_start_to_end
@@ -150,4 +173,4 @@ def launch_on_ranks(family: Family, config: RunConfig, launch: LaunchEnvironment
     deterministic = config.training.deterministic_mode
     joined = parallel_context(config.parallel, launch, params_dtype=precision, seed=seed, deterministic=deterministic)
     with errors_as_typed(config), joined as context, sized_allocations(config, family.train_spec, context):
-        train_from_start_to_end(config, family.train_spec, context, started=started)
+        train_from_start_to_end(config, family.train_spec, context, started=started, built=built)

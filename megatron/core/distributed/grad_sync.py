@@ -12,6 +12,7 @@ from functools import partial
 
 import torch
 from torch import Tensor
+from torch.utils.hooks import RemovableHandle
 
 from megatron.core.distributed.buffers import Bucket, FlatBuffer, ParamEntry, Span, owned_parts
 from megatron.core.parallel.collectives import (
@@ -78,11 +79,13 @@ class GradSync:
         self._counting = self._counted = False
         self._launched = 0
         context.weight_gradients.fuses_accumulation = fuses_accumulation
+        self._hooks: list[RemovableHandle] = []
         reductions = [_Reduction(buffer, bucket) for buffer in buffers for bucket in buffer.buckets]
         for reduction in reductions:
             for entry in reduction.bucket.entries:
                 collect = partial(self._collect, reduction, entry)
-                entry.parameter.register_post_accumulate_grad_hook(collect)  # type: ignore[no-untyped-call]
+                hook = entry.parameter.register_post_accumulate_grad_hook(collect)  # type: ignore[no-untyped-call]
+                self._hooks.append(hook)
                 if fuses_accumulation:
                     added = partial(self._count, reduction, entry)
                     context.weight_gradients.main_grads[entry.parameter] = MainGrad(entry.main_grad, added)
@@ -90,6 +93,11 @@ class GradSync:
         reductions.sort(key=lambda reduction: -min(entry.order for entry in reduction.bucket.entries))
         self._reductions = [each for each in reductions if each.buffer.num_shards > 1]
         self._owned = list(owned_parts(buffers, sharded=sharded))
+
+    def detach(self) -> None:
+        """Collect no gradients any more: autograd leaves them in ``parameter.grad``, as usual."""
+        for hook in self._hooks:
+            hook.remove()
 
     def zero(self) -> None:
         """Forget all gradients, before the first backward pass of a step."""

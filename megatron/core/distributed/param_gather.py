@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from megatron.core.distributed.buffers import Bucket, FlatBuffer
 from megatron.core.distributed.fp8_weights import Fp8Weights
@@ -34,6 +35,7 @@ class ParamGather:
         self._order = sorted(entries, key=lambda entry: min(entry.order for entry in entry[1].entries))
         self._pending: dict[Bucket, Handle[Tensor]] = {}
         self._hooked: dict[nn.Module, tuple[Bucket, ...]] = {}
+        self._hooks: list[RemovableHandle] = []
         self._called: set[nn.Module] = set()
         self._needed_first: set[Bucket] | None = None
 
@@ -96,7 +98,12 @@ class ParamGather:
             own = {home[parameter] for parameter in module.parameters(recurse=False) if parameter in home}
             if own:
                 self._hooked[module] = tuple(own)
-                module.register_forward_pre_hook(self._before_forward)
+                self._hooks.append(module.register_forward_pre_hook(self._before_forward))
+
+    def detach(self) -> None:
+        """Let no module wait any more when it is called."""
+        for hook in self._hooks:
+            hook.remove()
 
     def _before_forward(self, module: nn.Module, inputs: Any) -> None:
         if self._needed_first is None:

@@ -7,8 +7,10 @@ exactly, and dropout doesn't depend on how layers are divided into stages.
 from __future__ import annotations
 
 import hashlib
+import random
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from megatron.core.parallel.mesh import Mesh
@@ -18,6 +20,16 @@ def derive_seed(*parts: object) -> int:
     """A 63-bit seed from any printable parts, the same on every machine and Python."""
     digest = hashlib.blake2b("\x1f".join(map(str, parts)).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
+
+
+def seed_global_generators(*parts: object) -> None:
+    """Seed the global generators of Python, NumPy and torch, on all devices, from any printable parts: for code of
+    users, which knows no streams.
+    """
+    seed = derive_seed(*parts)
+    random.seed(seed)
+    np.random.seed(seed & 0xFFFFFFFF)
+    torch.manual_seed(seed)
 
 
 @dataclass(frozen=True)

@@ -187,6 +187,14 @@ def sharded_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter, S
         yield name, parameter, sharding_of(parameter)
 
 
+def persistent_buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Buffers that are part of a module's state, such as the running statistics of a BatchNorm, by global name."""
+    for place, each in module.named_modules():
+        for name, buffer in each._buffers.items():
+            if buffer is not None and name not in each._non_persistent_buffers_set:
+                yield (f"{place}.{name}" if place else name), buffer
+
+
 @dataclass(frozen=True)
 class ShardedState:
     """A named local tensor that is part of a logical tensor: what checkpoints save and load, whatever the layout.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from megatron.core.parallel.mesh import Mesh
 from megatron.core.parallel.rng import derive_seed
-from megatron.core.parallel.sharding import sharded_parameters
+from megatron.core.parallel.sharding import Sharding, sharded_parameters
 
 _BLOCK_ELEMENTS = 1 << 20
 
@@ -33,13 +33,18 @@ class Normal:
 Initialization = Constant | Normal
 
 
-@torch.no_grad()
 def initialize(module: nn.Module, mesh: Mesh, *, seed: int) -> None:
-    """Fill every parameter of ``module``; vocabulary padding becomes zero.
+    """Fill every parameter of ``module``; vocabulary padding becomes zero."""
+    initialize_parameters(sharded_parameters(module), mesh, seed=seed)
+
+
+@torch.no_grad()
+def initialize_parameters(parameters: Iterable[tuple[str, nn.Parameter, Sharding]], mesh: Mesh, *, seed: int) -> None:
+    """Fill parameters that say how they are initialized, given with their names and layouts.
 
     Values are drawn on the CPU in fp32, in blocks of rows with a seed each, so a rank draws little more than it holds.
     """
-    for name, tensor, sharding in sharded_parameters(module):
+    for name, tensor, sharding in parameters:
         initialization: Initialization = tensor.initialization  # type: ignore[attr-defined]
         if isinstance(initialization, Constant):
             tensor.fill_(initialization.value)

@@ -84,7 +84,7 @@ def _load_from(run: Run, folder: CheckpointFolder, *, weights_only: bool) -> Non
         optimizer_state = run.optimizer.master_entries()
     load_checkpoint(
         folder,
-        chain(run.model_state(), optimizer_state, stored_scales(run, folder)),
+        chain(run.model_state(), run.buffer_state(), optimizer_state, stored_scales(run, folder)),
         run.context.mesh,
         alternatives=where_to_find_weights(run.model_state()),
     )

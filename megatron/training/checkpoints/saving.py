@@ -70,7 +70,7 @@ class Saver:
         self.finish()
         run, checkpoint, progress = self._run, self._run.config.checkpoint, self._run.progress
         run.reporter.say(f"saving checkpoint at iteration {progress.iteration:7d} to {self._root} in torch_dist format")
-        state: Iterator[ShardedState] = run.model_state()
+        state: Iterator[ShardedState] = chain(run.model_state(), run.buffer_state())
         if checkpoint.save_optim:
             state = chain(state, run.optimizer.entries())
         if run.scaling is not None:

@@ -59,6 +59,8 @@ def startup_report(run: RunConfig, facts: StartupFacts) -> str:
 def describe_model(run: RunConfig) -> str:
     """The architecture in one line."""
     model = run.model
+    if own := run.family.describe_architecture():
+        return own
     heads = f"{model.num_attention_heads} heads of {model.kv_channels}"
     if model.num_query_groups != model.num_attention_heads:
         heads += f" ({model.num_query_groups} for keys and values)"

@@ -36,7 +36,7 @@ from megatron.planning.stages import with_stages
 from megatron.training.reporting.curves import Curves, open_writers
 from megatron.training.reporting.flops import SpeedScale, device_peak
 from megatron.training.reporting.memory import check_memory
-from megatron.training.reporting.metrics import Evaluation
+from megatron.training.reporting.metrics import Evaluation, StepRecord
 from megatron.training.reporting.profiling import annotated
 from megatron.training.reporting.reporter import Reporter, ReportingRank
 from megatron.training.reporting.startup import StartupFacts
@@ -45,7 +45,7 @@ from megatron.training.run.attention import attention_choices
 from megatron.training.run.data import TrainingData
 from megatron.training.run.fp8 import check_fp8, describe_fp8
 from megatron.training.run.pipeline import Plans, routes
-from megatron.training.run.stages import build_stages, model_state, named_parameters
+from megatron.training.run.stages import buffer_state, build_stages, model_state, named_parameters
 from megatron.training.run.stop import ExitWatch
 
 
@@ -64,7 +64,8 @@ class Run:
     ``scaling``: with --fp8-recipe delayed. ``chat_before``: what the model that this one is made of had learned of
     conversations.
 
-    ``evaluated``: called on every rank after each evaluation, with the results on each data set by name.
+    ``evaluated``: called on every rank after each evaluation, with the results on each data set by name. ``stepped``:
+    called on every rank after each step.
     """
 
     config: RunConfig
@@ -86,6 +87,7 @@ class Run:
     loaded_from: str | None = None
     chat_before: ChatSettings | None = None
     evaluated: Callable[[Run, Mapping[str, Evaluation]], None] = lambda run, found: None
+    stepped: Callable[[StepRecord], None] = lambda record: None
 
     @property
     def chat(self) -> ChatSettings | None:
@@ -96,6 +98,22 @@ class Run:
         """Every parameter under its name in a checkpoint; tied copies share one."""
         self.optimizer.gather.make_whole()
         yield from model_state(*self.models)
+
+    def buffer_state(self) -> Iterator[ShardedState]:
+        """Every buffer that checkpoints hold beside the parameters."""
+        return buffer_state(*self.models)
+
+    def release(self) -> None:
+        """Make the models torch modules like any other: their parameters lie in no buffer, and no hook collects their
+        gradients. The run takes no further step.
+        """
+        self.grad_sync.detach()
+        self.optimizer.gather.detach()
+        for _, parameter in named_parameters(self.models):
+            parameter.grad = None
+            parameter.data = parameter.data.clone()
+            if hasattr(parameter, "main_grad"):
+                del parameter.main_grad
 
 
 def build_run(

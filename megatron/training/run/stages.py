@@ -10,7 +10,7 @@ from megatron.config.pipeline import Stage, model_stages
 from megatron.config.run import RunConfig
 from megatron.core.models.train_spec import TrainSpec
 from megatron.core.parallel.context import ParallelContext
-from megatron.core.parallel.sharding import ShardedState, sharded_parameters, sharding_of
+from megatron.core.parallel.sharding import ShardedState, Sharding, persistent_buffers, sharded_parameters, sharding_of
 from megatron.core.transformer.block import RecomputePlan
 from megatron.training.run.agreement import check_stages
 
@@ -43,6 +43,13 @@ def model_state(*models: nn.Module) -> Iterator[ShardedState]:
     for name, parameter in named_parameters(models):
         sharding = sharding_of(parameter)
         yield ShardedState(f"model.{sharding.tied or name}", parameter.detach(), sharding)
+
+
+def buffer_state(*models: nn.Module) -> Iterator[ShardedState]:
+    """Every buffer that is part of the state of a rank's modules, which all ranks hold alike."""
+    for model in models:
+        for name, buffer in persistent_buffers(model):
+            yield ShardedState(f"model.{name}", buffer.detach(), Sharding(tuple(buffer.shape)))
 
 
 def named_parameters(models: Iterable[nn.Module]) -> Iterator[tuple[str, nn.Parameter]]:

@@ -1,0 +1,198 @@
+"""A module and data sets of a user's own, as a train spec."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from typing_extensions import override
+
+from megatron.config.model import ModelConfig
+from megatron.config.pipeline import Stage
+from megatron.config.run import RunConfig
+from megatron.core.datasets.build import DatasetSplits
+from megatron.core.datasets.map_style import PADDING, MapStyleDataset, length_of
+from megatron.core.datasets.splits import SplitName, SplitSizes, parse_split
+from megatron.core.models.plain.losses import sum_and_count
+from megatron.core.models.plain.placing import (
+    ModuleMaker,
+    describe_outline,
+    made,
+    outline,
+    place,
+    take_buffers_of_first,
+)
+from megatron.core.models.train_spec import TrainSpec
+from megatron.core.parallel.context import ParallelContext
+from megatron.core.parallel.rng import seed_global_generators
+from megatron.core.pipeline_parallel.chunk import LossSum, Microbatch, StageInputs
+from megatron.core.tokenizers.base import Tokenizer
+from megatron.core.transformer.block import RecomputePlan
+from megatron.errors import ConfigError
+
+Loss = Callable[[nn.Module, Any], Any]
+"""``loss(model, batch)``: calls the model on a batch, in the form of the samples, and returns a loss."""
+LOSS = "loss"
+_NAMES: dict[SplitName, str] = {"train": "training data", "valid": "validation data", "test": "test data"}
+
+
+class PlainSpec(TrainSpec):
+    """What ``megatron.pretrain`` trains when it is given a module.
+
+    ``source``: the module, or a function that makes it. ``data``: map-style data sets by split. ``loss``: None where the
+    module returns its loss. ``shuffle``: training data have another order in each epoch.
+    """
+
+    name = "plain"
+
+    def __init__(
+        self,
+        source: nn.Module | ModuleMaker,
+        data: Mapping[SplitName, Any],
+        *,
+        loss: Loss | None = None,
+        shuffle: bool = True,
+    ) -> None:
+        self._source, self._loss, self._shuffle = source, loss, shuffle
+        self._data = {split: each for split, each in data.items() if each is not None}
+        self._form = self._samples("train", seed=0).form
+        self.batch_fields = dict.fromkeys((*self._form.shapes, PADDING))
+        self._contexts: weakref.WeakKeyDictionary[nn.Module, ParallelContext] = weakref.WeakKeyDictionary()
+
+    @override
+    def loss_names(self, run: RunConfig) -> tuple[str, ...]:
+        """One loss."""
+        return (LOSS,)
+
+    @override
+    def fields(self, run: RunConfig, stages: Sequence[Stage]) -> frozenset[str]:
+        """All fields of a sample."""
+        return frozenset(self.batch_fields)
+
+    @override
+    def build_model(
+        self,
+        model: ModelConfig,
+        groups: Sequence[object],
+        context: ParallelContext,
+        *,
+        stage: Stage | None = None,
+        recompute: RecomputePlan | None = None,
+        seed: int | None = None,
+    ) -> nn.Module:
+        """The module on this rank; on the meta device its outline, which has parameters and no code."""
+        if context.device.type != "meta":
+            module = place(made(self._source, context, seed=seed), context, seed=seed)
+            self._contexts[module] = context
+            return module
+        if isinstance(self._source, nn.Module):
+            return outline(made(self._source, context, seed=None), context)
+        with torch.device("meta"):
+            return describe_outline(made(self._source, context, seed=None), context)
+
+    @override
+    def forward(self, model: nn.Module, stage_inputs: StageInputs, microbatch: Microbatch) -> Any:
+        """The loss of a microbatch, as the user's code returns it, and the number of its samples.
+
+        Global generators are seeded by the run's seed and the first sample, so that dropout is the same in a resumed
+        run. Replicas take the first one's buffers after each step of training, as torch's data parallelism does.
+        """
+        context, tensors = self._contexts[model], dict(microbatch.tensors)
+        padding = tensors.pop(PADDING)
+        if not model.training and bool(padding.any()):  # the end of --full-validation
+            tensors = {name: tensor[~padding] for name, tensor in tensors.items()}
+        samples = len(next(iter(tensors.values())))
+        if samples == 0:
+            return (padding.new_zeros((), dtype=torch.float32), 0), 0
+        seed_global_generators(context.rng.seed, microbatch.rng_key.split, microbatch.rng_key.sample)
+        batch = self._in_form(tensors)
+        if self._loss is not None:
+            returned = self._loss(model, batch)
+        elif isinstance(batch, dict):
+            returned = model(**batch)
+        else:
+            returned = model(*batch) if isinstance(batch, tuple) else model(batch)
+        if model.training:
+            take_buffers_of_first(model, context.mesh, "dp", "cp")
+        return returned, samples
+
+    @override
+    def loss(self, output: Any, microbatch: Microbatch) -> LossSum:
+        """Sum and count of the loss."""
+        returned, samples = output
+        who = "the function loss=" if self._loss is not None else _title(self._source)
+        device = microbatch.tensors[PADDING].device
+        return LossSum.single(LOSS, *sum_and_count(returned, samples=samples, who=who, device=device))
+
+    @override
+    def counts(self, microbatch: Microbatch, context: ParallelContext) -> dict[str, Tensor]:
+        """Samples: an estimate of the count that the loss will return, for the scale of fp16's gradients."""
+        return {LOSS: (~microbatch.tensors[PADDING]).sum()}
+
+    @override
+    def build_datasets(self, run: RunConfig, tokenizer: Tokenizer, sizes: SplitSizes) -> DatasetSplits:
+        """The user's data sets; ``--split`` cuts the training data where it is given and they are alone."""
+        cyclic, seed = run.data.dataloader_type == "cyclic", run.training.seed
+        train = self._samples(
+            "train", seed=seed, size=None if cyclic else sizes.train, shuffle=self._shuffle and not cyclic
+        )
+        found: dict[str, MapStyleDataset | None] = {"train": train if sizes.train else None}
+        shares = parse_split(run.data.split) if run.given("split") else {}
+        if shares and len(self._data) > 1:
+            raise ConfigError(
+                f"--split {run.data.split} cuts the training data, and "
+                f"{' and '.join(_NAMES[each] for each in self._data if each != 'train')} are given: leave one of them out"
+            )
+        remarks = []
+        for split, share in shares.items():
+            count = length_of(self._data["train"], self._named("train"))
+            size = None if cyclic and split == "train" else sizes.of(split)
+            if share is not None and sizes.of(split) != 0:
+                found[split] = self._samples(split, seed=seed, size=size, units=share.units(count), of="train")
+        for split in () if shares else ("valid", "test"):
+            if split in self._data and sizes.of(split) != 0:
+                size = None if split == "valid" and run.data.full_validation else sizes.of(split)
+                found[split] = self._samples(split, seed=seed, size=size)
+            elif sizes.of(split) != 0:
+                remarks.append(f"{split}: no {_NAMES[split]} were given, so nothing is evaluated on them")
+        for split, each in found.items():
+            if each is not None and (difference := self._form.difference(each.form)) is not None:
+                raise ConfigError(f"a sample of the {split} data {difference}, as the training data have")
+        return DatasetSplits(found["train"], found.get("valid"), found.get("test"), remarks=remarks)
+
+    def _samples(
+        self,
+        split: SplitName,
+        *,
+        seed: int,
+        size: int | None = None,
+        units: range | None = None,
+        of: SplitName | None = None,
+        shuffle: bool | None = None,
+    ) -> MapStyleDataset:
+        return MapStyleDataset(
+            self._data[of or split],
+            name=self._named(of or split),
+            split=split,
+            seed=seed,
+            shuffle=(self._shuffle and split == "train") if shuffle is None else shuffle,
+            units=units,
+            num_samples=size,
+        )
+
+    def _named(self, split: SplitName) -> str:
+        return f"the {_NAMES[split]} ({type(self._data[split]).__name__})"
+
+    def _in_form(self, tensors: Mapping[str, Tensor]) -> Any:
+        """A batch as the samples are: a dictionary, a tuple, or a tensor."""
+        if self._form.kind == "mapping":
+            return dict(tensors)
+        ordered = tuple(tensors[str(place)] for place in range(len(tensors)))
+        return ordered if self._form.kind == "sequence" else ordered[0]
+
+
+def _title(source: object) -> str:
+    return type(source).__name__ if isinstance(source, nn.Module) else "the module"
