@@ -12,11 +12,9 @@ installed into one folder.
 """
 
 import os as _os
-from typing import TYPE_CHECKING as _TYPE_CHECKING
+from typing import TYPE_CHECKING
 
-if (
-    _TYPE_CHECKING
-):  # the names below, for type checkers and editors; importing them takes torch, and happens at first use
+if TYPE_CHECKING:  # what __getattr__ imports at first use, as that takes torch
     from megatron.library.language_model import LanguageModel as LanguageModel
     from megatron.library.opening import from_transformers as from_transformers
     from megatron.library.opening import load as load
@@ -49,4 +47,4 @@ def __getattr__(name: str) -> object:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_LAZY})
+    return sorted({*globals(), *_LAZY} - {"TYPE_CHECKING"})

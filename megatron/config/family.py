@@ -107,6 +107,10 @@ class FamilyConfig(Settings):
         """The flags that set the number of layers, with their values."""
         return f"--num-layers {model.num_layers}"
 
+    def is_reported(self, field: str) -> bool:
+        """Whether reports of settings show a value of ``field`` that nobody has given."""
+        return True
+
     def describe_architecture(self) -> str:
         """The model in a line of reports, for a family whose models ``ModelConfig`` doesn't describe; else nothing."""
         return ""

@@ -19,7 +19,10 @@ def settings_report(run: RunConfig) -> list[str]:
         value = run.value(spec)
         if spec.options.internal or value == spec.default:
             continue
-        rows.append((spec.typed(value), run.provenance.get(spec.field, "")))
+        source = run.provenance.get(spec.field, "")
+        if source.startswith(("derived", "default of ")) and not run.family.is_reported(spec.field):
+            continue
+        rows.append((spec.typed(value), source))
     width = min(max((len(text) for text, _ in rows), default=0), 60)
     return [f"{text:<{width}}  {source}".rstrip() for text, source in rows]
 

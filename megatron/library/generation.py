@@ -47,8 +47,8 @@ class Generation:
 class TextModel:
     """A model on one device, and the tokens around its texts.
 
-    ``tokenizer``: None for a model whose prompts are ids. ``end_tokens``: ids that end a text. ``decoder_start``: the id
-    that the text of an encoder-decoder model begins with, if it is known.
+    ``tokenizer``: None for a model whose prompts are ids. ``end_tokens``: ids that end a text. ``decoder_start``: the
+    id that the text of an encoder-decoder model begins with, if it is known.
     """
 
     placed: PlacedModel
@@ -94,8 +94,8 @@ def _ids(given: Any, tokenizer: Tokenizer | None) -> list[list[int]]:
     texts = [each for each in given if isinstance(each, str)]
     if texts and tokenizer is None:
         raise ConfigError(
-            f"the prompt {texts[0][:40]!r} is text, and this model has no tokenizer: give token ids, such as [5, 6, 7], "
-            "or load the model with its tokenizer (tokenizer=FOLDER)"
+            f"the prompt {texts[0][:40]!r} is text, and this model has no tokenizer: give token ids, such as [5, 6, "
+            "7], or load the model with its tokenizer (tokenizer=FOLDER)"
         )
     encoded = iter(tokenizer.tokenize_batch(texts)) if tokenizer is not None else iter(())
     found = []

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import override
 
 from megatron.config.model import ModelConfig
 from megatron.core.checkpointing.gathering import Gathering
@@ -49,17 +50,15 @@ class LanguageModel(nn.Module):
         end_tokens: frozenset[int],
         decoder_start: int | None = None,
         iteration: int = 0,
-        keeps: object = None,
     ) -> None:
         """``companions``: files that travel with the model, by name. ``end_tokens``: ids that end a generated text.
         ``decoder_start``: the id that a decoder's text begins with. ``iteration``: of the checkpoint, 0 without one.
-        ``keeps``: kept alive as long as the model, such as the temporary folder of its tokenizer.
         """
         super().__init__()
         (self.model,) = placed.models
         self._placed, self._companions = placed, dict(companions)
         self._end_tokens, self._decoder_start = end_tokens, decoder_start
-        self._iteration, self._keeps = iteration, keeps
+        self._iteration = iteration
 
     @property
     def config(self) -> ModelConfig:
@@ -82,6 +81,7 @@ class LanguageModel(nn.Module):
         """The type of the weights."""
         return self._placed.context.dtype
 
+    @override
     def forward(self, ids: Tensor, *inputs: Tensor, **named: Tensor | None) -> Tensor:
         """Logits ``[b, s, vocabulary]`` for token ids ``[b, s]``.
 
@@ -218,6 +218,7 @@ class LanguageModel(nn.Module):
                 "megatron.load or megatron.from_transformers instead"
             )
 
+    @override
     def extra_repr(self) -> str:
         """What ``print(model)`` shows besides the modules."""
         count = sum(parameter.numel() for parameter in self.parameters())

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
+import shutil
 import tempfile
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, overload
 
 import torch
+from torch import nn
 
 from megatron.config.pipeline import Stage
+from megatron.config.run import RunConfig
 from megatron.config.trained_model import TrainedModelConfig
 from megatron.core.checkpointing.find import find_checkpoint
+from megatron.core.checkpointing.load import MODEL_NAME, load_checkpoint, read_run_state
 from megatron.core.checkpointing.manifest import MANIFEST
 from megatron.core.conversion.companions import companions_in, tokenizer_in
 from megatron.core.conversion.huggingface.hub import model_folder
@@ -22,14 +27,21 @@ from megatron.core.conversion.huggingface.reading import from_transformers as re
 from megatron.core.conversion.native import companions_of, run_of
 from megatron.core.conversion.portable import PortableModel, load_weights
 from megatron.core.files.remote_path import AnyPath, path_of
+from megatron.core.models.plain.placing import describe
+from megatron.core.models.plain.train_spec import PlainSpec
 from megatron.core.models.registry import all_families, family_of
 from megatron.core.parallel.context import ParallelContext
 from megatron.core.parallel.launch import DTYPES
+from megatron.core.parallel.mesh import Mesh
 from megatron.core.tokenizers.build import build_tokenizer
 from megatron.core.tokenizers.end_tokens import end_ids
 from megatron.errors import CheckpointError, ConfigError, MegatronError
 from megatron.library.language_model import LanguageModel
+from megatron.training.checkpoints.loading import where_to_find_weights
 from megatron.training.checkpoints.trained_model import PlacedModel, chosen_run, load_model
+from megatron.training.run.stages import buffer_state, model_state
+
+Module = TypeVar("Module", bound=nn.Module)
 
 
 def from_transformers(
@@ -66,14 +78,14 @@ def from_transformers(
     chosen = _dtype(dtype) or portable.dtype
     context = ParallelContext.single(dtype=chosen, device=str(device or "cpu"))
     run = run_of(portable, portable.tokenizer)
-    run = dataclasses.replace(run, precision=dataclasses.replace(run.precision, **_precision(chosen)))
+    run = _in_type(run, chosen)
     family = family_of(portable.groups)
     built = family.train_spec.build_model(portable.model, portable.groups, context)
     load_weights(built, portable, context.mesh)
     words = build_tokenizer(portable.tokenizer)
     has_text = portable.tokenizer.tokenizer_type != "NullTokenizer"
     stored = () if portable.chat is None else portable.chat.end_tokens
-    return LanguageModel(
+    opened = LanguageModel(
         PlacedModel(
             config=run,
             train_spec=family.train_spec,
@@ -86,36 +98,62 @@ def from_transformers(
         companions=portable.companions,
         end_tokens=end_ids(words, portable.chat) if has_text else frozenset(stored),
         decoder_start=start,
-        keeps=kept,
     )
+    if kept is not None:
+        weakref.finalize(opened, shutil.rmtree, kept, ignore_errors=True)
+    return opened
 
 
+@overload
 def load(
     folder: str | Path,
     *,
     step: int | None = None,
     dtype: torch.dtype | str | None = None,
     device: torch.device | str = "cpu",
-) -> LanguageModel:
+) -> LanguageModel: ...
+@overload
+def load(folder: str | Path, module: Module, *, step: int | None = None) -> Module: ...
+
+
+def load(
+    folder: str | Path,
+    module: nn.Module | None = None,
+    *,
+    step: int | None = None,
+    dtype: torch.dtype | str | None = None,
+    device: torch.device | str = "cpu",
+) -> nn.Module:
     """The model of a checkpoint of this project, whatever layout saved it, or of a Hugging Face folder.
 
-    ``folder``: what a run's ``--save`` or ``LanguageModel.save`` wrote, or a Hugging Face model. ``step``: iteration of
-    a checkpoint instead of the newest. ``dtype``: of the weights, such as ``torch.float32`` or ``"fp32"``, which takes
+    ``folder``: what a run's ``--save`` or ``LanguageModel.save`` wrote, or a Hugging Face model. ``module``: a module of
+    the caller's own, which ``megatron.pretrain`` has trained: it is filled and returned. ``step``: iteration of a
+    checkpoint instead of the newest. ``dtype``: of the weights, such as ``torch.float32`` or ``"fp32"``, which takes
     the fp32 master weights where the checkpoint has them; the saved type unless given.
     Raises CheckpointError when nothing usable is there.
     """
+    if module is not None:
+        return _filled(module, folder, step=step)
     place = path_of(str(folder))
     if not _is_checkpoint(place) and (place / CONFIG).exists():
         if step is not None:
             raise ConfigError(f"step={step} chooses among checkpoints, and {folder} is one Hugging Face model")
-        return from_transformers(place if isinstance(place, Path) else str(place), dtype=dtype, device=device)
-    chosen, known = _dtype(dtype), {family.name: family.train_spec for family in all_families()}
-    choice = TrainedModelConfig(load=str(folder), ckpt_step=step, fp32=chosen == torch.float32)
+        return from_transformers(str(place), dtype=dtype, device=device)
+    return _opened(str(folder), step=step, dtype=_dtype(dtype), device=str(device))
+
+
+def _opened(folder: str, *, step: int | None, dtype: torch.dtype | None, device: str) -> LanguageModel:
+    """The model of a checkpoint of this project."""
+    known = {family.name: family.train_spec for family in all_families()}
+    choice = TrainedModelConfig(load=folder, ckpt_step=step, fp32=dtype == torch.float32)
     with _named(folder):
+        if read_run_state(find_checkpoint(choice.load, step=step, verify=False))[MODEL_NAME] == PlainSpec.name:
+            raise CheckpointError(
+                f"{folder} holds a plain module: give the module that it was saved from, megatron.load(FOLDER, MODULE)"
+            )
         config, train_spec = chosen_run(choice, known, 1, 1)
-        if chosen is not None:
-            config = dataclasses.replace(config, precision=dataclasses.replace(config.precision, **_precision(chosen)))
-        context = ParallelContext.single(dtype=DTYPES[config.precision.params_dtype], device=str(device))
+        config = config if dtype is None else _in_type(config, dtype)
+        context = ParallelContext.single(dtype=DTYPES[config.precision.params_dtype], device=device)
         trained = load_model(config, train_spec, context, has_gradients=True)
     return LanguageModel(
         trained,
@@ -124,6 +162,20 @@ def load(
         decoder_start=getattr(trained.tokenizer, "decoder_start", None),
         iteration=trained.folder.iteration,
     )
+
+
+def _filled(module: nn.Module, folder: str | Path, *, step: int | None) -> nn.Module:
+    """The module with the weights and buffers of a checkpoint; CheckpointError names what doesn't fit."""
+    with _named(folder):
+        found = find_checkpoint(str(folder), step=step)
+        name = read_run_state(found)[MODEL_NAME]
+        if name != PlainSpec.name:
+            raise CheckpointError(f"{folder} holds a {name} model of this project: give megatron.load the folder alone")
+        describe(module, ParallelContext.single())
+        weights = list(model_state(module))
+        state, names = [*weights, *buffer_state(module)], where_to_find_weights(weights)
+        load_checkpoint(found, state, Mesh.single(), alternatives=names)
+    return module
 
 
 @contextmanager
@@ -140,15 +192,14 @@ def _is_checkpoint(place: AnyPath) -> bool:
     return (place / MANIFEST).exists() or any(place.glob(f"iter_*/{MANIFEST}"))
 
 
-def _with_tokenizer(portable: PortableModel, tokenizer: Any) -> tuple[PortableModel, object]:
+def _with_tokenizer(portable: PortableModel, tokenizer: Any) -> tuple[PortableModel, Path | None]:
     """The model with a tokenizer, and the temporary folder that keeps its files, if there is one."""
     kept = None
     if isinstance(tokenizer, (str, Path)):
         folder = Path(tokenizer)
     elif hasattr(tokenizer, "save_pretrained"):
-        kept = tempfile.TemporaryDirectory(prefix="megatron-tokenizer-")
-        tokenizer.save_pretrained(kept.name)
-        folder = Path(kept.name)
+        kept = folder = Path(tempfile.mkdtemp(prefix="megatron-tokenizer-"))
+        tokenizer.save_pretrained(kept)
     else:
         raise ConfigError(
             f"tokenizer is a {type(tokenizer).__name__}: give a tokenizer of transformers, or a folder that has one"
@@ -175,8 +226,10 @@ def _dtype(given: torch.dtype | str | None) -> torch.dtype | None:
     return found
 
 
-def _precision(dtype: torch.dtype) -> dict[str, bool]:
-    return {"bf16": dtype == torch.bfloat16, "fp16": dtype == torch.float16}
+def _in_type(run: RunConfig, dtype: torch.dtype) -> RunConfig:
+    """The run with weights of this type."""
+    precision = dataclasses.replace(run.precision, bf16=dtype == torch.bfloat16, fp16=dtype == torch.float16)
+    return dataclasses.replace(run, precision=precision)
 
 
 def _say_nothing(line: str) -> None:

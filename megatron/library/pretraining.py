@@ -19,6 +19,7 @@ from megatron.core.models.train_spec import TrainSpec
 from megatron.core.parallel.context import ParallelContext
 from megatron.errors import ConfigError
 from megatron.training.pretrain import start
+from megatron.training.reporting.metrics import StepRecord
 from megatron.training.run.run import Run
 
 Model = TypeVar("Model", bound="nn.Module | None")
@@ -77,7 +78,7 @@ def pretrain(
     """Train, on the ranks that torchrun or srun started, and on one without them.
 
     ``model``: a family such as ``"gpt"``, whose flags describe model and data, or a ``torch.nn.Module``, or a function
-    that makes one from this rank's ``ParallelContext``. ``argv``: flags, as on a command line. The rest is for a module:
+    that makes one from this rank's ``ParallelContext``. ``argv``: flags, as on a command line. The rest is for modules:
 
     - ``train_data``, ``valid_data``, ``test_data``: map-style data sets, whose samples are dictionaries or tuples of
       arrays, tensors or numbers, all of one form. The model is called with a batch's fields: ``model(**batch)``,
@@ -134,7 +135,11 @@ def _run(family: Family, flags: Sequence[str], *, result: TrainingResult[Any]) -
 
     def built(run: Run) -> None:
         runs.append(run)
-        run.stepped = lambda record: [losses.setdefault(name, []).append(loss) for name, loss in record.losses.items()]
+        run.stepped = note
+
+    def note(record: StepRecord) -> None:
+        for name, loss in record.losses.items():
+            losses.setdefault(name, []).append(loss)
 
     defaults = DEFAULTS if isinstance(family, PlainFamily) else None
     try:

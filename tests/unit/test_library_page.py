@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+import megatron
 from tests.architecture.source_tree import ROOT
 
 PAGE = ROOT / "docs" / "library.md"
@@ -37,6 +38,11 @@ def test_every_block_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsy
 def public() -> Iterator[str]:
     """What the page imports, and the parameters of the functions, classes and methods among that which it calls."""
     page = "".join(BLOCKS)
+    for name in dir(megatron):
+        if f"megatron.{name}(" in page:
+            yield f"megatron.{name}{parameters(getattr(megatron, name))}"
+    for method in ("forward", "generate", "save", "save_pretrained"):
+        yield f"megatron.LanguageModel.{method}{parameters(getattr(megatron.LanguageModel, method))}"
     for node in ast.parse(page).body:
         if isinstance(node, ast.ImportFrom) and str(node.module).startswith("megatron"):
             for alias in node.names:

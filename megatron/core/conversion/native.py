@@ -83,7 +83,7 @@ def companions_of(folder: CheckpointFolder, tokenizer: TokenizerConfig) -> dict[
 
 
 def run_of(portable: PortableModel, tokenizer: TokenizerConfig) -> RunConfig:
-    """Settings of a run that could go on from the model. ``tokenizer``: with paths where the run will find its files."""
+    """Settings of a run that could go on from the model. ``tokenizer``: with paths where that run finds its files."""
     return RunConfig(
         model=portable.model,
         training=TrainingConfig(micro_batch_size=1),

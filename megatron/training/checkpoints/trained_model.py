@@ -155,7 +155,8 @@ def chosen_run(
 ) -> tuple[RunConfig, TrainSpec]:
     """The saved settings of the chosen model, at a layout for inference, and its family's train spec.
 
-    Raises CheckpointError when nothing usable is there, ConfigError and DataError for a layout or tokenizer that can't be.
+    Raises CheckpointError when nothing usable is there, ConfigError and DataError for a layout or tokenizer that can't
+    be used.
     """
     folder = find_checkpoint(choice.load, step=choice.ckpt_step, verify=False)
     state = read_run_state(folder)

@@ -14,16 +14,18 @@ from megatron.config.model import ModelConfig
 from megatron.config.run import RunConfig
 from megatron.config.tokenizer import TokenizerConfig
 
+_DIVISIBLE = 40320  # by the usual numbers of tensor-parallel ranks, whose rules are about layers of this project
 DEFAULTS = {
     "num_layers": 1,
-    "hidden_size": 1,
-    "num_attention_heads": 1,
+    "hidden_size": _DIVISIBLE,
+    "num_attention_heads": _DIVISIBLE,
     "seq_length": 1,
     "vocab_size": 1,
     "num_workers": 0,
 }
 """Values of settings that every run has, for a run whose model and data are Python objects."""
 
+_DESCRIBED = tuple(spec.field for kind in (ModelConfig, TokenizerConfig, Fp8Config) for spec in flags_of(kind))
 _OTHERS = (
     *("load_hf", "save_hf", "pretrained_checkpoint", "mock_data", "data_path", "train_data_path", "valid_data_path"),
     *("test_data_path", "data_args_path", "per_split_data_args_path", "multiple_validation_sets", "data_order"),
@@ -39,13 +41,17 @@ class PlainConfig(FamilyConfig, Purpose):
     name: ClassVar[str] = "plain"
     title: ClassVar[str] = "plain module"
     usual_tokenizer: ClassVar[str] = "NullTokenizer"
-    varying_counts: ClassVar[str | None] = "a loss that returns a sum and a count"
 
     @property
     @override
     def reads_own_data(self) -> bool:
         """Data sets are objects, not files."""
         return True
+
+    @override
+    def is_reported(self, field: str) -> bool:
+        """What describes models and data of this project's own has values, and they mean nothing."""
+        return field not in {*_DESCRIBED, *DEFAULTS, "split"}
 
     @override
     def describe_architecture(self) -> str:
@@ -60,8 +66,7 @@ class PlainConfig(FamilyConfig, Purpose):
 
 def flags_are_of_the_run(run: RunConfig) -> str | None:
     """Model and data are objects, so flags that describe them would be ignored."""
-    described = [spec.field for kind in (ModelConfig, TokenizerConfig, Fp8Config) for spec in flags_of(kind)]
-    fields = dict.fromkeys((*described, *_OTHERS))
+    fields = dict.fromkeys((*_DESCRIBED, *_OTHERS))
     given = [flag_of(each) for each in fields if run.given(each) and not run.provenance[each].startswith("default of ")]
     return not_available(given, "for a module and data sets of your own, which are what they are") if given else None
 
@@ -74,8 +79,8 @@ RULES: tuple[Rule, ...] = (
         lambda run: run.parallel.pipeline_model_parallel_size > 1,
     ),
     rule(
-        "--context-parallel-size {run.parallel.context_parallel_size} cuts sequences into parts, and nothing says where "
-        "the fields of your samples are sequences: leave it out, or write a family, as in examples/own_model",
+        "--context-parallel-size {run.parallel.context_parallel_size} cuts sequences into parts, and nothing says "
+        "where the fields of your samples are sequences: leave it out, or write a family, as in examples/own_model",
         lambda run: run.parallel.context_parallel_size > 1,
     ),
     rule(

@@ -44,8 +44,8 @@ def _is_scalar(value: Any) -> bool:
 
 def _no_loss(returned: Any, *, who: str) -> str:
     return (
-        f"{who} returned {_described(returned)} where a loss is needed: a scalar tensor (the mean over the microbatch's "
-        "samples), or a pair of its sum and the count to divide by; return one, or pass loss=FUNCTION to "
+        f"{who} returned {_described(returned)} where a loss is needed: a scalar tensor (the mean over the "
+        "microbatch's samples), or a pair of its sum and the count to divide by; return one, or pass loss=FUNCTION to "
         "megatron.pretrain"
     )
 

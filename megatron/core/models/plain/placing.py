@@ -52,8 +52,8 @@ def check_module(module: Any) -> None:
     for module_name, each in module.named_modules():
         if getattr(each, "sparse", False):
             raise ConfigError(
-                f"{module_name or name} ({type(each).__name__}) makes sparse gradients, which are not summed over ranks "
-                "here: build it with sparse=False"
+                f"{module_name or name} ({type(each).__name__}) makes sparse gradients, which are not summed over "
+                "ranks here: build it with sparse=False"
             )
 
 
@@ -86,7 +86,7 @@ def place(module: nn.Module, context: ParallelContext, *, seed: int | None) -> n
 
 
 def take_buffers_of_first(module: nn.Module, mesh: Mesh, *axes: Axis) -> None:
-    """Give every replica the buffers of the first, such as running statistics, which depend on the data. A collective."""
+    """Give every replica the buffers of the first, such as running statistics of the data. A collective."""
     if mesh.size(*axes) == 1:
         return
     for _, buffer in persistent_buffers(module):
@@ -108,14 +108,14 @@ def describe(module: nn.Module, context: ParallelContext) -> list[str]:
             own.append(parameter_name)
             if (expected := sharding.local_shape(mesh)) != tuple(parameter.shape):
                 raise ConfigError(
-                    f"parameter {parameter_name} of {name} has the shape {list(parameter.shape)}, and its Sharding gives "
-                    f"this rank {list(expected)}: build it with sharding.local_shape(context.mesh)"
+                    f"parameter {parameter_name} of {name} has the shape {list(parameter.shape)}, and its Sharding "
+                    f"gives this rank {list(expected)}: build it with sharding.local_shape(context.mesh)"
                 )
             continue
         if context.sequence_parallel:
             raise ConfigError(
-                f"parameter {parameter_name} of {name} has no Sharding, and with --sequence-parallel a rank may see only "
-                'a part of its gradient: give it one, with partial_grad=("tp",) if it works on parts of the sequence'
+                f"parameter {parameter_name} of {name} has no Sharding, and with --sequence-parallel a rank may see "
+                'only a part of its gradient: give it one, with partial_grad=("tp",) if it works on parts of sequences'
             )
         parameter.sharding = Sharding(tuple(parameter.shape))  # type: ignore[attr-defined]
         parameter.is_replica_here = True  # type: ignore[attr-defined]
@@ -163,7 +163,7 @@ def _costs(module: nn.Module, workload: Workload) -> Costs:
 
 
 def cast_at_borders(module: nn.Module, dtype: torch.dtype) -> None:
-    """Let the module take numbers of any floating type, and return its 16-bit ones in fp32, as Megatron-LM's wrapper."""
+    """Let the module take numbers of any floating type, and return its 16-bit ones in fp32, as Megatron-LM does."""
 
     def cast_in(_: nn.Module, args: Any, kwargs: Any) -> Any:
         return converted((args, kwargs), lambda tensor: tensor.to(dtype))

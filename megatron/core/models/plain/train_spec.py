@@ -42,8 +42,8 @@ _NAMES: dict[SplitName, str] = {"train": "training data", "valid": "validation d
 class PlainSpec(TrainSpec):
     """What ``megatron.pretrain`` trains when it is given a module.
 
-    ``source``: the module, or a function that makes it. ``data``: map-style data sets by split. ``loss``: None where the
-    module returns its loss. ``shuffle``: training data have another order in each epoch.
+    ``source``: the module, or a function that makes it. ``data``: map-style data sets by split. ``loss``: None where
+    the module returns its loss. ``shuffle``: training data have another order in each epoch.
     """
 
     name = "plain"
@@ -139,12 +139,12 @@ class PlainSpec(TrainSpec):
         train = self._samples(
             "train", seed=seed, size=None if cyclic else sizes.train, shuffle=self._shuffle and not cyclic
         )
-        found: dict[str, MapStyleDataset | None] = {"train": train if sizes.train else None}
+        found: dict[SplitName, MapStyleDataset | None] = {"train": train if sizes.train else None}
         shares = parse_split(run.data.split) if run.given("split") else {}
         if shares and len(self._data) > 1:
             raise ConfigError(
-                f"--split {run.data.split} cuts the training data, and "
-                f"{' and '.join(_NAMES[each] for each in self._data if each != 'train')} are given: leave one of them out"
+                f"--split {run.data.split} cuts the training data, and there are "
+                f"{' and '.join(_NAMES[each] for each in self._data if each != 'train')} already: leave one of them out"
             )
         remarks = []
         for split, share in shares.items():
@@ -152,7 +152,8 @@ class PlainSpec(TrainSpec):
             size = None if cyclic and split == "train" else sizes.of(split)
             if share is not None and sizes.of(split) != 0:
                 found[split] = self._samples(split, seed=seed, size=size, units=share.units(count), of="train")
-        for split in () if shares else ("valid", "test"):
+        held_out: tuple[SplitName, ...] = () if shares else ("valid", "test")
+        for split in held_out:
             if split in self._data and sizes.of(split) != 0:
                 size = None if split == "valid" and run.data.full_validation else sizes.of(split)
                 found[split] = self._samples(split, seed=seed, size=size)
