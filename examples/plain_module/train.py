@@ -4,14 +4,13 @@ import sys
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import override
 
 import megatron
 from megatron.errors import run_command
 
 
-class Sines:
-    """Noisy sines: sixteen values, and the one that follows."""
-
+class Sines:  # sixteen values, and the one that follows
     def __len__(self) -> int:
         return 2000
 
@@ -20,13 +19,12 @@ class Sines:
         return {"past": values[:16], "future": values[16:]}
 
 
-class Forecast(nn.Module):
-    """A small recurrent network that returns its loss."""
-
+class Forecast(nn.Module):  # returns its loss
     def __init__(self) -> None:
         super().__init__()
         self.memory, self.head = nn.GRU(1, 32, batch_first=True), nn.Linear(32, 1)
 
+    @override
     def forward(self, past: Tensor, future: Tensor) -> Tensor:
         return nn.functional.mse_loss(self.head(self.memory(past[..., None])[0][:, -1]), future)
 

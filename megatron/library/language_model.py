@@ -51,7 +51,9 @@ class LanguageModel(nn.Module):
         decoder_start: int | None = None,
         iteration: int = 0,
     ) -> None:
-        """``companions``: files that travel with the model, by name. ``end_tokens``: ids that end a generated text.
+        """Wrap a placed model.
+
+        ``companions``: files that travel with the model, by name. ``end_tokens``: ids that end a generated text.
         ``decoder_start``: the id that a decoder's text begins with. ``iteration``: of the checkpoint, 0 without one.
         """
         super().__init__()

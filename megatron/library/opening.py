@@ -27,8 +27,6 @@ from megatron.core.conversion.huggingface.reading import from_transformers as re
 from megatron.core.conversion.native import companions_of, run_of
 from megatron.core.conversion.portable import PortableModel, load_weights
 from megatron.core.files.remote_path import AnyPath, path_of
-from megatron.core.models.plain.placing import describe
-from megatron.core.models.plain.train_spec import PlainSpec
 from megatron.core.models.registry import all_families, family_of
 from megatron.core.parallel.context import ParallelContext
 from megatron.core.parallel.launch import DTYPES
@@ -37,6 +35,8 @@ from megatron.core.tokenizers.build import build_tokenizer
 from megatron.core.tokenizers.end_tokens import end_ids
 from megatron.errors import CheckpointError, ConfigError, MegatronError
 from megatron.library.language_model import LanguageModel
+from megatron.library.plain.placing import describe
+from megatron.library.plain.train_spec import PlainSpec
 from megatron.training.checkpoints.loading import where_to_find_weights
 from megatron.training.checkpoints.trained_model import PlacedModel, chosen_run, load_model
 from megatron.training.run.stages import buffer_state, model_state
@@ -126,7 +126,7 @@ def load(
 ) -> nn.Module:
     """The model of a checkpoint of this project, whatever layout saved it, or of a Hugging Face folder.
 
-    ``folder``: what a run's ``--save`` or ``LanguageModel.save`` wrote, or a Hugging Face model. ``module``: a module of
+    ``folder``: what a run's ``--save`` or ``LanguageModel.save`` wrote, or a Hugging Face model. ``module``: one of
     the caller's own, which ``megatron.pretrain`` has trained: it is filled and returned. ``step``: iteration of a
     checkpoint instead of the newest. ``dtype``: of the weights, such as ``torch.float32`` or ``"fp32"``, which takes
     the fp32 master weights where the checkpoint has them; the saved type unless given.

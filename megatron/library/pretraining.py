@@ -12,12 +12,12 @@ from typing import Any, Generic, TypeVar, overload
 from torch import nn
 from typing_extensions import override
 
-from megatron.core.models.plain.config import DEFAULTS
-from megatron.core.models.plain.train_spec import Loss, PlainSpec
-from megatron.core.models.registry import Family, family_titled, register
+from megatron.core.models.registry import FAMILIES, Family, family_titled, register
 from megatron.core.models.train_spec import TrainSpec
 from megatron.core.parallel.context import ParallelContext
 from megatron.errors import ConfigError
+from megatron.library.plain.config import DEFAULTS
+from megatron.library.plain.train_spec import Loss, PlainSpec
 from megatron.training.pretrain import start
 from megatron.training.reporting.metrics import StepRecord
 from megatron.training.run.run import Run
@@ -103,7 +103,7 @@ def pretrain(
     if not callable(model):
         raise ConfigError(
             f"the model is a {type(model).__name__}; give a torch.nn.Module, a function that makes one, or the name of "
-            "a family, such as 'gpt'"
+            f"a family: {', '.join(FAMILIES)}"
         )
     if isinstance(model, type):
         raise ConfigError(f"the model is the class {model.__name__}: give an instance, {model.__name__}(…)")
@@ -111,7 +111,7 @@ def pretrain(
         raise ConfigError("train_data is missing: give a map-style data set, with __len__ and __getitem__")
     spec = PlainSpec(model, {"train": train_data, "valid": valid_data, "test": test_data}, loss=loss, shuffle=shuffle)
     return _run(
-        PlainFamily("plain", "megatron.core.models.plain", spec),
+        PlainFamily("plain", "megatron.library.plain", spec),
         flags,
         result=TrainingResult(model if isinstance(model, nn.Module) else None),
     )

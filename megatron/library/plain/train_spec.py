@@ -16,15 +16,6 @@ from megatron.config.run import RunConfig
 from megatron.core.datasets.build import DatasetSplits
 from megatron.core.datasets.map_style import PADDING, MapStyleDataset, length_of
 from megatron.core.datasets.splits import SplitName, SplitSizes, parse_split
-from megatron.core.models.plain.losses import sum_and_count
-from megatron.core.models.plain.placing import (
-    ModuleMaker,
-    describe_outline,
-    made,
-    outline,
-    place,
-    take_buffers_of_first,
-)
 from megatron.core.models.train_spec import TrainSpec
 from megatron.core.parallel.context import ParallelContext
 from megatron.core.parallel.rng import seed_global_generators
@@ -32,6 +23,15 @@ from megatron.core.pipeline_parallel.chunk import LossSum, Microbatch, StageInpu
 from megatron.core.tokenizers.base import Tokenizer
 from megatron.core.transformer.block import RecomputePlan
 from megatron.errors import ConfigError
+from megatron.library.plain.losses import sum_and_count
+from megatron.library.plain.placing import (
+    ModuleMaker,
+    describe_outline,
+    made,
+    outline,
+    place,
+    take_buffers_of_first,
+)
 
 Loss = Callable[[nn.Module, Any], Any]
 """``loss(model, batch)``: calls the model on a batch, in the form of the samples, and returns a loss."""

@@ -129,7 +129,7 @@ def describe(module: nn.Module, context: ParallelContext) -> list[str]:
 
 
 def outline(module: nn.Module, context: ParallelContext) -> nn.Module:
-    """The same tree of modules on the meta device, with parameters and no code: for planning."""
+    """A tree of modules as that of ``module`` on the meta device, with parameters and no code: for planning."""
     twins: dict[Tensor, nn.Parameter] = {}
     return describe_outline(_twin(module, twins), context)
 
