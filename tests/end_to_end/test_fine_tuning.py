@@ -149,7 +149,7 @@ def test_mnli_is_learned_and_scored_alike_everywhere(folder: Path, tmp_path: Pat
 
 @pytest.mark.parametrize(
     "layout",
-    tiers(["--pipeline-model-parallel-size 2", "--use-distributed-optimizer"], first=["--use-distributed-optimizer"]),
+    tiers(["--pipeline-model-parallel-size 2", "--use-distributed-optimizer"], first=[]),  # BERT's is in test_bert.py
 )
 def test_race_resumes_within_an_epoch(layout: str, folder: Path, tmp_path: Path) -> None:
     """A run that was stopped would go on with other questions, or ask some of them twice."""

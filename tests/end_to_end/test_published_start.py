@@ -38,6 +38,7 @@ def typed(number: int) -> tuple[str, list[str], int]:
     return words[0], words[1:], ranks
 
 
+@pytest.mark.slow  # tests/unit/conversion/test_starting.py starts from published models at each kind of layout
 def test_the_document(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """On four ranks; restarted when the published model is gone, the command ends as if it had not been stopped, and
     the model is that of the run.

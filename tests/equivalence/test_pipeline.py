@@ -127,6 +127,7 @@ def test_stages_compute_the_model_of_one_rank(variant: str, layout: str) -> None
         ["gpt2 tied", "llama", "bert"],
         COMBINED,
         rich=("pp2 zb-v dp2 zero overlapped",),
+        slow=("pp2 offloaded", "pp2 zb-h1 tp2 sp, offloaded", "pp2 zb-v, offloaded"),  # one other schedule offloads
     ),
 )
 def test_stages_combine_with_other_ways(variant: str, layout: str) -> None:
@@ -160,7 +161,12 @@ def test_many_stages(variant: str, layout: str) -> None:
 
 @pytest.mark.parametrize(
     ("variant", "layout"),
-    pairs(DRAWING, SAME_DROPOUT, rich=("pp2 zb-v",)),
+    pairs(
+        DRAWING,
+        SAME_DROPOUT,
+        rich=("pp2 zb-v", "pp2 vpp2"),
+        slow=[name for name in SAME_DROPOUT if "zero" in name or "gpipe" in name or "transfers" in name],
+    ),
 )
 def test_dropout_does_not_depend_on_stages(variant: str, layout: str) -> None:
     """Masks are of a sample and a layer, wherever and whenever that is computed, and recomputed."""

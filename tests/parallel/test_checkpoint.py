@@ -23,6 +23,7 @@ from megatron.errors import CheckpointError
 from megatron.training.checkpoints.saving import saving
 from tests.harness import run_ranks
 from tests.harness.runs import tiny_run
+from tests.tiers import tiers
 from tests.unit.checkpointing.simulated import Layout, assert_holds, logical_values, state_of
 
 Result = TypeVar("Result")
@@ -55,7 +56,7 @@ def load(context: ParallelContext, root: Path, layout: Layout) -> tuple[int, tup
     return folder.iteration, folder.passed_over
 
 
-@pytest.mark.parametrize("background", [False, True], ids=["sync", "background"])
+@pytest.mark.parametrize("background", tiers([False, True], first=[True]), ids=["sync", "background"])
 def test_another_world_goes_on_from_the_same_numbers(background: bool, tmp_path: Path) -> None:
     """Eight ranks with everything split save, three load, and back."""
     saved = on_world(WIDE, save, tmp_path, WIDE, 1, background)

@@ -6,8 +6,8 @@ import pytest
 
 from benchmarks.communication import measured, textbook, worlds
 
-FIRST = ("DP 4", "TP 2, PP 2, DP 2, ZeRO 1")
-"""In the default tier is every way of dividing work, once."""
+FIRST = ("TP 2, PP 2, DP 2, ZeRO 1",)
+"""Ways of dividing work in the default tier."""
 
 
 @pytest.mark.parametrize(

@@ -23,6 +23,7 @@ from tests.end_to_end.commands import tensors
 from tests.harness import run_ranks
 from tests.harness.runs import tiny_run
 from tests.parallel.test_resume import CUT, Runs
+from tests.tiers import tiers
 
 TWO_STAGES = "--pipeline-model-parallel-size 2 --mock-data --tokenizer-type NullTokenizer"
 FC1 = "decoder.layers.{}.mlp.linear_fc1.weight"
@@ -90,7 +91,7 @@ def test_counts_and_norms_know_each_frozen_parameter_once() -> None:
             assert same_norm == pytest.approx(norm, rel=1e-6)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", tiers([torch.float32, torch.bfloat16], first=[torch.bfloat16]))
 def test_a_resume_may_freeze_others(dtype: torch.dtype, runs: Runs) -> None:
     """Optimizer state that isn't there stopped the run, or, as loudly needed, nothing said that it starts anew."""
     bf16: str = "--bf16" if dtype == torch.bfloat16 else ""

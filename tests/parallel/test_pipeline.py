@@ -294,6 +294,7 @@ def _whole(states: list[State]) -> dict[str, Tensor]:
     return found
 
 
+@pytest.mark.slow  # test_layout_pairs.py has layouts of every kind
 def test_checkpoints_move_between_stages(tmp_path: Path) -> None:
     """A run continues with other stages, chunks and placements: weights and moments, tied ones too."""
     flags = "--mock-data --tokenizer-type NullTokenizer --num-layers 5 --train-iters 10 --save-interval 100"

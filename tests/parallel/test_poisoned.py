@@ -25,7 +25,6 @@ CASES: dict[str, tuple[str, str]] = {
 } | {f"experts, {name}": (EXPERTS, layout) for name, layout in test_experts.LAYOUTS.items()}
 FIRST = (
     "tp2 sp dp2 zero recompute",
-    "dp4 zero overlapped, small buckets",
     "cp2",
     "pp2 zb-v dp2 zero overlapped",
 )

@@ -18,8 +18,12 @@ OFFLOADED = "--optimizer-cpu-offload --optimizer-offload-fraction 0.4"
 
 @pytest.mark.parametrize(
     ("first", "second"),
-    [(AWARE, ""), ("", AWARE), (AWARE, OFFLOADED), (OFFLOADED, "")],
-    ids=["remainders", "into remainders", "remainders to main memory", "main memory"],
+    [
+        pytest.param(AWARE, "", id="remainders", marks=pytest.mark.slow),  # below with main memory
+        pytest.param("", AWARE, id="into remainders"),
+        pytest.param(AWARE, OFFLOADED, id="remainders to main memory"),
+        pytest.param(OFFLOADED, "", id="main memory", marks=pytest.mark.slow),
+    ],
 )
 def test_masters_are_the_same_at_another_layout(first: str, second: str, tmp_path: Path) -> None:
     """fp32 masters kept as remainders or in main memory would be lost, rounded, or put beside other weights."""

@@ -184,7 +184,10 @@ CASES: dict[str, tuple[dict[str, Any], str]] = {
 SLOW = (
     "fp16, a loss scale that moves",  # in tests/end_to_end/test_resume.py
     "pipeline, bf16, SGD",  # there with a zero-bubble schedule
+    "ramp-up of the batch, warm-up, cosine, rising weight decay",  # there, too
     "a step of the batch size cut in two, two more after it",  # the case before it is like it
+    "weights gathered in FP8",  # as is the case after it
+    "FP8 with scales of iterations before, pipeline",  # and that one, whose scales are saved as these are
 )
 
 
@@ -201,6 +204,7 @@ def test_two_halves_are_the_whole(name: str, runs: Runs) -> None:
     runs.assert_same_end("whole", "halves")
 
 
+@pytest.mark.slow  # the equivalence table has them, and a resume above
 @pytest.mark.parametrize("recipe", tiers(RECIPES, first=["delayed"]))
 def test_weights_gathered_in_fp8_change_no_bit(recipe: str, runs: Runs) -> None:
     """--fp8-param-gather can be turned on and off at any checkpoint. Norms, samples and checkpoints in between read the
@@ -272,6 +276,7 @@ def test_the_flags_schedule(runs: Runs) -> None:
     runs.assert_same_end("at-once", "changed")
 
 
+@pytest.mark.slow  # tests/end_to_end/test_resume.py has it with fewer checkpoints
 def test_finetuning_begins_anew(runs: Runs) -> None:
     """--finetune: weights alone; samples, schedule and moments are those of a new run, whatever the checkpoint says."""
     runs.run(f"--lr-decay-style cosine --exit-interval {CUT}", save="first")

@@ -63,11 +63,7 @@ def alone(gpt2: SmallGPT2) -> list[dict[str, float]]:
     return all_metrics(ParallelContext.single(), gpt2.native.parent, gpt2.native, "")
 
 
-SLOW = ("tp2 sp cp2 dp2",)
-"""Its ways are in other layouts: replicas in dp3, the rest of it in the other one of eight ranks."""
-
-
-@pytest.mark.parametrize("layout", tiers(LAYOUTS, first=[name for name in LAYOUTS if name not in SLOW]))
+@pytest.mark.parametrize("layout", tiers(LAYOUTS, first=("dp3", "tp2 sp", "cp2 a2a", "zero-bubble V")))
 def test_every_layout_gives_the_same_scores(layout: str, gpt2: SmallGPT2, alone: list[dict[str, float]]) -> None:
     """On every rank: to 1e-6, and predictions and counts exactly."""
     axes, flags = LAYOUTS[layout]

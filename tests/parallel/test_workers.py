@@ -86,7 +86,9 @@ def generates(context: ParallelContext, num_drafts: int = 0) -> list[tuple[list[
     return [*found, *(([token.id for token in beam.tokens], [beam.score]) for beam in search.beams)]
 
 
-@pytest.mark.parametrize(("tp", "pp"), [(2, 1), (1, 2), (2, 2), (4, 1)])
+@pytest.mark.parametrize(
+    ("tp", "pp"), [(2, 1), *(pytest.param(*each, marks=pytest.mark.slow) for each in ((1, 2), (4, 1))), (2, 2)]
+)
 def test_texts_are_those_of_one_rank(tp: int, pp: int) -> None:
     """Of four tensor-parallel ranks, two share each key and value head."""
     expected = generates(ParallelContext.single(dtype=torch.float64))

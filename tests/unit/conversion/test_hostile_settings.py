@@ -16,6 +16,7 @@ from megatron.core.conversion.huggingface.formats import format_of
 from megatron.core.conversion.huggingface.reading import read_config, read_huggingface, tensors_in
 from megatron.core.conversion.portable import refuse_more_layers
 from megatron.errors import CheckpointError, MegatronError
+from tests.tiers import tiers
 
 Folder = Callable[[str], Path]
 VALUES: list[Any] = ["abc", True, [], [1], {}, {"factor": "x"}, float("nan"), float("inf"), -1, 0, 0.5, 1e9, 10**9]
@@ -46,7 +47,7 @@ def hostile_files() -> dict[str, bytes]:
     }
 
 
-@pytest.mark.parametrize("family", ["llama 3", "gpt2", "qwen2", "bert", "t5"])
+@pytest.mark.parametrize("family", tiers(["llama 3", "gpt2", "qwen2", "bert", "t5"], first=["llama 3", "t5"]))
 def test_every_setting_of_every_type(family: str, model_folder: Folder, tmp_path: Path) -> None:
     """``n_layer: 1e9`` ran for minutes and ``"abc"`` ended in a TypeError; both are named by file, key and value."""
     folder = Path(shutil.copytree(model_folder(family), tmp_path / "model"))

@@ -128,8 +128,8 @@ def test_the_first_loss_is_that_of_transformers(name: str, model_folder: Folder,
     ("name", "layout", "more"),
     [
         ("llama 3", {"tp": 2, "pp": 2}, "--sequence-parallel"),
-        ("gpt2", {"dp": 2, "cp": 2}, "--use-distributed-optimizer"),
-        ("t5 v1.1", {"tp": 2, "pp": 2}, ""),
+        pytest.param("gpt2", {"dp": 2, "cp": 2}, "--use-distributed-optimizer", marks=pytest.mark.slow),
+        pytest.param("t5 v1.1", {"tp": 2, "pp": 2}, "", marks=pytest.mark.slow),
         ("bert", {"tp": 2, "dp": 2}, "--use-distributed-optimizer"),
     ],
 )
