@@ -55,10 +55,10 @@ def matches(table: Sequence[Row], model: ModelConfig, groups: Sequence[object] =
     rows = {row.ours: row for row in table}
     found, unnamed = [], []
     for name, sharding in parameters_of(model, groups).items():
+        layer = LAYER.fullmatch(name)
+        parameter = f"{layer[1]}{{n}}{layer[3]}" if layer else name
         module, _, kind = name.rpartition(".")
-        layer = LAYER.fullmatch(module)
-        general = f"{layer[1]}{{n}}{layer[3]}" if layer else module
-        row = rows.get(f"{general}.{kind}") or rows.get(module) or rows.get(general)
+        row = rows.get(parameter) or rows.get(module) or rows.get(parameter.rpartition(".")[0])
         if row is None:
             unnamed.append(name)
             continue
