@@ -19,8 +19,9 @@ from megatron.core.datasets.index_cache import IndexCache
 from megatron.core.datasets.mock import MockDocuments
 from megatron.core.datasets.packing import BestFitOrder, PackedDataset, PaddingFreeOrder, num_pairs
 from megatron.core.datasets.sample_order import EpochOrder, MegatronOrder
-from megatron.core.datasets.samples import TEXT_LENGTH, Documents, OrderedDataset, Sample, check_vocabulary
+from megatron.core.datasets.samples import TEXT_LENGTH, Documents, Sample
 from megatron.core.datasets.splits import SplitSizes
+from megatron.core.datasets.token_stream import StreamDataset, stream_order
 
 if TYPE_CHECKING:
     from megatron.core.tokenizers.base import Tokenizer
@@ -67,15 +68,13 @@ class SampleLayout:
         return sample
 
 
-class GPTDataset(OrderedDataset):
+class GPTDataset(StreamDataset):
     """Samples of ``layout.seq_length`` tokens, cut from the stream of documents.
 
     ``rearrange(tokens, index=…)`` turns a sample's tokens into other ones, at most as many. ``targets``: for each token
     whether it is trained on (1) or only read (0); ``cut``: documents with such targets that are longer than a sample.
     The rest as in OrderedDataset.
     """
-
-    order: EpochOrder | MegatronOrder
 
     def __init__(
         self,
@@ -89,63 +88,28 @@ class GPTDataset(OrderedDataset):
         targets: Documents | None = None,
         cut: CutDocuments | None = None,
     ) -> None:
-        super().__init__(documents, first=first, vocab_size=vocab_size)
-        self.order, self.layout, self._rearrange, self._targets, self._cut = order, layout, rearrange, targets, cut
+        super().__init__(documents, order, first=first, vocab_size=vocab_size)
+        self.layout, self._rearrange, self._targets, self._cut = layout, rearrange, targets, cut
 
     @override
     def sample(self, index: int) -> Sample:
         """What ``layout`` makes of the tokens."""
-        tokens, num_tokens = self._read(index, self.documents)
-        if self._vocab_size is not None and tokens.view(np.uint64).max() >= self._vocab_size:
-            self._refuse(index, tokens, vocab_size=self._vocab_size)
+        needed = self.layout.seq_length + 1
+        tokens, num_tokens = self.read(index, needed)
         if self._rearrange is not None:
             rearranged = self._rearrange(tokens[:num_tokens], index=index)
             tokens[: len(rearranged)], tokens[len(rearranged) :] = rearranged, 0
             num_tokens = len(rearranged)
         sample = self.layout.sample(tokens, num_tokens=num_tokens)
         if self._targets is not None:
-            sample["loss_mask"] *= self._read(index, self._targets)[0][1:]
+            sample["loss_mask"] *= self.read(index, needed, documents=self._targets)[0][1:]
         return sample
-
-    @override
-    def origin(self, index: int) -> str:
-        """Document and token at which sample ``index`` starts."""
-        start = self.order.find(index)
-        document = self._first + start.documents.item(start.position)
-        return f"{self.documents.prefix}, document {document} from token {start.offset}"
 
     @override
     def describe(self) -> list[str]:
         """The source, in a line."""
         cut = self._cut.describe(self) if self._cut else ""
         return [f"{line}{cut}" for line in super().describe()]
-
-    def _read(self, index: int, documents: Documents) -> tuple[NDArray[np.int64], int]:
-        """The tokens of a sample, S + 1 of them with zeros after the last real one, and how many are real."""
-        order, position, offset = self.order.find(index)
-        needed = self.layout.seq_length + 1
-        tokens = np.empty(needed, np.int64)
-        filled = 0
-        while filled < needed and position < len(order):
-            document = self._first + order.item(position)
-            count = min(self.documents.lengths.item(document) - offset, needed - filled)
-            tokens[filled : filled + count] = documents.get(document, offset, count)
-            filled += count
-            position, offset = position + 1, 0
-        tokens[filled:] = 0
-        return tokens, filled
-
-    def _refuse(self, index: int, tokens: NDArray[np.int64], *, vocab_size: int) -> None:
-        """Raise the DataError of the first id outside the vocabulary."""
-        at = int(np.argmax(tokens.view(np.uint64) >= vocab_size))
-        order, position, offset = self.order.find(index)
-        left = at + offset
-        while left >= self.documents.lengths.item(self._first + order.item(position)):
-            left -= self.documents.lengths.item(self._first + order.item(position))
-            position += 1
-        check_vocabulary(
-            tokens[at:], vocab_size, documents=self.documents, document=self._first + order.item(position), offset=left
-        )
 
 
 def build_gpt_splits(
@@ -202,12 +166,6 @@ class GPTDatasets:
                 f"documents, but a sample takes {needed} (--seq-length and one label): give {remedy}, or a smaller "
                 "--seq-length"
             )
-        order: dict[str, Any] = {
-            "seed": self._seed,
-            "seq_length": seq_length,
-            "num_samples": num_samples,
-            "cache": source.cache,
-        }
         where: dict[str, Any] = {
             "first": first,
             "vocab_size": None if source.ids_known else self._vocab_size,
@@ -216,12 +174,15 @@ class GPTDatasets:
         }
         if data.packing != "stream":
             kind = BestFitOrder if data.packing == "best-fit" else PaddingFreeOrder
-            packed = kind(lengths, copy=part.copy, **order)
+            packed = kind(
+                lengths,
+                seed=self._seed,
+                seq_length=seq_length,
+                num_samples=num_samples,
+                cache=source.cache,
+                copy=part.copy,
+            )
             return PackedDataset(source.documents, packed, seq_length=seq_length, **where)
-        samples: EpochOrder | MegatronOrder
-        if data.data_order == "megatron":
-            samples = MegatronOrder(lengths, **order)
-        else:
-            samples = EpochOrder(lengths, copy=part.copy, **order)
+        samples = stream_order(part, data, seed=self._seed, seq_length=seq_length, num_samples=num_samples)
         rearrange = partial(self._fim, copy=part.copy) if self._fim and part.split == "train" else None
         return GPTDataset(source.documents, samples, layout=self._layout, rearrange=rearrange, **where)
