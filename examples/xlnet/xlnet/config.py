@@ -1,0 +1,143 @@
+"""Settings: segments, their memory, and what is predicted; what an XLNet can't be combined with. No torch."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, ClassVar
+
+from typing_extensions import override
+
+from megatron.config.data import DataConfig
+from megatron.config.family import FamilyConfig, Rule, rule
+from megatron.config.flags import flag
+from megatron.config.model import ModelConfig
+from megatron.config.run import RunConfig
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+
+class XLNetConfig(FamilyConfig):
+    """Flags of pretrain_xlnet.py alone. ``--seq-length`` is that of a segment."""
+
+    name: ClassVar[str] = "xlnet"
+    title: ClassVar[str] = "XLNet"
+    position_embedding_types: ClassVar[tuple[str, ...]] = ("relative",)
+    # Scores have three terms, and heads have keys of their own.
+    fields_of_others: ClassVar[tuple[str, ...]] = (
+        *(
+            "multi_latent_attention",
+            "mtp_num_layers",
+            "word_embedding_size",
+            "parallel_attention",
+            "parallel_layernorm",
+        ),
+        *("group_query_attention", "window_size", "window_attn_skip_freq", "qk_layernorm", "qk_l2_norm", "clip_qkv"),
+        *("attn_logit_softcapping", "softmax_type"),
+    )
+
+    mem_len: int = flag(
+        "Hidden states of the segments before it in a sample that each segment attends to (XLNet's memory).",
+        default=0,
+        at_least=0,
+        from_checkpoint=True,
+    )
+    segments_per_sample: int = flag(
+        "Consecutive segments of --seq-length tokens in a sample; the first has no memory.",
+        derived="the segments that --mem-len reaches back, and one more",
+        follows=("mem_len", "seq_length"),
+        at_least=1,
+        at_most=64,
+        from_checkpoint=True,
+    )
+    num_predict: int = flag(
+        "Tokens of each segment that are predicted: the last of its factorization order.",
+        derived="a sixth of --seq-length",
+        follows=("seq_length",),
+        at_least=1,
+        from_checkpoint=True,
+    )
+    max_gram: int = flag(
+        "Longest span of predicted tokens; one of n tokens is drawn as often as 1/n says.",
+        default=5,
+        at_least=1,
+        at_most=64,
+    )
+
+    @property
+    @override
+    def sequences_per_sample(self) -> int:
+        """Segments in a sample."""
+        return self.segments_per_sample
+
+    @override
+    def resolved(self, model: ModelConfig, data: DataConfig) -> Self:
+        """The group with as many segments as the memory spans, and a sixth of their tokens predicted."""
+        segments, count = self.segments_per_sample, self.num_predict
+        return dataclasses.replace(
+            self,
+            segments_per_sample=1 - -self.mem_len // data.seq_length if segments is None else segments,
+            num_predict=max(data.seq_length // 6, 1) if count is None else count,
+        )
+
+    @override
+    def rules(self) -> Sequence[Rule]:
+        """Rules of this family, checked with those of every run before anything starts."""
+        return (no_flags_of_other_samples, *RULES)
+
+    @override
+    def shrunk(self, model: ModelConfig, *, num_layers: int, seq_length: int, multiple: int) -> tuple[int, Self]:
+        """Short segments, as many of them, with as much memory as they can have."""
+        memory = min(self.mem_len, seq_length * (self.segments_per_sample - 1))
+        small = dataclasses.replace(self, mem_len=memory, num_predict=max(multiple // 2, 1))
+        return min(model.num_layers, num_layers), small
+
+
+def no_flags_of_other_samples(run: RunConfig) -> str | None:
+    """A sample is consecutive segments of the stream of documents, and each rank reads whole ones."""
+    given = run.data.given_document_flags()
+    given += ["--context-parallel-size"] if run.parallel.context_parallel_size > 1 else []
+    return f"XLNet reads whole segments of a stream of documents; leave {', '.join(given)} out" if given else None
+
+
+def _own(run: RunConfig) -> XLNetConfig:
+    return run.group(XLNetConfig)
+
+
+def memory_is_in_the_sample(run: RunConfig) -> str | None:
+    """Memory comes from the earlier segments of the same sample."""
+    own, length = _own(run), run.data.seq_length
+    most = length * (own.segments_per_sample - 1)
+    if own.mem_len <= most:
+        return None
+    return (
+        f"--mem-len {own.mem_len} reaches back further than the earlier segments of a sample, {most} tokens with "
+        f"--segments-per-sample {own.segments_per_sample} and --seq-length {length}; use --segments-per-sample "
+        f"{1 - -own.mem_len // length}, or a smaller --mem-len"
+    )
+
+
+def segments_divide(run: RunConfig) -> str | None:
+    """Sequence parallelism divides the rows of both streams together."""
+    own, length, ranks = _own(run), run.data.seq_length, run.parallel.tensor_model_parallel_size
+    rows = length + own.num_predict
+    if not run.parallel.sequence_parallel or rows % ranks == 0:
+        return None
+    fitting = [own.num_predict - rows % ranks, own.num_predict - rows % ranks + ranks]
+    return (
+        f"--seq-length {length} and --num-predict {own.num_predict} make {rows} rows, which are not divisible by "
+        f"--tensor-model-parallel-size {ranks} as --sequence-parallel needs; use --num-predict "
+        + " or ".join(str(each) for each in fitting if each > 0)
+    )
+
+
+RULES: tuple[Rule, ...] = (
+    memory_is_in_the_sample,
+    segments_divide,
+    rule(
+        "--num-predict leaves nothing to predict from: it must be below --seq-length {run.data.seq_length}",
+        lambda run: _own(run).num_predict >= run.data.seq_length,
+    ),
+)
+GROUPS: tuple[type, ...] = (XLNetConfig,)
