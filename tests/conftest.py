@@ -10,6 +10,7 @@ import pytest
 
 import tests.mock_data  # noqa: F401
 from tests import cpu_seconds, selection
+from tests.harness import sentences
 
 GPU_TESTS = Path(__file__).parent / "gpu"
 LAUNCHERS = "RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE MASTER_ADDR MASTER_PORT SLURM_PROCID SLURM_STEP_NUM_TASKS"
@@ -22,9 +23,10 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell's background jo
 
 
 def pytest_addoption(pluginmanager: pytest.PytestPluginManager) -> None:
-    """The tiers, and what they cost."""
+    """The tiers, what they cost, and the sentences that users read."""
     pluginmanager.register(selection)
     pluginmanager.register(cpu_seconds)
+    pluginmanager.register(sentences)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -27,6 +27,7 @@ from megatron.errors import (
 )
 from megatron.training.run.stop import NonFiniteError
 from tests.harness.data import REPOSITORY
+from tests.harness.sentences import check_sentence
 
 
 def test_a_users_mistake_is_2_and_a_machines_failure_1() -> None:
@@ -67,7 +68,7 @@ def test_errors_keep_their_code_between_processes() -> None:
 def test_a_files_content_is_not_shown_whole() -> None:
     """--data-args-path of a file without spaces put all of its 200 kB into the message, twice."""
     message = str(DataError(f"neither {'[' * 100_000}.bin nor {'/x' * 2000}.idx exists"))
-    assert message == f"neither {'[' * 200}… nor {'/x' * 2000}.idx exists"
+    check_sentence(message, f"{'[' * 200}…", f"{'/x' * 2000}.idx")
 
 
 def test_ctrl_c_says_what_is_kept(capsys: pytest.CaptureFixture[str]) -> None:
@@ -80,7 +81,7 @@ def test_ctrl_c_says_what_is_kept(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         run_command(main)
     assert ended.value.code == 130
-    assert capsys.readouterr().err == "interrupted: iteration 50 is kept\n"
+    check_sentence(capsys.readouterr().err, "50")
 
 
 def test_ctrl_c_is_told_once(capsys: pytest.CaptureFixture[str]) -> None:

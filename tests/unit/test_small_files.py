@@ -13,6 +13,7 @@ import pytest
 from megatron.core.checkpointing.torch_files import load_torch_file
 from megatron.errors import CheckpointError, ConfigError, DataError
 from megatron.small_files import Between, as_kind, check_kinds, parse_json, parse_yaml, read_json
+from tests.harness.sentences import expect_error
 
 
 @dataclass(frozen=True)
@@ -61,10 +62,10 @@ def test_wrong_types_are_named_by_file_and_key() -> None:
         with pytest.raises(ConfigError) as caught:
             as_kind({**WHOLE, **change}, Outer, where="x", error=ConfigError)
         assert str(caught.value) == message
-    with pytest.raises(ConfigError, match="^x is a list of 1; expected an object$"):
+    with expect_error(ConfigError, "1"):
         as_kind([1], Outer, where="x", error=ConfigError)
     check_kinds({"a": None, "c": "anything"}, {"a": int, "b": int}, where="x", error=ConfigError)
-    with pytest.raises(ConfigError, match='^x: a is "1"; expected a whole number$'):
+    with expect_error(ConfigError, '"1"'):
         check_kinds({"a": "1"}, {"a": int}, where="x", error=ConfigError)
 
 
@@ -87,7 +88,7 @@ def test_hostile_json_ends_at_once(tmp_path: Path) -> None:
         parse_json(b'"\xff"', where="x", error=ConfigError)
     with (tmp_path / "large.json").open("wb") as file:
         file.truncate(1 << 40)
-    with pytest.raises(ConfigError, match=r"large\.json is larger than 16 MiB"):
+    with expect_error(ConfigError, "large.json", "16", "MiB"):
         read_json(tmp_path / "large.json", error=ConfigError)
 
 
@@ -128,7 +129,7 @@ def test_hostile_yaml_ends_at_once() -> None:
 def test_a_pipe_is_refused(tmp_path: Path) -> None:
     """A named pipe as a model's config.json, weights or tracker made the command wait for ever."""
     os.mkfifo(tmp_path / "config.json")
-    with pytest.raises(DataError, match=r"config\.json is a pipe, not a regular file"):
+    with expect_error(DataError, "config.json"):
         read_json(tmp_path / "config.json", error=DataError)
-    with pytest.raises(CheckpointError, match="is a pipe, not a regular file"):
+    with expect_error(CheckpointError):
         load_torch_file(tmp_path / "config.json")

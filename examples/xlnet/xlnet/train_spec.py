@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 from typing_extensions import override
 
+from megatron.config.family import group_among
 from megatron.config.model import ModelConfig
 from megatron.config.pipeline import Stage
 from megatron.config.run import RunConfig
@@ -60,7 +61,7 @@ class XLNetSpec(TrainSpec):
         self, model: ModelConfig, groups: Sequence[object], context: ParallelContext, **part: Any
     ) -> nn.Module:
         """Build the model, or one stage of it; ``part``: see ``XLNetModel``."""
-        return XLNetModel(model, XLNetConfig.among(groups), context, **part)
+        return XLNetModel(model, group_among(groups, XLNetConfig), context, **part)
 
     @override
     def forward(self, model: nn.Module, stage_inputs: StageInputs, microbatch: Microbatch) -> Any:

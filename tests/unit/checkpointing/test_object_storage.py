@@ -23,6 +23,7 @@ from megatron.core.parallel.mesh import Mesh
 from megatron.core.parallel.sharding import ShardedState, Sharding
 from megatron.errors import RESTART_MAY_HELP, CheckpointError
 from tests.harness.bucket import Killed, ServiceError, failing, killed_at, url
+from tests.harness.sentences import check_line
 from tests.unit.checkpointing.simulated import Layout, assert_holds, logical_values, on_ranks, state_of
 
 SINGLE = Mesh.single()
@@ -148,7 +149,7 @@ def test_a_failing_service_leaves_the_old_checkpoint(name: str, operation: str, 
     with failing(fault), pytest.raises(CheckpointError) as caught:
         save(root, 20, 2.0)
     assert f"{name}: 503 slow down" in str(caught.value)
-    assert f"iteration 20 could not be saved in {root}" in str(caught.value)
+    check_line(str(caught.value), "20", root)
     assert objects(tmp_path) == before
     assert loaded(root) == (10, 1.0)
     save(root, 20, 2.0)

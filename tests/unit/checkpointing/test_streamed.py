@@ -20,6 +20,7 @@ from megatron.core.checkpointing.streamed import StreamedBox, write_boxes
 from megatron.core.parallel.mesh import Mesh
 from megatron.core.parallel.sharding import ShardedState, Sharding
 from megatron.errors import CheckpointError
+from tests.harness.sentences import expect_error
 
 VALUES = {
     "model.wide": torch.randn(5, 7),
@@ -83,7 +84,7 @@ def test_a_failure_leaves_nothing(tmp_path: Path) -> None:
         raise CheckpointError("the source is damaged")
 
     boxes = [whole("model.a", torch.ones(3)), StreamedBox.whole("model.b", (1,), torch.float32, fail)]
-    with pytest.raises(CheckpointError, match="the source is damaged"):
+    with expect_error(CheckpointError):
         save_streamed(tmp_path, 0, boxes, {})
     assert not list(tmp_path.iterdir())
 
@@ -124,5 +125,5 @@ def test_a_missing_box_is_noticed(tmp_path: Path) -> None:
     metadata: Metadata = pickle.loads((folder / ".metadata").read_bytes())
     metadata.state_dict_metadata["model.w"].chunks.clear()  # type: ignore[union-attr]
     (folder / ".metadata").write_bytes(pickle.dumps(metadata))
-    with pytest.raises(CheckpointError, match=r"tensor model\.w, shape \[4, 2\], has chunks for only 0 of its"):
+    with expect_error(CheckpointError, "model.w", "[4", "2]", "0"):
         StoredTensors(folder).read("model.w")

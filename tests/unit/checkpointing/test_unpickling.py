@@ -21,6 +21,7 @@ from megatron.core.checkpointing.stored_tensors import StoredTensors
 from megatron.core.checkpointing.torch_files import load_torch_bytes, load_torch_file
 from megatron.core.checkpointing.unpickling import Placeholder
 from megatron.errors import CheckpointError
+from tests.harness.sentences import expect_error
 
 
 class Attack:
@@ -97,7 +98,7 @@ def test_nothing_is_run(tmp_path: Path, zipped: bool, function: Callable[..., An
     code = str(tmp_path / "pwned") if function is open else f"open({str(tmp_path / 'pwned')!r}, 'w')"
     arguments = (code, "w") if function is open else (code,)
     torch.save({"x": Attack(function, *arguments)}, tmp_path / "x.pt", _use_new_zipfile_serialization=zipped)
-    with pytest.raises(CheckpointError, match=rf"x\.pt is refused: it names \w+\.{function.__name__}, which"):
+    with expect_error(CheckpointError, "x.pt", function.__name__):
         load_torch_file(tmp_path / "x.pt")
     assert not (tmp_path / "pwned").exists()
 
@@ -117,7 +118,7 @@ def test_getattr_reaches_nothing() -> None:
     """Python 3.11 pickles members of enums through ``getattr``, which could reach ``os.system`` as well."""
     reach = b"cbuiltins\ngetattr\n(ctorch\nhub\nS'load'\ntR"
     assert isinstance(torch_stream_of(reach + b"."), Placeholder)
-    with pytest.raises(CheckpointError, match="here is refused: it calls builtins.getattr, which is not callable"):
+    with expect_error(CheckpointError, "builtins.getattr"):
         torch_stream_of(reach + b"(S'evil'\ntR.")
 
 
@@ -140,6 +141,6 @@ def test_other_files_are_named(tmp_path: Path, content: bytes) -> None:
 def test_foreign_tables_of_contents_run_nothing(tmp_path: Path) -> None:
     """A torch_dist folder of Megatron-LM's may name its own classes; anything else is refused all the same."""
     (tmp_path / ".metadata").write_bytes(pickle.dumps(Attack(open, str(tmp_path / "pwned"), "w")))
-    with pytest.raises(CheckpointError, match=r"it names \w+\.open, which checkpoints may not name"):
+    with expect_error(CheckpointError):
         StoredTensors(tmp_path, foreign=True)
     assert not (tmp_path / "pwned").exists()

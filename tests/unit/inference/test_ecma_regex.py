@@ -10,6 +10,7 @@ import pytest
 from megatron.core.inference.constrained import Constraint, ConstraintCompiler, Vocabulary
 from megatron.core.inference.ecma_regex import rust_pattern
 from megatron.errors import ConfigError
+from tests.harness.sentences import expect_error
 from tests.harness.serving import byte_tokenizer
 
 pytest.importorskip("llguidance", reason="the extra constrained is not installed")
@@ -112,7 +113,7 @@ def test_what_is_no_class_stays() -> None:
 @pytest.mark.parametrize("pattern", ["\\", "a\\", r"\\" + "\\"])
 def test_a_backslash_at_the_end_is_refused(pattern: str) -> None:
     """The library left it out: the pattern of a backslash alone was answered by an empty text."""
-    with pytest.raises(ConfigError, match="ends with a single backslash"):
+    with expect_error(ConfigError):
         compiler().regex(pattern)
-    with pytest.raises(ConfigError, match="ends with a single backslash"):
+    with expect_error(ConfigError):
         compiler().json_schema({"type": "string", "pattern": pattern})

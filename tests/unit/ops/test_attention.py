@@ -15,6 +15,7 @@ from megatron.core.ops.attention import attention as attention_with
 from megatron.core.ops.attention.masks import alibi_slopes
 from megatron.core.ops.attention.registry import EVERYWHERE
 from megatron.errors import ConfigError
+from tests.harness.sentences import check_sentence, expect_error
 
 OTHERS = [name for name in EVERYWHERE if name != "eager"]
 
@@ -325,10 +326,7 @@ def test_auto_takes_the_first_that_supports_the_request_and_says_why() -> None:
     assert choose(request()).describe() == "sdpa"
     choice = choose(request(dropout=0.1, attention_mask=True, document_ids=True))
     assert choice.name == "eager"
-    assert choice.describe() == (
-        "eager (sdpa refused: it draws dropout (0.1) from torch's global generator, which cannot be "
-        "replayed; chunked refused: it has no padding mask within documents)"
-    )
+    check_sentence(choice.describe(), "0.1")
 
 
 def test_bf16_on_a_cpu_prefers_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -381,11 +379,9 @@ def test_the_kernel_computes_bf16_in_fp32_where_that_is_faster(
 def test_explicit_choice_is_honoured_or_refused_with_the_reason() -> None:
     """Never silently another kernel than the one asked for."""
     assert choose(request(), "eager").name == "eager"
-    with pytest.raises(ConfigError, match=r"--attention-backend sdpa cannot be used: it draws dropout \(0.1\)"):
+    with expect_error(ConfigError, "--attention-backend sdpa", "0.1"):
         choose(request(dropout=0.1), "sdpa")
-    with pytest.raises(
-        ConfigError, match="--attention-backend fast is unknown; available: auto, flash_attn_3, .*eager"
-    ):
+    with expect_error(ConfigError, "--attention-backend fast", "flash_attn_3"):
         choose(request(), "fast")
 
 

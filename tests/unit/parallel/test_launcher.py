@@ -17,6 +17,7 @@ from torch._C._distributed_c10d import HashStore, Store
 
 from megatron.core.parallel.environment import LaunchEnvironment
 from megatron.core.parallel.launch import store_of_this_attempt
+from tests.harness.sentences import expect_error
 
 SECOND = timedelta(seconds=1)
 
@@ -49,7 +50,7 @@ def test_restarted_ranks_find_nothing_of_dead_ones() -> None:
 
     with pytest.raises(dist.DistStoreError):
         join(store, [0, 1], timeout=0.2 * SECOND)
-    with pytest.raises(dist.DistStoreError, match="rank 0 did not start"):
+    with expect_error(dist.DistStoreError, "0"):
         join(store, [1, 2], timeout=0.2 * SECOND)
     of_this = join(store, [2, 0, 1])
     of_this[0].set("address", "last")

@@ -8,6 +8,7 @@ import pytest
 
 from megatron.core.parallel.grid import RankGrid
 from megatron.core.parallel.mesh import Mesh
+from tests.harness.sentences import expect_error
 
 
 def test_position_is_the_closed_form_on_both_orders() -> None:
@@ -71,11 +72,11 @@ def test_coordinates_read_as_in_messages() -> None:
 
 def test_expert_sizes_that_do_not_divide_are_refused() -> None:
     """Otherwise some rank would have no expert."""
-    with pytest.raises(ValueError, match=r"tp·cp·dp = 6 ranks cannot be divided into ep·etp = 4"):
+    with expect_error(ValueError, "6 ranks", "4"):
         Mesh.of(tp=2, dp=3, ep=2)
 
 
 def test_grids_over_different_worlds_are_refused() -> None:
     """Both grids number the same ranks."""
-    with pytest.raises(ValueError, match="the dense grid holds 2 ranks and the expert grid 4"):
+    with expect_error(ValueError, "2 ranks", "4"):
         Mesh(RankGrid({"pp": 1, "dp": 1, "cp": 1, "tp": 2}), RankGrid({"pp": 1, "edp": 4, "ep": 1, "etp": 1}))

@@ -12,6 +12,7 @@ from megatron.core.inference.request import Finish, Update
 from megatron.serving.engine_client import EngineClient
 from megatron.serving.errors import ApiError
 from megatron.serving.streams import Stream
+from tests.harness.sentences import expect_error
 from tests.harness.serving import ask, served
 
 
@@ -52,7 +53,7 @@ def test_a_failed_request_ends_a_whole_answer_at_once() -> None:
         stream = Stream(2, is_live=False)
         stream.put(of("a", "x"))
         stream.put(of("b", "", Finish("error", error="NaN logits")))
-        with pytest.raises(ApiError, match="the model failed on this request: NaN logits"):
+        with expect_error(ApiError, "NaN"):
             await taken(stream)
 
     asyncio.run(run())

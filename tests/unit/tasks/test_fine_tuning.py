@@ -9,7 +9,6 @@ from unittest import mock
 import pytest
 import torch
 
-from megatron.config.parse import parse_run
 from megatron.config.run import RunConfig
 from megatron.core.parallel.context import ParallelContext
 from megatron.errors import DataError
@@ -18,7 +17,8 @@ from tasks.fine_tuning.files import LabelledText, LabelledTexts
 from tasks.fine_tuning.predictions import Predictions
 from tasks.fine_tuning.run import Scores, in_iterations, read
 from tasks.result import TaskResult, write_result
-from tasks.settings import FineTunedBertConfig, TaskConfig
+from tasks.settings import TaskConfig
+from tests.harness.sentences import expect_error
 from tests.unit.config.command_lines import words
 
 ROWS = "id\tqid1\tqid2\tquestion1\tquestion2\tis_duplicate\n0\t1\t2\ta\tb\t0\n"
@@ -26,7 +26,7 @@ ROWS = "id\tqid1\tqid2\tquestion1\tquestion2\tis_duplicate\n0\t1\t2\ta\tb\t0\n"
 
 def config_of(flags: str) -> RunConfig:
     given = words(f"--load x --vocab-file v {flags}", without="--mock-data --train-iters")
-    return parse_run(given, world_size=1, extra_groups=(TaskConfig, FineTunedBertConfig))
+    return RunConfig.parse(given, world_size=1, extra_groups=(TaskConfig,))
 
 
 def texts(count: int) -> LabelledTexts:
@@ -63,11 +63,11 @@ def test_what_is_read(tmp_path: Path) -> None:
     assert [len(each.texts) for each in data.valid.values()] == [1]
     assert read(replace(task, epochs=0, train_data=("none",))).train is None
     Path(paths[0]).write_text("id\tquestion1\tquestion2\n0\ta\tb\n")
-    with pytest.raises(DataError, match="one.tsv has the columns of QQP's test set, so it has no labels"):
+    with expect_error(DataError, "one.tsv", "QQP's"):
         read(task)
     scored = replace(task, train_data=(), valid_data=paths, epochs=0, predictions_dir="p")
     assert [each.has_labels for each in read(scored).valid.values()] == [False, True]
-    with pytest.raises(DataError, match=r"one\.tsv and .*one\.tsv would both get the name"):
+    with expect_error(DataError, "one.tsv"):
         read(replace(scored, valid_data=(paths[0], paths[0])))
 
 

@@ -21,6 +21,7 @@ from megatron.core.tokenizers.wordpiece import WordPieceTokenizer
 from megatron.errors import DataError
 from tasks.fine_tuning.dataset import EpochsDataset, LabelledDataset, PairLayout, batches_of_an_epoch
 from tasks.fine_tuning.files import LabelledText, LabelledTexts
+from tests.harness.sentences import expect_error
 
 WORDS = ["the", "cat", "sat", "on", "a", "mat", "and", "dog", "ran", "##s", "?", "_"]
 VOCABULARY = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *WORDS]
@@ -108,7 +109,7 @@ def test_samples_are_numbered_through_several_sets(tokenizer: WordPieceTokenizer
 
 def test_a_text_without_tokens_is_named(tokenizer: WordPieceTokenizer) -> None:
     """Half of a surrogate pair can be spelled in JSON."""
-    with pytest.raises(DataError, match=r"^x.tsv:2: the text holds \\ud800"):
+    with expect_error(DataError, "x.tsv:2", "\\ud800"):
         LabelledDataset(texts(("\ud800", "b")), PairLayout(8, tokenizer))[0]
 
 

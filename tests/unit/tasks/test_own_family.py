@@ -20,6 +20,7 @@ from tasks.registry import TASKS
 from tasks.zero_shot.questions import Questions, sample_of
 from tests.architecture.source_tree import ROOT
 from tests.harness.runs import tiny_run
+from tests.harness.sentences import expect_error
 
 TEXT = "5 6 7 8 9 10 11"
 
@@ -72,13 +73,11 @@ def test_what_no_task_can_measure_is_refused_in_one_sentence(
     """A family without its package, a family that predicts no next token, and a rule of the user's family."""
     saved(recurrent, tmp_path / "own")
     measured = ["--task", "LM", "--valid-data", "text.txt", "--dry-run", "--world-size", "2"]
-    with pytest.raises(
-        ConfigError, match=r"^a recurrent layer reads whole sequences.*leave --context-parallel-size out$"
-    ):
+    with expect_error(ConfigError, "--context-parallel-size"):
         tasks.main([*measured, "--load", str(tmp_path / "own"), "--context-parallel-size", "2"])
     monkeypatch.delitem(registry._REGISTERED, recurrent.name)
-    with pytest.raises(CheckpointError, match="holds a model of the family 'recurrent', which is neither built in"):
+    with expect_error(CheckpointError, "'recurrent'"):
         tasks.main([*measured, "--load", str(tmp_path / "own")])
     saved(FAMILIES["bert"], tmp_path / "bert")
-    with pytest.raises(CheckpointError, match=r"holds a bert model; this tool works with gpt$"):
+    with expect_error(CheckpointError):
         tasks.main([*measured, "--load", str(tmp_path / "bert")])

@@ -9,9 +9,8 @@ from unittest import mock
 import pytest
 import torch
 
-from megatron.config.parse import parse_run
+from megatron.config.run import RunConfig
 from megatron.core.inference.sampling import Sampling
-from megatron.core.models.gpt.config import GROUPS as GPT_GROUPS
 from megatron.core.models.gpt.train_spec import GPTSpec
 from megatron.core.parallel.context import ParallelContext
 from megatron.errors import ConfigError
@@ -25,6 +24,7 @@ from tasks.settings import HarnessConfig
 from tasks.zero_shot.questions import Asked, Questions, disjoint_windows, sample_of
 from tests.harness.evaluation import OPENINGS, WIKITEXT_AS_TEXT, SmallGPT2
 from tests.harness.ranks import run_ranks
+from tests.harness.sentences import expect_error
 from tests.tiers import tiers
 
 ENDINGS = (" the sea.", " nobody", " mended by the keeper")
@@ -34,10 +34,10 @@ SAMPLED = Sampling(temperature=0.8, top_k=30)
 
 
 def questions(context: ParallelContext, native: str, **arguments: Any) -> Questions:
-    config = parse_run(
+    config = RunConfig.parse(
         words_of({"load": native, **arguments}),
         world_size=context.mesh.world_size,
-        extra_groups=(HarnessConfig, *GPT_GROUPS),
+        extra_groups=(HarnessConfig,),
         checkpoint_config=saved_config,
         defaults={**DEFAULTS, "skip_train": True},
     )
@@ -205,10 +205,10 @@ def test_samples_are_batched_with_others_of_their_length(gpt2: SmallGPT2, monkey
 def test_mistakes_are_one_sentence(gpt2: SmallGPT2) -> None:
     with pytest.raises(ConfigError, match="num_beams: only until, max_gen_toks"):
         Asked.of({"until": ["."], "max_gen_toks": 16, "num_beams": 4})
-    with pytest.raises(ConfigError, match="a continuation of 5 tokens is longer than the 4"):
+    with expect_error(ConfigError, "5 tokens", "4"):
         sample_of([1], [1, 2, 3, 4, 5], length=4)
     asked = questions(ParallelContext.single(), str(gpt2.native))
-    with pytest.raises(ConfigError, match="64 tokens to generate leave no room for a text in the model's 64"):
+    with expect_error(ConfigError, "64 tokens"):
         asked.continuations([[1]], [0], Asked(tokens=64, until=(), sampling=GREEDY))
 
 

@@ -15,6 +15,7 @@ from megatron.core.tokenizers.huggingface import load
 from megatron.core.tokenizers.records import Conversation, read_sample
 from megatron.core.tokenizers.targets import SampleEncoder
 from megatron.errors import ConfigError, DataError
+from tests.harness.sentences import expect_error
 
 CHATML = """{% for message in messages %}
     {{- '<|im_start|>' + message.role + '\\n' }}
@@ -105,19 +106,19 @@ def test_a_template_that_rewrites_the_past_is_refused() -> None:
     """Some drop the thoughts of earlier turns: comparing would mark the wrong characters."""
     rewriting = "{% for m in messages %}{{ m.role }}:{{ m.content if loop.last else m.content[:2] }}|{% endfor %}"
     template = ChatTemplate(rewriting, tokens={})
-    with pytest.raises(DataError, match=r"writes messages\[1\] differently once others follow.*{% generation %}"):
+    with expect_error(DataError, "messages[1]"):
         written(template, MESSAGES)
     assert written(template, MESSAGES[1:2]).answers == [(0, len("assistant:" + MESSAGES[1]["content"] + "|"))]
 
 
 def test_what_a_template_refuses_is_a_bad_line(folder: Path) -> None:
-    with pytest.raises(DataError, match="the chat template rejects the conversation: only user and assistant"):
+    with expect_error(DataError):
         encoded(folder, LLAMA, {"messages": [{"role": "system", "content": "x"}]})
-    with pytest.raises(DataError, match="nothing to learn: no turn of the assistant"):
+    with expect_error(DataError):
         encoded(folder, CHATML, {"messages": MESSAGES[:1]})
-    with pytest.raises(DataError, match=r'messages\[0\] is "hello"; it must be an object'):
+    with expect_error(DataError, "messages[0]", '"hello"'):
         encoded(folder, CHATML, {"messages": ["hello"]})
-    with pytest.raises(DataError, match=r"holds \\ud800, an unpaired surrogate"):
+    with expect_error(DataError, "\\ud800"):
         encoded(folder, CHATML, {"messages": [{"role": "assistant", "content": "\ud800"}]})
 
 
@@ -133,13 +134,13 @@ def test_what_a_template_refuses_is_a_bad_line(folder: Path) -> None:
 )
 def test_templates_are_not_trusted(attack: str) -> None:
     """A template is a program by whoever published the tokenizer."""
-    with pytest.raises(DataError, match="the chat template rejects the conversation"):
+    with expect_error(DataError):
         written(ChatTemplate(attack, tokens={}), [{"role": "assistant", "content": "x"}])
 
 
 def test_where_the_template_comes_from(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A file, the file beside the tokenizer, or its settings; else a sentence that says what to do."""
-    with pytest.raises(ConfigError, match="no chat_template.jinja and no chat_template in tokenizer_config.json"):
+    with expect_error(ConfigError, "chat_template.jinja", "tokenizer_config.json"):
         load_template("tokenizer", str(folder), learned="assistant")
     settings = json.loads((folder / "tokenizer_config.json").read_text())
     for found in (LLAMA, [{"name": "rag", "template": "no"}, {"name": "default", "template": LLAMA}]):
@@ -150,14 +151,14 @@ def test_where_the_template_comes_from(folder: Path, tmp_path: Path, monkeypatch
     content = MESSAGES[0]["content"]
     own = written(load_template(str(tmp_path / "mine.jinja"), None, learned="user"), MESSAGES[:1])
     assert (own.text, own.answers) == (content, [(0, len(content))])
-    with pytest.raises(ConfigError, match="--learned-role user: the chat template marks the answers itself"):
+    with expect_error(ConfigError, "--learned-role user"):
         load_template("tokenizer", str(folder), learned="user")
-    with pytest.raises(ConfigError, match="nothing.jinja: No such file or directory; name a file of Jinja"):
+    with expect_error(ConfigError, "nothing.jinja"):
         load_template("nothing.jinja", None, learned="assistant")
     with pytest.raises(DataError, match="--chat-template is not a Jinja template"):
         ChatTemplate("{% if %}", tokens={})
     monkeypatch.setitem(sys.modules, "jinja2", None)
-    with pytest.raises(ConfigError, match="needs the jinja2 library: pip install jinja2"):
+    with expect_error(ConfigError, "jinja2"):
         ChatTemplate("x", tokens={})
 
 
@@ -183,7 +184,5 @@ def test_the_current_folder_is_no_tokenizer(tmp_path: Path, monkeypatch: pytest.
     assert own_template(None) is None
     (tmp_path / "mine.jinja").write_text("{{ bos_token }}x")
     assert not load_template("mine.jinja", None, learned="assistant").tokens
-    with pytest.raises(
-        ConfigError, match="--chat-template tokenizer: the tokenizer, which is no folder, has no chat_te"
-    ):
+    with expect_error(ConfigError, "--chat-template tokenizer", "chat_template.jinja"):
         load_template("tokenizer", None, learned="assistant")

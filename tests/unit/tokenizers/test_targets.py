@@ -19,6 +19,7 @@ from megatron.core.tokenizers.records import Conversation, read_sample
 from megatron.core.tokenizers.rust import RustTokenizer
 from megatron.core.tokenizers.targets import SampleEncoder, leading_text
 from megatron.errors import ConfigError, DataError
+from tests.harness.sentences import expect_error
 
 SPECIAL = ["<|im_start|>", "<|im_end|>", "<|user|>", "<|assistant|>", "<s>"]
 CHATML = ChatFormat()
@@ -79,7 +80,7 @@ def test_pieces_of_a_character_and_turns_without_weight(chat: RustTokenizer) -> 
     weighted["messages"][3]["weight"] = 1  # type: ignore[assignment]
     assert learned(weighted, chat) == ["yes \U0001fae0<|im_end|>\n<|endoftext|>"]
     weighted["messages"][3]["weight"] = 0  # type: ignore[assignment]
-    with pytest.raises(DataError, match="nothing to learn: each turn of the assistant has weight 0"):
+    with expect_error(DataError, "0"):
         learned(weighted, chat)
 
 
@@ -89,7 +90,7 @@ def test_weights_where_the_template_marks_answers(chat: RustTokenizer) -> None:
     messages = [{"role": "assistant", "content": "yo", "weight": 0}, {"role": "assistant", "content": "hi"}]
     assert learned({"messages": messages}, chat, marked) == ["hi"]
     first = ChatTemplate("{% generation %}{{ messages[0].content }}{% endgeneration %}", tokens={})
-    with pytest.raises(DataError, match="marks 1 stretches of text for 2 turns of the assistant, so those of weight 0"):
+    with expect_error(DataError, "1 stretches", "2 turns", "0"):
         learned({"messages": messages}, chat, first)
 
 
@@ -167,7 +168,7 @@ def test_formats_as_templates(chat_format: ChatFormat) -> None:
         )
         assert theirs == expected
     calls = [{"function": {"name": "f", "arguments": "{}"}}]
-    with pytest.raises(DataError, match="this chat format has no tool calls"):
+    with expect_error(DataError):
         ours.prompt([{"role": "assistant", "tool_calls": calls}], begin_answer=True, variables={})
 
 
@@ -284,12 +285,12 @@ def test_other_kinds_of_tokenizers(bpe_folder: Path) -> None:
     messages = [{"role": "user", "content": "1 2 "}, {"role": "assistant", "content": "3 4 "}]
     sample = SampleEncoder(numbers, ChatFormat("5 ", "6 ")).encode(read_sample({"messages": messages}))
     assert (sample.ids, sum(sample.learned)) == ([5, 1, 2, 6, 5, 3, 4, 6, 9], 4)
-    with pytest.raises(ConfigError, match="needs a tokenizer that reports positions in the text"):
+    with expect_error(ConfigError):
         SampleEncoder(numbers, ChatTemplate("x", tokens={}))
 
 
 def test_a_single_token_has_nothing_to_predict_it(chat: RustTokenizer) -> None:
     """Such a sample had a target, but no label with a loss."""
     template = ChatTemplate("{% generation %}<|im_end|>{% endgeneration %}{{ messages[0].content }}", tokens={})
-    with pytest.raises(DataError, match="nothing to learn: the first token is never predicted"):
+    with expect_error(DataError):
         learned({"messages": [{"role": "assistant", "content": "x"}]}, chat, template)

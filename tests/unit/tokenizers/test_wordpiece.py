@@ -12,6 +12,7 @@ from megatron.core.tokenizers.base import MaskingTokenizer
 from megatron.core.tokenizers.build import build_tokenizer
 from megatron.core.tokenizers.wordpiece import WordPieceTokenizer
 from megatron.errors import ConfigError, DataError
+from tests.harness.sentences import expect_error
 
 SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
 WORDS = ["the", "The", "cat", "##s", "café", "cafe", "##é", "un", "##aff", "##able", "!", ",", "漢", "[", "]", "mask"]
@@ -72,11 +73,11 @@ def test_text_comes_back(vocabulary: str) -> None:
 def test_wrong_files(tmp_path: Path, vocabulary: str) -> None:
     lacking = tmp_path / "lacking.txt"
     lacking.write_text("the\n[PAD]\n[UNK]\n")
-    with pytest.raises(DataError, match=r"has no \[CLS\]: a WordPiece vocab.txt has one piece a line"):
+    with expect_error(DataError, "WordPiece", "vocab.txt"):
         WordPieceTokenizer(str(lacking), name="x", extra_ids=0)
     gpt = tmp_path / "vocab.json"
     gpt.write_text('{"a": 0}')
-    with pytest.raises(DataError, match=r"vocab.json is not a tokenizer.json of WordPiece; give a vocab.txt"):
+    with expect_error(DataError, "vocab.json", "tokenizer.json", "WordPiece", "vocab.txt"):
         WordPieceTokenizer(str(gpt), name="x", extra_ids=0)
     with pytest.raises(ConfigError, match="x needs --vocab-file"):
         WordPieceTokenizer(None, name="x", extra_ids=0)

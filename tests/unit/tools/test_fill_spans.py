@@ -22,6 +22,7 @@ from megatron.errors import CheckpointError, ConfigError
 from megatron.training.run.run import Run
 from tests.harness.runs import PIECES, saved_model
 from tests.harness.scripts import run_script
+from tests.harness.sentences import check_sentence, expect_error
 from tools import fill_spans
 
 TEXT = "The [MASK] sat [MASK] mat."
@@ -111,7 +112,7 @@ def test_guesses_are_counted(
     assert all(re.fullmatch(r"  \d  .+  \(hidden: [a-z .]+\)", line) for line in answers)
     true = [token for each in asked for token in each.true.tolist()]
     assert [len(each.true) > 0 for each in asked] == [True, True], "40 samples are two batches"
-    assert heading == f"{len(true)} hidden spans of 40 samples: first token right, and among 5 guesses"
+    check_sentence(heading, len(true), "40 samples", "5 guesses")
     hits = [sum((len(each.true) + 2 - rest) // 3 for each in asked) for rest in (0, 1)]
     assert ours.split()[-2:] == [f"{hits[0] / len(true):.1%}", f"{sum(hits) / len(true):.1%}"]
     commonest = Counter(true).most_common(5)
@@ -123,7 +124,7 @@ def test_guesses_are_counted(
 def test_samples_that_hide_nothing(tmp_path: Path) -> None:
     """A decoder of two tokens has no room for a span; there would be nothing to divide by."""
     saved_on_text(tmp_path, "--decoder-seq-length 2")
-    with pytest.raises(ConfigError, match="--samples 4: none of them has masked words, .* give more"):
+    with expect_error(ConfigError, "--samples 4"):
         fill_spans.main(["--load", f"{tmp_path}/saved", "--samples", "4"])
 
 
@@ -135,26 +136,24 @@ def test_entropy() -> None:
 
 def test_mistakes(tmp_path: Path) -> None:
     """What is asked of it."""
-    with pytest.raises(ConfigError, match="nothing to fill in: give --text, or --samples"):
+    with expect_error(ConfigError, "--text", "--samples"):
         fill_spans.main(["--load", "x"])
-    with pytest.raises(ConfigError, match=r"--text 'no gap' has no \[MASK\]: write it where words are missing"):
+    with expect_error(ConfigError, "--text 'no gap'"):
         fill_spans.main(["--load", "x", "--text", "no gap"])
     saved(tmp_path)
     load = ["--load", f"{tmp_path}/saved", "--text"]
-    with pytest.raises(ConfigError, match=r"has 4 \[MASK\], but this model has 3 sentinel tokens"):
+    with expect_error(ConfigError, "4", "3"):
         fill_spans.main([*load, "[MASK] the [MASK] sat [MASK] on [MASK]"])
-    with pytest.raises(ConfigError, match="has 17 tokens, and this model sees 16 at most: shorten it"):
+    with expect_error(ConfigError, "17 tokens", "16"):
         fill_spans.main([*load, "[MASK] " + "the " * 16])
 
 
 def test_other_models_are_refused(tmp_path: Path) -> None:
     """A GPT has no encoder; a model of made-up data has no names for spans."""
     saved_model(tmp_path / "gpt", "gpt")
-    with pytest.raises(CheckpointError, match="holds a gpt model; this tool works with t5"):
+    with expect_error(CheckpointError, "t5"):
         fill_spans.main(["--load", f"{tmp_path}/gpt/saved", "--text", TEXT])
     saved(tmp_path / "mock", words=None)
     # A converted one keeps no tokenizer; it was said to be trained with one that it had never met.
-    with pytest.raises(
-        ConfigError, match=r"is used with NullTokenizer, which has no tokens .* or its --tokenizer-type"
-    ):
+    with expect_error(ConfigError, "NullTokenizer", "--tokenizer-type"):
         fill_spans.main(["--load", f"{tmp_path}/mock/saved", "--text", TEXT])

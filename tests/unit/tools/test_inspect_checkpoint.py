@@ -22,6 +22,7 @@ from megatron.errors import CheckpointError, ConfigError
 from megatron.training.checkpoints.loading import check_same_model
 from megatron.training.checkpoints.saving import Saver
 from tests.harness.runs import TINY_RUN, tiny_run
+from tests.harness.sentences import check_line, expect_error
 from tools.checkpoint import inspect_checkpoint as tool
 
 FLAGS = f"{TINY_RUN} --mock-data --train-iters 3"
@@ -87,8 +88,8 @@ def test_another_family(said: Said, tmp_path: Path) -> None:
     assert said(tmp_path, "--can-load", *FLAGS.split(), "--bert-no-binary-head")[0] == 0
     code, text = said(tmp_path, "--can-load", *FLAGS.split())
     assert (code, text[:3]) == (1, "no:")
-    assert "--bert-binary-head is False in the checkpoint and True here" in text
-    assert "--fim-rate has no meaning for BERT" in said(tmp_path, "--can-load", *FLAGS.split(), "--fim-rate", "0.5")[1]
+    check_line(text, "--bert-binary-head")
+    check_line(said(tmp_path, "--can-load", *FLAGS.split(), "--fim-rate", "0.5")[1], "--fim-rate", "BERT")
 
 
 def test_json(root: Path, said: Said) -> None:
@@ -104,7 +105,7 @@ def test_verify_names_the_damaged_file(root: Path, said: Said, tmp_path: Path) -
     """And leaves with an exit code that a script sees."""
     assert said(root, "--verify") == (0, f"{root}/iter_0000001: whole\n{root}/iter_0000002: whole\n")
     assert said(root, "--verify", "--ckpt-step", "1") == (0, f"{root}/iter_0000001: whole\n")
-    with pytest.raises(CheckpointError, match="is the checkpoint of iteration 1, not of --ckpt-step 2"):
+    with expect_error(CheckpointError, "1", "--ckpt-step 2"):
         said(root / "iter_0000001", "--verify", "--ckpt-step", "2")
     shutil.copytree(root, tmp_path / "copy")
     data = tmp_path / "copy/iter_0000002/__0_0.distcp"
@@ -114,7 +115,7 @@ def test_verify_names_the_damaged_file(root: Path, said: Said, tmp_path: Path) -
     code, text = said(tmp_path / "copy", "--verify")
     assert code == 1
     assert "iter_0000001: whole" in text
-    assert "iter_0000002: __0_0.distcp is damaged (checksum mismatch)" in text
+    check_line(text, "iter_0000002", "__0_0.distcp")
     listed = tmp_path / "copy/iter_0000001/manifest.json"
     listed.write_text(dataclasses.replace(Manifest.read(listed.parent), files={}).to_json())
     code, text = said(listed.parent, "--verify")
@@ -209,7 +210,7 @@ def test_flags_that_are_younger_than_the_checkpoint(root: Path) -> None:
         check_same_model(older, folder, model_name="gpt", config=run.config, tokenizer=run.tokenizer)
 
     check("")
-    with pytest.raises(CheckpointError, match=r"--window-size is None in the checkpoint and \(3, 0\) here"):
+    with expect_error(CheckpointError, "--window-size", "3", "0"):
         check("--window-size 3,0")
 
 
@@ -224,9 +225,9 @@ def test_weights_alone_need_to_be_asked_for(said: Said, tmp_path: Path) -> None:
 
 def test_mistakes(tmp_path: Path) -> None:
     """Nothing there, nothing named."""
-    with pytest.raises(CheckpointError, match=f"^{tmp_path}/nowhere: there is no such folder"):
+    with expect_error(CheckpointError, f"{tmp_path}/nowhere"):
         tool.main([str(tmp_path / "nowhere")])
-    with pytest.raises(CheckpointError, match="the folder holds nothing that looks like a checkpoint"):
+    with expect_error(CheckpointError):
         tool.main([str(tmp_path), "--verify"])
     with pytest.raises(ConfigError, match="name a checkpoint"):
         tool.main([])
@@ -251,4 +252,4 @@ def test_a_fine_tuned_model_has_a_command_of_its_own(root: Path, said: Said, tmp
     (tmp_path / "iter_0000002" / MANIFEST).write_text(dataclasses.replace(manifest, files=files).to_json())
     code, answer = said(tmp_path, "--can-load", *FLAGS.split())
     assert code == 1
-    assert "holds a BERT that was fine-tuned on MNLI, which only tasks/main.py --task MNLI loads" in answer
+    check_line(answer, "BERT", "tasks/main.py", "--task MNLI")

@@ -10,16 +10,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megatron.config.parse import parse_run
+from megatron.config.run import RunConfig
 from megatron.core.datasets.indexed_dataset import IndexedDatasetWriter
 from megatron.core.datasets.metadata import TokenizerStamp
 from megatron.core.datasets.sampler import MicrobatchSampler
-from megatron.core.models.gpt.config import GROUPS as GPT_GROUPS
 from megatron.core.models.gpt.data import build_gpt_splits
 from megatron.core.tokenizers.chat_settings import ChatSettings
 from megatron.core.tokenizers.null import NullTokenizer
 from megatron.errors import ConfigError, DataError
 from megatron.training.run.split_sizes import split_sizes
+from tests.harness.sentences import expect_error
 from tools import inspect_dataset
 
 NULL = ["--tokenizer-type", "NullTokenizer", "--vocab-size", "50"]
@@ -42,7 +42,7 @@ def prefix(tmp_path: Path) -> str:
 def test_a_sample_is_asked_of_a_run(prefix: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A prefix before ``--sample`` was answered with "there is no flag --prefix", which nobody had typed."""
     (tmp_path / "flags").write_text(" ".join([*RUN, "--data-path", prefix, "--split", "1,0,0"]))
-    with pytest.raises(ConfigError, match=f"leave {prefix} out, or write --data-path {prefix}"):
+    with expect_error(ConfigError, prefix, f"--data-path {prefix}"):
         inspect_dataset.main([prefix, "--sample", "3", f"@{tmp_path}/flags"])
     inspect_dataset.main([f"@{tmp_path}/flags", "--sample", "3"])
     assert capsys.readouterr().out.startswith(f"sample 3 of train: {prefix}, document ")
@@ -61,7 +61,7 @@ def test_counts_and_document(prefix: str, capsys: pytest.CaptureFixture[str]) ->
         "2 2 2\n"
         "32 50\n"
     )
-    with pytest.raises(ConfigError, match="--document 20 is beyond the 20 documents"):
+    with expect_error(ConfigError, "--document 20", "20 documents"):
         inspect_dataset.main(["--prefix", prefix, "--document", "20"])
 
 
@@ -100,7 +100,7 @@ def test_verify(prefix: str, capsys: pytest.CaptureFixture[str]) -> None:
     content = bytearray(Path(f"{prefix}.bin").read_bytes())
     content[2 * 10 : 2 * 10 + 2] = (51).to_bytes(2, "little")
     Path(f"{prefix}.bin").write_bytes(content)
-    with pytest.raises(DataError, match=r"token id 51 .document 2, sequence 5, token 0., outside a vocabulary of 51"):
+    with expect_error(DataError, "51", "2", "5", "0"):
         inspect_dataset.main(["--prefix", prefix, "--verify"])
 
 
@@ -128,7 +128,7 @@ def test_verify_metadata_and_tokenizer(prefix: str) -> None:
         inspect_dataset.main(["--prefix", prefix, "--verify", "--tokenizer-type", "GPT2BPETokenizer", *gpt2(prefix)])
     path = Path(f"{prefix}.meta.json")
     path.write_text(json.dumps(json.loads(path.read_text()) | {"max_token_id": 49}))
-    with pytest.raises(DataError, match="ids up to 49, the data hold 20 and 50"):
+    with expect_error(DataError, "49", "20", "50"):
         inspect_dataset.main(["--prefix", prefix, "--verify"])
 
 
@@ -171,7 +171,7 @@ def test_the_legend_covers_nothing(prefix: str, tmp_path: Path, monkeypatch: pyt
 def test_a_sample_is_what_training_reads(prefix: str, loader: str, capsys: pytest.CaptureFixture[str]) -> None:
     """Shown from another epoch, split or order it would explain a loss spike with the wrong text."""
     flags = [*RUN, "--data-path", prefix, "--split", "1,0,0", "--eval-iters", "0", "--dataloader-type", loader]
-    config = parse_run(flags, extra_groups=GPT_GROUPS)
+    config = RunConfig.parse(flags)
     tokenizer = NullTokenizer(50)
     train = build_gpt_splits(config.data, seed=1234, sizes=split_sizes(config), tokenizer=tokenizer).train
     assert train is not None
@@ -191,7 +191,7 @@ def test_a_sample_is_what_training_reads(prefix: str, loader: str, capsys: pytes
     order = MicrobatchSampler(num_samples=len(train), consumed=0, micro_batch_size=2, **cyclic)
     read = itertools.chain.from_iterable(order)  # cyclic, without an end
     assert seen == [ours[index] for index in itertools.islice(read, 5) if index is not None]
-    with pytest.raises(ConfigError, match="--from-split valid: the run reads 0 data sets of that split"):
+    with expect_error(ConfigError, "--from-split valid", "0"):
         inspect_dataset.main([*flags, "--sample", "0", "--from-split", "valid"])
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from megatron.errors import ConfigError
+from tests.harness.sentences import expect_error
 from tools.print_schedule import main
 
 
@@ -70,7 +71,7 @@ def test_every_shade_is_explained(name: str, most: int, tmp_path: Path) -> None:
 def test_a_schedule_of_millions_is_refused() -> None:
     """--pipeline-model-parallel-size 1000000 took minutes and gigabytes without a word."""
     for flags in ("--pipeline-model-parallel-size 1000000", "--num-microbatches 1000000 --pipeline-schedule zb-v"):
-        with pytest.raises(ConfigError, match="are too many to compute a schedule; use"):
+        with expect_error(ConfigError):
             main(flags.split())
 
 

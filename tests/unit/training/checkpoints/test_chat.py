@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from megatron.config.parse import parse_run
+from megatron.config.run import RunConfig
 from megatron.config.trained_model import TrainedModelConfig
 from megatron.core.conversion.convert import Conversion, convert
 from megatron.core.datasets.metadata import DatasetMetadata
@@ -28,6 +28,7 @@ from megatron.training.run.run import Run, build_run
 from megatron.training.step import train_step
 from tasks.zero_shot.questions import Asked, Questions
 from tests.harness.chat_model import END, LETTER, TURN_END, TURN_OVER, change_json, chat_folder
+from tests.harness.sentences import expect_error
 from tools import preprocess_sft, text_generation_cli
 from tools.generation.families import GENERATIVE
 
@@ -73,7 +74,7 @@ def prepared(prefix: Path, hf: Path, chat: ChatSettings | None = None) -> str:
 
 
 def started(flags: str) -> Run:
-    config = parse_run(
+    config = RunConfig.parse(
         f"{TINY} {flags}".split(),
         extra_groups=FAMILIES["gpt"].groups,
         checkpoint_config=saved_config,
@@ -194,9 +195,7 @@ def test_another_tokenizer_means_other_ids(hf: Path, tmp_path: Path) -> None:
 def test_end_tokens_that_the_model_does_not_have_are_not_stored(hf: Path, tmp_path: Path) -> None:
     """They made a checkpoint that no program could load."""
     wrong = prepared(tmp_path / "wrong", hf, ChatSettings(template=None, end_tokens=(275,)))
-    with pytest.raises(
-        DataError, match=r"wrong.meta.json: chat.end_tokens has 275 but the vocabulary has ids 0 to 274"
-    ):
+    with expect_error(DataError, "wrong.meta.json", "chat.end_tokens", "275", "0", "274"):
         started(f"--load-hf {hf} --train-data-path {wrong}")
     assert without_ids_from(ChatSettings(template="a", end_tokens=(2, 275)), 275) == ChatSettings(
         template="a", end_tokens=(2,)

