@@ -55,7 +55,7 @@ SHARED_HEADS: dict[str, str] = {
         SLICED_STAGES,
         rich=("pp2 cp2 heads", "pp2 cp2 tp2 gather, recompute selective", "pp2 vpp2 cp2, another way in each layer"),
         # Rings between heads, and replicas outside stages, are in the default tier without the other.
-        slow=("pp2 cp4 heads and rings", "cp2 dp2 outside pp2"),
+        slow=("pp2 cp4 heads and rings", "cp2 dp2 outside pp2", "pp2 zb-v cp2 dp2 zero overlapped"),
     ),
 )
 def test_stages_of_slices_compute_the_model_of_one_rank(variant: str, layout: str) -> None:

@@ -268,6 +268,7 @@ def check(outcomes: list[Observed], expected: list[Observed]) -> None:
             "llama": ("tp4", "cp2 tp2 sp dp2 zero recompute"),
             "alibi, windows, off by one": ("cp4 heads and rings",),
         },
+        slow=("tp2", "dp2", "tp2 dp2", "cp2 tp2", "tp2 sp recompute full", "cp2 recompute full"),  # others contain them
     ),
 )
 def test_layout_computes_the_model_of_one_rank(variant: str, layout: str) -> None:
@@ -312,6 +313,7 @@ def test_latents_on_a_ring_compute_the_model_of_one_rank(variant: str, layout: s
         FEW_GROUPS,
         FEW_GROUPS_LAYOUTS,
         rich=("tp4 sp dp2 zero, small buckets", "tp4", "cp2 tp4 heads", "cp2 tp4"),
+        slow=("tp2", "cp4 heads", "tp8 recompute"),
     ),
 )
 def test_more_ranks_than_groups_compute_the_model_of_one_rank(variant: str, layout: str) -> None:
@@ -343,7 +345,7 @@ def test_dropout_is_a_function_of_sample_and_layer(variant: str, layout: str) ->
 
 @pytest.mark.parametrize(
     ("variant", "way"),
-    pairs(DRAWING, SAME_DROPOUT_OVER_SLICES, rich=("gather", "p2p", "heads")),
+    pairs(DRAWING, SAME_DROPOUT_OVER_SLICES, rich=("gather", "p2p", "heads"), slow=("bert with dropout",)),
 )
 def test_dropout_over_slices_is_replayed(variant: str, way: str) -> None:
     """Backward and recomputation would drop other probabilities than the forward pass, or replicas draw by rank."""

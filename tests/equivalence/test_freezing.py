@@ -81,7 +81,7 @@ def reference(variant: str) -> Observed:
         LAYOUTS,
         rich=("tp2 sp dp2 zero, recompute full", "pp2 zb-v dp2 zero", "cp2 tp2"),
         # Their parts are above, and the last is the same eight ranks with a harder schedule.
-        slow=("tp2 sp pp2 dp2 zero", "tp2 pp2 zb-h1 dp2 zero"),
+        slow=("tp2 sp pp2 dp2 zero", "tp2 pp2 zb-h1 dp2 zero", "pp2 vpp2 dp2 zero"),
     ),
 )
 def test_layouts_train_what_is_not_frozen(variant: str, layout: str) -> None:

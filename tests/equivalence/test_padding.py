@@ -139,7 +139,13 @@ def test_each_row_of_text_counts_once(data: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("variant", "layout"), pairs([each for each in VARIANTS if each != IN_TURN], LAYOUTS, rich=RICH)
+    ("variant", "layout"),
+    pairs(
+        [each for each in VARIANTS if each != IN_TURN],
+        LAYOUTS,
+        rich=RICH,
+        slow=[each for each in LAYOUTS if each not in RICH],  # test_experts.py has them
+    ),
 )
 def test_padding_changes_nothing_at_any_layout(variant: str, layout: str, data: str) -> None:
     """Ranks hold different shares of the padding: one of them may have no text of a sample, and others nothing else."""

@@ -74,6 +74,7 @@ LIKE_ANOTHER = [
         "phi3",
         "gpt2",
     ),
+    *("olmo3", "qwen2_moe", "gpt_neox", "cohere", "phi", "bloom", "roberta"),
     *("camembert", "xlm-roberta", "megatron-bert", "bert", "t5", "falcon newer", "opt"),
 ]
 """Types whose layers another type has, too, or the equivalence table's own variants."""

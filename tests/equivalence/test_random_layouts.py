@@ -18,7 +18,7 @@ from tests.equivalence.test_equivalence import check
 from tests.equivalence.training import run_of, train_alone, train_at
 from tests.tiers import tiers
 
-DRAWS, SOON, MOST_RANKS = 6, 2, 8
+DRAWS, SOON, MOST_RANKS = 6, 1, 8
 """Draws, and how many of them are in the default tier."""
 
 RECOMPUTATION = (

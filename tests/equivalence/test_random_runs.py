@@ -25,7 +25,7 @@ from tests.harness import run_ranks
 from tests.harness.runs import axes_of, context_of
 from tests.tiers import tiers
 
-DRAWS, SOON, STEPS, MOST_RANKS = 4, 2, 2, 8
+DRAWS, SOON, STEPS, MOST_RANKS = 4, 1, 2, 8
 """Draws, and how many of them are in the default tier."""
 MODELS = {
     "gpt2": "--init-method-std 0.2",
