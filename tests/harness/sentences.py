@@ -189,7 +189,7 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Remember which tests there are, before any are left out."""
     whole: dict[str, set[str]] = {}
-    if not any("[" in word for word in config.args) and not config.getoption("lf"):
+    if not any("[" in word for word in config.args) and not config.getoption("lf", False):
         for item in items:
             whole.setdefault(function_of(item.nodeid), set()).add(item.nodeid)
     config.stash[COLLECTED] = whole
