@@ -42,3 +42,10 @@ def tiers(cases: Iterable[Any], *, first: Collection[Any]) -> list[Any]:
     cases = tuple(cases)
     assert {*first} <= {*cases}
     return [pytest.param(case, marks=[] if case in first else pytest.mark.slow) for case in cases]
+
+
+def that_run(request: pytest.FixtureRequest, cases: Iterable[str]) -> list[str]:
+    """Cases of a module whose tests are selected, for a fixture that computes all of them at once."""
+    tests = [getattr(item, "callspec", None) for item in request.session.items if item.path == request.path]
+    chosen = {value for test in tests if test is not None for value in test.params.values() if isinstance(value, str)}
+    return [case for case in cases if case in chosen]

@@ -10,7 +10,7 @@ import pytest
 
 from megatron.rehearsal.accelerator import unavailable
 from tests.end_to_end.commands import ROOT, environment, run
-from tests.tiers import tiers
+from tests.tiers import that_run, tiers
 
 pytestmark = pytest.mark.skipif(unavailable() is not None, reason=str(unavailable()))
 
@@ -128,10 +128,7 @@ FIRST = (
 @pytest.fixture(scope="module")
 def found_wrong(request: pytest.FixtureRequest) -> dict[str, str]:
     """What rehearsals say of programs with a fault, by fault, from one process."""
-    wanted = [
-        each for each in FAULTS if any(item.name == f"test_a_fault_is_named[{each}]" for item in request.session.items)
-    ]
-    script = [sys.executable, "-m", "tests.harness.mutated_rehearsals", *wanted]
+    script = [sys.executable, "-m", "tests.harness.mutated_rehearsals", *that_run(request, FAULTS)]
     done = subprocess.run(script, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=600, check=False)
     said = re.split(r"^== (.*)$", done.stdout, flags=re.MULTILINE)
     return dict(zip(said[1::2], said[2::2])) | {"errors": done.stderr}

@@ -14,6 +14,7 @@ from megatron.rehearsal.ranks import rehearse_tasks
 from megatron.rehearsal.settings import rehearsed
 from megatron.rehearsal.task import Task
 from tests.harness.runs import tiny_config
+from tests.tiers import that_run, tiers
 
 pytestmark = pytest.mark.skipif(unavailable() is not None, reason=str(unavailable()))
 
@@ -49,25 +50,28 @@ CASES = {
 }
 
 
+FIRST = ("loss, pp2 zb-v, fp32",)  # each stage takes seconds; tests/end_to_end/test_rehearse.py compares other layouts
+
+
 @pytest.fixture(scope="module")
-def counted() -> dict[str, list[tuple[Task, Rehearsed]]]:
+def counted(request: pytest.FixtureRequest) -> dict[str, list[tuple[Task, Rehearsed]]]:
     """The ranks of a pipeline, by case."""
     tasks: list[tuple[str, Task]] = []
-    for name, flags in CASES.items():
-        ranks = 4 if "tp2" in name or "pp4" in name else 2
+    for name in (cases := that_run(request, CASES)):
+        flags, ranks = CASES[name], 4 if "tp2" in name or "pp4" in name else 2
         config = tiny_config(f"--mock-data --global-batch-size 16 {flags}", ranks=ranks)
         config = rehearsed(config, GPT, vocab_size=config.tokenizer.vocab_size or 0, steps=1)
         stages = range(0, ranks, config.parallel.tensor_model_parallel_size)
         tasks += [(name, Task(config=config, train_spec=GPT, rank=rank, steps=1, memory=10**9)) for rank in stages]
     outcomes = rehearse_tasks([task for _, task in tasks], multiprocessing.get_context("forkserver"))
-    found: dict[str, list[tuple[Task, Rehearsed]]] = {name: [] for name in CASES}
+    found: dict[str, list[tuple[Task, Rehearsed]]] = {name: [] for name in cases}
     for (name, task), outcome in zip(tasks, outcomes):
         assert isinstance(outcome, Rehearsed), f"{name}: {outcome}"
         found[name].append((task, outcome))
     return found
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", tiers(CASES, first=FIRST))
 def test_each_stage_takes_what_is_estimated(case: str, counted: dict[str, list[tuple[Task, Rehearsed]]]) -> None:
     """A run that was said to fit could run out of memory on its last stage: in fp32 the loss made logits twice, and
     messages between stages, the sum of tied gradients and scores under dropout were left out.
