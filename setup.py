@@ -10,8 +10,8 @@ from setuptools import find_packages, setup
 from setuptools.command.build_py import build_py
 
 ROOT = Path(__file__).parent
-VERSION = re.search(r'__version__ = "(.+)"', (ROOT / "megatron" / "__init__.py").read_text(encoding="utf-8"))
-assert VERSION is not None, "megatron/__init__.py holds the version"
+VERSION = re.search(r'__version__ = "(.+)"', (ROOT / "megatron" / "version.py").read_text(encoding="utf-8"))
+assert VERSION is not None, "megatron/version.py holds the version"
 
 PARQUET = ["pyarrow"]  # .parquet input of tools/preprocess_data.py
 GIGATOKEN = ["gigatoken>=0.10,<0.11"]  # the fast engine of tools/preprocess_data.py

@@ -28,8 +28,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from benchmarks import results
+from megatron.config.parse import parse_run
 from megatron.config.pipeline import chunks_per_rank, model_stages
 from megatron.config.run import RunConfig
+from megatron.core.models.gpt.config import GROUPS as GPT_GROUPS
 from megatron.core.models.gpt.train_spec import GPTSpec
 from megatron.core.models.registry import FAMILIES
 from megatron.core.parallel import collectives
@@ -88,7 +90,9 @@ def config_of(layout: str) -> RunConfig:
     """The run of a row of ``LAYOUTS``."""
     sizes, flags = LAYOUTS[layout]
     given = [word for axis, size in sizes.items() if axis in _FLAGS for word in (_FLAGS[axis], str(size))]
-    return RunConfig.parse([*MODEL.split(), *given, *flags.split()], world_size=math.prod(sizes.values()))
+    return parse_run(
+        [*MODEL.split(), *given, *flags.split()], world_size=math.prod(sizes.values()), extra_groups=GPT_GROUPS
+    )
 
 
 def all_reduced(size: int, ranks: int) -> int:

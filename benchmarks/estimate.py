@@ -22,6 +22,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from benchmarks import results
+from megatron.config.parse import parse_run
 from megatron.config.run import RunConfig
 from megatron.core.models.registry import FAMILIES, family_of
 from megatron.errors import ParallelError
@@ -85,7 +86,7 @@ def run_of(name: str) -> RunConfig:
     """A layout or an example by its name."""
     if name in LAYOUTS:
         ranks, flags = LAYOUTS[name]
-        return RunConfig.parse([*MODEL.split(), *flags.split()], world_size=ranks, extra_groups=FAMILIES["gpt"].groups)
+        return parse_run([*MODEL.split(), *flags.split()], world_size=ranks, extra_groups=FAMILIES["gpt"].groups)
     run = example(EXAMPLES[name])
     return dataclasses.replace(run, model=dataclasses.replace(run.model, vocab_size=run.model.vocab_size or 32000))
 

@@ -44,8 +44,9 @@ def models(shape: Shape, folder: Path) -> tuple[Any, Any]:
     """Transformers' model and ours with equal weights, from one conversion."""
     import transformers
 
-    from megatron.config.run import RunConfig
+    from megatron.config.parse import parse_run
     from megatron.core.conversion.convert import Conversion, convert
+    from megatron.core.models.gpt.config import GROUPS as GPT_GROUPS
     from megatron.core.models.gpt.train_spec import GPTSpec
     from megatron.core.parallel.context import ParallelContext
     from megatron.training.checkpoints.loading import saved_config
@@ -60,9 +61,9 @@ def models(shape: Shape, folder: Path) -> tuple[Any, Any]:
     theirs.save_pretrained(folder / "hf")
     convert(Conversion("hf", folder / "hf", "megatron", folder / "native", skip_proof=True), say=lambda line: None)
     flags = f"--task LM --valid-data none --load {folder}/native --micro-batch-size {shape.batch}"
-    config = RunConfig.parse(
+    config = parse_run(
         flags.split(),
-        extra_groups=(TaskConfig,),
+        extra_groups=(TaskConfig, *GPT_GROUPS),
         checkpoint_config=saved_config,
         defaults={"use_checkpoint_args": True},
         world_size=1,

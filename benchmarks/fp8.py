@@ -29,8 +29,9 @@ import numpy as np
 import torch
 
 from benchmarks import results
-from megatron.config.run import RunConfig
+from megatron.config.parse import parse_run
 from megatron.core.datasets.indexed_dataset import IndexedDatasetWriter
+from megatron.core.models.gpt.config import GROUPS as GPT_GROUPS
 from megatron.core.models.gpt.train_spec import GPTSpec
 from megatron.core.parallel.context import ParallelContext
 from megatron.training.loop import train_from_start_to_end
@@ -72,7 +73,7 @@ class Curve:
 def train(prefix: Path, precision: str, *, steps: int, seed: int) -> Curve:
     """Train on one rank with the flags of ``precision``."""
     words = f"{SHAPE} {precision} --data-path {prefix} --train-iters {steps} --eval-interval {steps} --seed {seed}"
-    config = RunConfig.parse(words.split())
+    config = parse_run(words.split(), extra_groups=GPT_GROUPS)
     dtype = torch.bfloat16 if config.precision.bf16 else torch.float32
     started = time.perf_counter()
     with contextlib.redirect_stdout(io.StringIO()) as said:

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from benchmarks.gpu_plain import PlainLlama, Size
+from megatron.config.parse import parse_run
 from megatron.config.run import RunConfig
 from megatron.config.vocabulary import vocabulary_size
 from megatron.core.device import without_tf32
@@ -48,7 +49,7 @@ class Taken:
 
 def run_of(flags: Sequence[str], ranks: int) -> RunConfig:
     """The run of ``flags``, with the size of its vocabulary."""
-    run = RunConfig.parse([*flags], world_size=ranks, extra_groups=FAMILIES["gpt"].groups)
+    run = parse_run([*flags], world_size=ranks, extra_groups=FAMILIES["gpt"].groups)
     return run.with_vocab_size(vocabulary_size(run))
 
 

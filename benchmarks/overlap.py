@@ -27,7 +27,8 @@ import torch
 from torch import Tensor
 
 from benchmarks import results
-from megatron.config.run import RunConfig
+from megatron.config.parse import parse_run
+from megatron.core.models.gpt.config import GROUPS as GPT_GROUPS
 from megatron.core.models.gpt.train_spec import GPTSpec
 from megatron.core.parallel import collectives
 from megatron.core.parallel.collectives import Handle, barrier
@@ -138,7 +139,7 @@ def slow_transports(link: Link) -> type[Transport]:
 def time_steps(context: ParallelContext, flags: str, steps: int, latency: float, bandwidth: float) -> list[float]:
     """Seconds of each step after the first, in which buckets learn what to wait for."""
     link = Link(latency, bandwidth)
-    config = RunConfig.parse([*MODEL.split(), *flags.split()], world_size=context.mesh.world_size)
+    config = parse_run([*MODEL.split(), *flags.split()], world_size=context.mesh.world_size, extra_groups=GPT_GROUPS)
     handles = mock.patch.object(collectives, "Handle", slow_handles(link))
     transports = mock.patch.object(run_module, "Transport", slow_transports(link))
     seconds = []

@@ -31,7 +31,7 @@ import torch
 
 from benchmarks import results
 from benchmarks.communication import counting
-from megatron.config.run import RunConfig
+from megatron.config.parse import parse_run
 from megatron.core.models.gpt.train_spec import GPTSpec
 from megatron.core.models.registry import FAMILIES
 from megatron.core.parallel.activity import Activity
@@ -100,7 +100,7 @@ def time_steps(context: ParallelContext, flags: str, steps: int) -> Steps:
     ranks = context.mesh.world_size
     torch.set_num_threads(2 // ranks)
     given = [*MODEL.split(), *flags.split()]
-    config = RunConfig.parse(given, world_size=ranks, extra_groups=FAMILIES["gpt"].groups)
+    config = parse_run(given, world_size=ranks, extra_groups=FAMILIES["gpt"].groups)
     context = dataclasses.replace(context, sequence_parallel=config.parallel.sequence_parallel)
     activity = context.mesh.activity = TimedActivity()
     run = build_run(config, GPTSpec(), context, started=0.0)

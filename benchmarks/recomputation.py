@@ -27,6 +27,7 @@ from typing import get_args
 
 from benchmarks import results
 from benchmarks.estimate import compared, tasks_of
+from megatron.config.parse import parse_run
 from megatron.config.run import RunConfig
 from megatron.config.training import RecomputeModule
 from megatron.core.models.registry import FAMILIES
@@ -58,7 +59,7 @@ MODEL = (
 def run_of(way: str, *, samples: int) -> RunConfig:
     """The model, trained in this way with steps of one microbatch."""
     batch = f"--micro-batch-size {samples} --global-batch-size {samples}"
-    return RunConfig.parse([*MODEL.split(), *batch.split(), *WAYS[way].split()], extra_groups=FAMILIES["gpt"].groups)
+    return parse_run([*MODEL.split(), *batch.split(), *WAYS[way].split()], extra_groups=FAMILIES["gpt"].groups)
 
 
 def serve(way: str) -> None:

@@ -14,13 +14,13 @@ installed into one folder.
 import os as _os
 from typing import TYPE_CHECKING
 
+from megatron.version import __version__ as __version__
+
 if TYPE_CHECKING:  # what __getattr__ imports at first use, as that takes torch
     from megatron.library.language_model import LanguageModel as LanguageModel
     from megatron.library.opening import from_transformers as from_transformers
     from megatron.library.opening import load as load
     from megatron.library.pretraining import pretrain as pretrain
-
-__version__ = "0.1.0"
 
 _LAZY = {
     "LanguageModel": "megatron.library.language_model",

@@ -18,13 +18,13 @@ from megatron.config.parse import read_given
 from megatron.config.run import RunConfig
 from megatron.config.typed_spellings import errors_as_typed
 from megatron.core.models.bert.config import TokenTypesConfig
-from megatron.core.models.registry import family_of
+from megatron.core.models.registry import FAMILIES, family_of
 from megatron.core.parallel.environment import errors_once_per_node, launch_environment
 from megatron.errors import kept_on_interrupt, run_command
 from megatron.training.pretrain import dry_run, parse
 from tasks.registry import DEFAULTS, TASKS, Task, family_to_evaluate
 from tasks.result import check_predictions_dir, check_result_file
-from tasks.settings import FINE_TUNING, ZERO_SHOT, TaskConfig
+from tasks.settings import FINE_TUNING, ZERO_SHOT, FineTunedBertConfig, TaskConfig
 
 if TYPE_CHECKING:
     from megatron.core.models.train_spec import TrainSpec
@@ -54,12 +54,12 @@ def main(argv: Sequence[str]) -> int:
 
 def settings(argv: Sequence[str], task: Task | None) -> RunConfig:
     """The run that ``argv`` describes; raises ConfigError for an unknown task."""
-    groups: tuple[type, ...] = (TaskConfig,)
+    groups: tuple[type, ...] = (TaskConfig, *FAMILIES["gpt"].groups)
     defaults, given = DEFAULTS, read_given(argv, TaskConfig)
     if given.value("task") in ZERO_SHOT:
         groups = (TaskConfig, *family_to_evaluate(argv, TaskConfig).groups)
     elif task is not None:
-        groups = (TaskConfig, TokenTypesConfig)
+        groups = (TaskConfig, FineTunedBertConfig, TokenTypesConfig)
         defaults = DEFAULTS if given.value("epochs") == 0 else task.defaults
     return parse(argv, prog=PROG, about=__doc__ or "", groups=groups, defaults=defaults)
 

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import ClassVar, Literal
 
 from typing_extensions import override
 
-from megatron.config.family import FamilyConfig, Purpose
+from megatron.config.family import FamilyConfig, Purpose, Rule
 from megatron.config.flags import flag
-
-if TYPE_CHECKING:
-    from megatron.config.family import Rule
+from megatron.core.models.bert.config import RULES as BERT_RULES
+from megatron.core.models.bert.config import BertConfig
+from megatron.core.models.sentences import tokenizer_can_mask
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ def fine_tuned_name(task: str) -> str:
     return f"bert-{task.lower()}"
 
 
-class OwnDataConfig(Purpose, FamilyConfig):
+class OwnDataConfig(Purpose):
     """Base of the settings of commands whose samples don't come from ``--data-path``."""
 
     @property
@@ -104,8 +104,6 @@ class TaskConfig(OwnDataConfig):
     @override
     def rules(self) -> Sequence[Rule]:
         """Rules about the flags of the task; for fine-tuning also those about BERT's samples."""
-        from megatron.core.models.bert.rules import RULES as BERT_RULES
-        from megatron.core.models.sentences import tokenizer_can_mask
         from tasks.rules import FINE_TUNING_RULES, TASK_RULES, ZERO_SHOT_RULES
 
         if self.answers is None:
@@ -144,18 +142,17 @@ class TaskConfig(OwnDataConfig):
 
     @property
     @override
-    def title(self) -> str:  # type: ignore[override]
-        """A BERT with a head for answers; a GPT where nothing is fine-tuned."""
-        return "GPT" if self.answers is None else "BERT"
-
-    @property
-    @override
-    def usual_tokenizer(self) -> str:  # type: ignore[override]
-        """The tokenizer of the model that the task uses."""
-        return "GPT2BPETokenizer" if self.answers is None else "BertWordPieceLowerCase"
-
-    @property
-    @override
     def sequences_per_sample(self) -> int:
         """One for each choice."""
         return 1 if self.answers is None else self.answers.choices
+
+
+class FineTunedBertConfig(FamilyConfig):
+    """Facts about a BERT with a head for answers in place of its own."""
+
+    name: ClassVar[str] = BertConfig.name
+    title: ClassVar[str] = BertConfig.title
+    position_embedding_types: ClassVar[tuple[str, ...]] = BertConfig.position_embedding_types
+    window_sides: ClassVar[int] = BertConfig.window_sides
+    usual_tokenizer: ClassVar[str | None] = BertConfig.usual_tokenizer
+    fields_of_others: ClassVar[tuple[str, ...]] = BertConfig.fields_of_others

@@ -1,40 +1,45 @@
-"""Facts about a run that depend on its family, from the family's own settings; the defaults are those of GPT."""
+"""Groups of settings that say something about a run: its family, the parts its models may have, and its purpose."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, ClassVar, TypeVar
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from typing_extensions import override
 
+from megatron.config.data import DataConfig
 from megatron.config.flags import Settings
+from megatron.config.model import ModelConfig
 from megatron.config.positions import ROTARY_TYPES
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-    from megatron.config.data import DataConfig
-    from megatron.config.model import ModelConfig
-    from megatron.config.run import RunConfig
-
-Rule = Callable[["RunConfig"], "str | None"]
-"""A check of a run: what is wrong in one sentence, or None."""
+Rule = Callable[[Any], "str | None"]
+"""A check of a run, of which it is given the RunConfig: what is wrong in one sentence, or None."""
 
 
-def rule(sentence: str, when: Callable[[RunConfig], object]) -> Rule:
-    """The rule that returns ``sentence`` where ``when(run)`` holds; ``{run.optimizer.lr}`` stands for that setting."""
-    return lambda run: sentence.format(run=run) if when(run) else None
+class CheckedSettings(Settings):
+    """Base of groups of settings with rules about the run that they are in."""
+
+    @classmethod
+    def among(cls, groups: Iterable[object]) -> Self:
+        """The group of this class among ``groups``; LookupError where there is none."""
+        for group in groups:
+            if isinstance(group, cls):
+                return group
+        raise LookupError(f"there is no {cls.__name__}")
+
+    def rules(self) -> Sequence[Rule]:
+        """Checks of a run with this group, in addition to those of every run."""
+        return ()
+
+    def remarks(self) -> Sequence[Rule]:
+        """Remarks about valid settings that have no effect or an unexpected one."""
+        return ()
 
 
-Group = TypeVar("Group")
-
-
-def group_among(groups: Iterable[object], kind: type[Group]) -> Group:
-    """The group of class ``kind``, one of ``groups``."""
-    return next(group for group in groups if isinstance(group, kind))
-
-
-class Purpose:
+class Purpose(CheckedSettings):
     """What a command does with the model: the base of settings of commands that don't pretrain it in iterations."""
 
     @property
@@ -62,22 +67,75 @@ class Purpose:
         """Whether length, saving and evaluation of the run are in epochs, not in iterations."""
         return False
 
+    @property
+    def sequences_per_sample(self) -> int:
+        """Samples of the model's family that make one of the command's, such as one for each choice."""
+        return 1
 
-class FamilyConfig(Settings):
-    """Base of the groups of flags that one family adds to those of every model.
 
-    ``name``: of the family, as in the registry. ``title``: in messages and ``--model-type``; the name unless given.
-    ``position_embedding_types``: values of ``--position-embedding-type`` that such a model has. ``usual_tokenizer``:
-    ``--tokenizer-type`` unless given. ``fields_of_others``: architecture in ``ModelConfig`` that such a model can't
-    have. ``window_sides``: of a query on which it may see keys of ``--window-size``. ``varying_counts``: what makes
-    microbatches differ in the number of tokens that have a loss, if anything does.
+class PartConfig(CheckedSettings):
+    """Base of the settings of a part that models of several families may have, such as experts.
+
+    A family lists the parts that its models may have among its groups. With the default of every field a model has no
+    such part. ``stacks`` in methods: numbers of layers of each stack, as ``FamilyConfig.stacks`` gives them.
+    ``may_divide_over_expert_ranks``: whether expert-parallel ranks may divide it.
     """
 
-    name: ClassVar[str] = "gpt"
-    position_embedding_types: ClassVar[tuple[str, ...]] = ("learned_absolute", *ROTARY_TYPES, "alibi", "none")
-    window_sides: ClassVar[int] = 1
-    title: ClassVar[str] = "GPT"
-    usual_tokenizer: ClassVar[str] = "GPT2BPETokenizer"
+    may_divide_over_expert_ranks: ClassVar[bool] = False
+
+    @classmethod
+    @override
+    def among(cls, groups: Iterable[object]) -> Self:
+        """The group of this class among ``groups``; where there is none, that of a model without the part."""
+        return next((group for group in groups if isinstance(group, cls)), cls())
+
+    def resolved(self, model: ModelConfig, stacks: Sequence[int]) -> Self:
+        """The group with the values that follow from other groups."""
+        return self
+
+    @property
+    def divides_over_expert_ranks(self) -> bool:
+        """Whether expert-parallel ranks divide it in this run."""
+        return False
+
+    @property
+    def loss_names(self) -> tuple[str, ...]:
+        """The losses that its layers report beside the main loss."""
+        return ()
+
+    @property
+    def columns(self) -> Mapping[str, int]:
+        """Widths that tensor-parallel ranks split, by name."""
+        return {}
+
+    def recompute_modules(self) -> Mapping[str, str]:
+        """Choices of ``--recompute-modules`` in this part, each with the flag that adds it where the model lacks it."""
+        return {}
+
+    def described(self, stacks: Sequence[int]) -> Sequence[str]:
+        """Words about the part for the line about the model in reports."""
+        return ()
+
+    def shrunk(self, stacks: Sequence[int], small: Sequence[int]) -> Self:
+        """The part in a small model of the same structure, whose stacks have ``small`` numbers of layers."""
+        return self
+
+
+class FamilyConfig(CheckedSettings):
+    """Base of the settings that name a family of models, with those that it alone has and facts about its models.
+
+    ``name``: as in the registry. ``title``: in messages and ``--model-type``; the name unless given.
+    ``position_embedding_types``: values of ``--position-embedding-type`` that such a model has. ``usual_tokenizer``:
+    ``--tokenizer-type`` unless given; None: it must be given. ``fields_of_others``: architecture in ``ModelConfig``
+    that such a model can't have. ``window_sides``: of a query on which it may see keys of ``--window-size``.
+    ``varying_counts``: what makes microbatches differ in the number of tokens that have a loss, if anything does.
+    """
+
+    name: ClassVar[str] = ""
+    title: ClassVar[str] = "model"
+    position_embedding_types: ClassVar[tuple[str, ...]] = ("learned_absolute", *ROTARY_TYPES, "none")
+    window_sides: ClassVar[int] = 0
+    usual_tokenizer: ClassVar[str | None] = None
     fields_of_others: ClassVar[tuple[str, ...]] = ()
     varying_counts: ClassVar[str | None] = None
 
@@ -87,21 +145,13 @@ class FamilyConfig(Settings):
         if "name" in vars(cls) and "title" not in vars(cls):
             cls.title = cls.name
 
-    def rules(self) -> Sequence[Rule]:
-        """Checks of a run with this group, in addition to those of every run."""
-        return ()
-
-    def remarks(self) -> Sequence[Rule]:
-        """Remarks about valid settings that have no effect or an unexpected one."""
-        return ()
-
     def resolved(self, model: ModelConfig, data: DataConfig) -> Self:
         """The group with the values that follow from other groups."""
         return self
 
-    def num_layers(self, model: ModelConfig) -> int:
-        """Layers of all stacks; pipeline stages divide them as one list."""
-        return model.num_layers
+    def stacks(self, model: ModelConfig) -> tuple[int, ...]:
+        """Numbers of layers of each stack, in order; pipeline stages divide them as one list."""
+        return (model.num_layers,)
 
     def layers_asked(self, model: ModelConfig) -> str:
         """The flags that set the number of layers, with their values."""
@@ -115,18 +165,14 @@ class FamilyConfig(Settings):
         """The model in a line of reports, for a family whose models ``ModelConfig`` doesn't describe; else nothing."""
         return ""
 
-    def more_parts(self, model: ModelConfig) -> Sequence[str]:
-        """What the line about the model in reports says besides what all models have."""
-        return ()
-
-    def longest_sequence(self, data: DataConfig) -> int:
-        """Length of the longest sequence of a stack, in tokens."""
-        return data.seq_length
-
     @property
     def sequences_per_sample(self) -> int:
         """Sequences of ``--seq-length`` tokens in a sample."""
         return 1
+
+    def longest_sequence(self, data: DataConfig) -> int:
+        """Length of the longest sequence of a stack, in tokens."""
+        return data.seq_length
 
     def shrunk(self, model: ModelConfig, *, num_layers: int, seq_length: int, multiple: int) -> tuple[int, Self]:
         """``--num-layers`` and this group for a small model of the same structure with ``num_layers`` layers in all.

@@ -19,14 +19,14 @@ def format_help(
 ) -> str:
     """Usage and all flags, as wide as the terminal; 80 columns where there is none.
 
-    ``about``: what the command does, in paragraphs. ``defaults``: the command's own by field, see ``RunConfig.parse``.
+    ``about``: what the command does, in paragraphs. ``defaults``: the command's own by field, see ``parse_run``.
     """
     width = max(shutil.get_terminal_size().columns, 60)
     lines = [f"usage: {prog} --flag value ... [@FILE]"]
     for paragraph in filter(None, about.split("\n\n")):
         lines += ["", *textwrap.wrap(" ".join(paragraph.replace("``", "").split()), width, break_on_hyphens=False)]
     lines += ["", "@FILE holds flags as on a command line, over any number of lines, with # comments."]
-    for group in groups:
+    for group in filter(flags_of, groups):
         name = re.sub(r"(?<=[a-z])(?=[A-Z][a-z])", " ", group.__name__.removesuffix("Config")).lower()
         title = (group.__doc__ or "").strip().splitlines()[0].replace("``", "")
         lines += ["", f"{name}: {title}"]

@@ -32,17 +32,20 @@ def marked_layers(pattern: str, num_layers: int, *, flag: str) -> tuple[bool, ..
 
 
 @lru_cache(maxsize=64)
-def every_or_listed(pattern: str, num_layers: int, *, flag: str) -> tuple[bool, ...]:
+def every_or_listed(pattern: str, *stacks: int, flag: str) -> tuple[bool, ...]:
     """Whether ``pattern`` marks each layer, as Megatron-LM reads ``--moe-layer-freq``: a number N marks layers 0, N,
-    2N, …, and a list is as long as the stack.
+    2N, … of each stack, and a list is as long as all stacks, one after the other.
+
+    ``stacks``: numbers of layers. Raises ConfigError, which names ``flag``, for anything else.
     """
     value = _number_or_list(pattern, flag=flag)
     if isinstance(value, int):
-        return tuple(number % value == 0 for number in range(num_layers))
-    if len(value) != num_layers:
-        raise ConfigError(
-            f"{flag} {pattern!r} lists {len(value)} layers, and --num-layers is {num_layers}: list each layer"
-        )
+        return tuple(number % value == 0 for stack in stacks for number in range(stack))
+    if len(value) != sum(stacks):
+        there = f"--num-layers is {stacks[0]}: list each layer"
+        if len(stacks) > 1:
+            there = f"the stacks have {' + '.join(map(str, stacks))}: list each layer, one stack after the other"
+        raise ConfigError(f"{flag} {pattern!r} lists {len(value)} layers, and {there}")
     return tuple(map(bool, value))
 
 
@@ -110,10 +113,11 @@ def _number_or_list(pattern: str, *, flag: str) -> int | list[int]:
     )
 
 
-def shortest_pattern(marked: tuple[bool, ...]) -> str:
-    """The shortest pattern of ``every_or_listed`` that marks these layers."""
-    for every in range(1, len(marked) + 1):
-        if marked == tuple(number % every == 0 for number in range(len(marked))):
+def shortest_pattern(marked: tuple[bool, ...], *stacks: int) -> str:
+    """The shortest pattern of ``every_or_listed`` that marks these layers; of one stack unless ``stacks`` are given."""
+    stacks = stacks or (len(marked),)
+    for every in range(1, max(stacks) + 1):
+        if marked == tuple(number % every == 0 for stack in stacks for number in range(stack)):
             return str(every)
     return listed_layers(marked)
 

@@ -12,7 +12,7 @@ from megatron.config.flags import flags_of, group_name
 from megatron.config.legacy_flags import LegacyFlag
 from megatron.config.rules import failures, listed, remarks
 from megatron.config.rules.remarking import without_effect
-from megatron.config.run import CORE_GROUPS, CheckpointReader, FlagOwner, PublishedReader, RunConfig
+from megatron.config.run import CORE_GROUPS, CheckpointReader, FlagOwner, PublishedReader, RunConfig, nobody
 from megatron.config.typed_spellings import as_typed
 from megatron.errors import ConfigError
 
@@ -20,16 +20,29 @@ from megatron.errors import ConfigError
 def parse_run(
     argv: Sequence[str],
     *,
-    prog: str,
-    about: str,
-    world_size: int,
-    extra_groups: Sequence[type],
-    owner_of: FlagOwner,
-    checkpoint_config: CheckpointReader | None,
-    published_config: PublishedReader | None,
-    defaults: Mapping[str, Any],
+    prog: str = "pretrain",
+    about: str = "",
+    world_size: int = 1,
+    extra_groups: Sequence[type] = (),
+    owner_of: FlagOwner = nobody,
+    checkpoint_config: CheckpointReader | None = None,
+    published_config: PublishedReader | None = None,
+    defaults: Mapping[str, Any] | None = None,
 ) -> RunConfig:
-    """Parse a command line to a checked run; ``RunConfig.parse`` describes the arguments."""
+    """The run that a command line describes; precedence: flag > file > checkpoint > default.
+
+    ``prog``, ``about``: the command's name and what it does, for ``--help``.
+    ``world_size``: ranks that were started; ``--world-size`` of a dry run goes before it.
+    ``extra_groups``: settings of the family, of the parts of its models, and of the command.
+    ``owner_of(spelling)`` names the kind of run that has a flag which this one lacks, or returns None.
+    ``checkpoint_config(load, step)`` reads the ``to_json()`` stored in a checkpoint, or returns None when there is
+    none; it is called only with ``--use-checkpoint-args`` or ``--load-hf``.
+    ``published_config(folder, groups)`` gives those of the Hugging Face model of ``--load-hf``, whose family must
+    have these ``groups`` of settings.
+    ``defaults``: the command's own defaults by field, which replace those of its flags.
+    Raises ConfigError with every failure at once. ``--help`` prints and exits with code 0.
+    """
+    defaults = defaults or {}
     groups = (*CORE_GROUPS, *extra_groups, CommandConfig)
     _answer_help(argv, groups, prog, about, defaults=defaults)
     resolver = FlagResolver(groups, owner_of=owner_of)

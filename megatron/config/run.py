@@ -14,12 +14,11 @@ from megatron.config.batch_ramp import BatchRamp, read_batch_steps
 from megatron.config.checkpoint import CheckpointConfig
 from megatron.config.command import CommandConfig
 from megatron.config.data import DataConfig
-from megatron.config.family import FamilyConfig, Purpose
+from megatron.config.family import FamilyConfig, PartConfig, Purpose
 from megatron.config.flags import FlagSpec, flags_of, group_name
 from megatron.config.fp8 import Fp8Config
 from megatron.config.inference import InferenceConfig
 from megatron.config.model import ModelConfig
-from megatron.config.moe import MoEConfig
 from megatron.config.optimizer import OptimizerConfig
 from megatron.config.parallel import ParallelConfig
 from megatron.config.precision import PrecisionConfig
@@ -31,6 +30,7 @@ from megatron.errors import ConfigError
 from megatron.small_files import as_kind, check_kinds
 
 Group = TypeVar("Group")
+Part = TypeVar("Part", bound=PartConfig)
 CheckpointReader = Callable[[str, "int | None"], "Mapping[str, Any] | None"]
 PublishedReader = Callable[[str, Sequence[type]], "Mapping[str, Any]"]
 FlagOwner = Callable[[str], "str | None"]
@@ -60,10 +60,10 @@ CORE_GROUPS: tuple[type, ...] = (
 class RunConfig:
     """All settings of a run; values that follow from others are filled in when it is built.
 
-    Building one checks nothing: ``parse`` does, and so does ``rules.check(run)``.
-    ``extra`` holds groups of a family or a tool. ``provenance`` is the source of each field's value, ``inherited`` are
-    the fields whose value is a checkpoint's or a published model's, and ``notes`` are remarks about accepted flags
-    without effect; none of them is part of equality or digest.
+    Building one checks nothing: ``parse.parse_run`` does, and so does ``rules.check(run)``.
+    ``extra`` holds groups of a family, of parts of models, and of a command. ``provenance`` is the source of each
+    field's value, ``inherited`` are the fields whose value is a checkpoint's or a published model's, and ``notes`` are
+    remarks about accepted flags without effect; none of them is part of equality or digest.
     """
 
     model: ModelConfig
@@ -86,7 +86,10 @@ class RunConfig:
     notes: tuple[str, ...] = field(default=(), compare=False, repr=False)
 
     def __post_init__(self) -> None:
-        extra = (g.resolved(self.model, self.data) if isinstance(g, FamilyConfig) else g for g in self.extra)
+        of_family = (g.resolved(self.model, self.data) if isinstance(g, FamilyConfig) else g for g in self.extra)
+        object.__setattr__(self, "extra", tuple(of_family))
+        stacks = self.stacks
+        extra = (g.resolved(self.model, stacks) if isinstance(g, PartConfig) else g for g in self.extra)
         object.__setattr__(self, "extra", tuple(extra))
         for name, changes in self._resolved().items():
             if changes:
@@ -113,52 +116,12 @@ class RunConfig:
             found["model"]["vocab_size"] = tokenizer.vocab_size + (kind == "NullTokenizer")
         if self.parallel.tensor_model_parallel_size == 1:
             found["parallel"]["sequence_parallel"] = False
-        if not self.has_experts:
+        if not self.divides_over_expert_ranks:
             found["parallel"]["expert_tensor_parallel_size"] = None
         if tokenizer.padded_vocab_size is not None:
             unit = tokenizer.padded_vocab_size // max(self.parallel.tensor_model_parallel_size, 1)
             found["model"]["make_vocab_size_divisible_by"] = max(unit, 1)
         return found
-
-    @classmethod
-    def parse(
-        cls,
-        argv: Sequence[str],
-        *,
-        prog: str = "pretrain",
-        about: str = "",
-        world_size: int = 1,
-        extra_groups: Sequence[type] = (),
-        owner_of: FlagOwner = nobody,
-        checkpoint_config: CheckpointReader | None = None,
-        published_config: PublishedReader | None = None,
-        defaults: Mapping[str, Any] | None = None,
-    ) -> RunConfig:
-        """The run that a command line describes; precedence: flag > file > checkpoint > default.
-
-        ``prog``, ``about``: the command's name and what it does, for ``--help``.
-        ``world_size``: ranks that were started; ``--world-size`` of a dry run goes before it.
-        ``owner_of(spelling)`` names the kind of run that has a flag which this one lacks, or returns None.
-        ``checkpoint_config(load, step)`` reads the ``to_json()`` stored in a checkpoint, or returns None when there is
-        none; it is called only with ``--use-checkpoint-args`` or ``--load-hf``.
-        ``published_config(folder, groups)`` gives those of the Hugging Face model of ``--load-hf``, whose family must
-        have these ``groups`` of settings.
-        ``defaults``: the command's own defaults by field, which replace those of its flags.
-        Raises ConfigError with every failure at once. ``--help`` prints and exits with code 0.
-        """
-        from megatron.config.parse import parse_run
-
-        return parse_run(
-            argv,
-            prog=prog,
-            about=about,
-            world_size=world_size,
-            extra_groups=extra_groups,
-            owner_of=owner_of,
-            checkpoint_config=checkpoint_config,
-            published_config=published_config,
-            defaults=defaults or {},
-        )
 
     def group(self, kind: type[Group]) -> Group:
         """The group of class ``kind``, of the core or of ``extra``."""
@@ -166,6 +129,10 @@ class RunConfig:
         if found is None:
             raise KeyError(f"this run has no {kind.__name__}")
         return found
+
+    def part(self, kind: type[Part]) -> Part:
+        """The settings of a part of the model; where its family has no such part, those of a model without it."""
+        return kind.among(self.extra)
 
     def find(self, kind: type[Group]) -> Group | None:
         """The group of class ``kind``, or None."""
@@ -177,15 +144,18 @@ class RunConfig:
 
     @property
     def family(self) -> FamilyConfig:
-        """The settings that this run's family adds to those of every model."""
-        found = [group for group in self.groups() if isinstance(group, FamilyConfig)]
-        named = [group for group in found if group.name != FamilyConfig.name]  # a command's own group has GPT's facts
-        return next(iter(named + found), FamilyConfig())
+        """The settings that name the run's family and say what its models are like."""
+        return self.find(FamilyConfig) or FamilyConfig()
 
     @property
-    def has_experts(self) -> bool:
-        """Whether any layer may have experts."""
-        return any(isinstance(group, MoEConfig) and group.has_experts for group in self.extra)
+    def parts(self) -> tuple[PartConfig, ...]:
+        """The settings of every part that the family's models may have."""
+        return tuple(group for group in self.extra if isinstance(group, PartConfig))
+
+    @property
+    def divides_over_expert_ranks(self) -> bool:
+        """Whether the model has a part that expert-parallel ranks may divide."""
+        return any(part.divides_over_expert_ranks for part in self.parts)
 
     @property
     def purpose(self) -> Purpose:
@@ -193,9 +163,14 @@ class RunConfig:
         return self.find(Purpose) or Purpose()
 
     @property
+    def stacks(self) -> tuple[int, ...]:
+        """Numbers of layers of each stack: of one, or of an encoder and then its decoder."""
+        return self.family.stacks(self.model)
+
+    @property
     def num_layers(self) -> int:
-        """Layers of the whole model; an encoder's and then its decoder's."""
-        return self.family.num_layers(self.model)
+        """Layers of the whole model, in all stacks."""
+        return sum(self.stacks)
 
     @property
     def layers_asked(self) -> str:
@@ -205,7 +180,12 @@ class RunConfig:
     @property
     def tokens_per_sample(self) -> int:
         """Tokens of a sample: ``--seq-length`` for each of its sequences."""
-        return self.data.seq_length * self.family.sequences_per_sample
+        return self.data.seq_length * self.sequences_per_sample
+
+    @property
+    def sequences_per_sample(self) -> int:
+        """Sequences of ``--seq-length`` tokens in a sample."""
+        return self.family.sequences_per_sample * self.purpose.sequences_per_sample
 
     @property
     def model_parallel_size(self) -> int:
@@ -358,6 +338,7 @@ def groups_to_json(groups: Iterable[Any]) -> dict[str, dict[str, Any]]:
             for field, value in dataclasses.asdict(group).items()
         }
         for group in groups
+        if flags_of(type(group))  # a group of facts has nothing to store
     }
 
 

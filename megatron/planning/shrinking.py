@@ -8,7 +8,7 @@ from typing import Any
 
 from megatron.config.checkpoint import CheckpointConfig
 from megatron.config.data import DataConfig
-from megatron.config.family import FamilyConfig
+from megatron.config.family import FamilyConfig, PartConfig
 from megatron.config.model import ModelConfig
 from megatron.config.optimizer import OptimizerConfig
 from megatron.config.parallel import ParallelConfig
@@ -87,12 +87,19 @@ def shrunk(run: RunConfig) -> RunConfig:
     multiple = 2 * run.parallel.context_parallel_size * run.parallel.tensor_model_parallel_size
     length = multiple * -(-_LENGTH // multiple)
     layers, own = run.family.shrunk(run.model, num_layers=depth, seq_length=length, multiple=multiple)
-    extra = tuple(own if isinstance(group, FamilyConfig) else group for group in run.extra)
+    model = _small_model(run, num_layers=layers, seq_length=length)
+    stacks = own.stacks(model)
+
+    def small(group: object) -> object:
+        if isinstance(group, PartConfig):
+            return group.shrunk(run.stacks, stacks)
+        return own if isinstance(group, FamilyConfig) else group
+
     return dataclasses.replace(
         run,
         world_size=replicas * run.model_parallel_size,
-        model=_small_model(run, num_layers=layers, seq_length=length),
-        extra=extra,
+        model=model,
+        extra=tuple(map(small, run.extra)),
         tokenizer=dataclasses.replace(run.tokenizer, vocab_size=SMALL_VOCABULARY - 1),
         parallel=_small_parallel(run, depth),
         data=dataclasses.replace(run.data, seq_length=length),

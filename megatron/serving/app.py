@@ -21,7 +21,6 @@ from starlette.responses import FileResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
-from megatron import __version__
 from megatron.config.suggestions import did_you_mean
 from megatron.core.inference.limits import EngineLimits
 from megatron.core.inference.request import Result, Update
@@ -42,6 +41,7 @@ from megatron.serving.settings import ServerConfig
 from megatron.serving.streams import PING, ClientLeftError, Stream
 from megatron.serving.tokenizing import detokenized, read_tokenize, tokenized, tokenizer_info
 from megatron.serving.work import Parameters, Value, Work
+from megatron.version import __version__
 
 PAGE = Path(__file__).parent / "page" / "index.html"
 RELAXED = "x-schema-relaxed"

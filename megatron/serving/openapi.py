@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from megatron import __version__
 from megatron.serving import megatron_api
 from megatron.serving.fields import CHAT, COMPLETION, DETOKENIZE, TOKENIZE, Field
+from megatron.version import __version__
 
 _TEXT_ANSWER = {"text/plain": {"schema": {"type": "string"}}}
 _JSON = "application/json"

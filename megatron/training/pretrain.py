@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from megatron.config.flags import Settings, flag
-from megatron.config.parse import read_given
+from megatron.config.parse import parse_run, read_given
 from megatron.config.run import RunConfig
 from megatron.config.typed_spellings import errors_as_typed
 from megatron.core.models.registry import FAMILIES, Family, family_titled, owner_of, register
@@ -117,11 +117,11 @@ def parse(
     groups: Sequence[type] = (),
     defaults: Mapping[str, Any] | None = None,
 ) -> RunConfig:
-    """The run that ``argv`` describes, on the ranks that a launcher started; see ``RunConfig.parse``."""
+    """The run that ``argv`` describes, on the ranks that a launcher started; see ``parse_run``."""
     from megatron.core.parallel.environment import errors_once_per_node, launched_world_size
 
     with errors_once_per_node():
-        return RunConfig.parse(
+        return parse_run(
             argv,
             prog=prog,
             about=about,

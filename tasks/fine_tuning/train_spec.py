@@ -11,13 +11,12 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from typing_extensions import override
 
-from megatron.config.family import group_among
 from megatron.config.model import ModelConfig
 from megatron.config.pipeline import Stage
 from megatron.config.run import RunConfig
 from megatron.core.datasets.build import DatasetSplits
 from megatron.core.datasets.splits import SplitSizes
-from megatron.core.models.bert.config import token_types
+from megatron.core.models.bert.config import TokenTypesConfig
 from megatron.core.models.bert.data import check_marks_texts
 from megatron.core.models.bert.train_spec import run_bert
 from megatron.core.models.stage_inputs import hidden_stage_inputs, workload_of
@@ -96,12 +95,12 @@ class ClassificationSpec(TrainSpec):
         seed: int | None = None,
     ) -> BertClassifier:
         """The stage's part of the BERT."""
-        classes = _answers(group_among(groups, TaskConfig)).classes
+        classes = _answers(TaskConfig.among(groups)).classes
         return BertClassifier(
             model,
             context,
             classes=classes,
-            token_types=token_types(groups),
+            token_types=TokenTypesConfig.among(groups).num_tokentypes,
             stage=stage,
             recompute=recompute,
             seed=seed,

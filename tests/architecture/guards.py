@@ -103,7 +103,8 @@ KNOWS_FACTS = (
     *KNOWS_FAMILIES,
     "megatron/core/transformer/",  # parts of models are theirs
     "megatron/core/moe/",
-    "megatron/config/moe.py",  # settings of such a part, for any decoder
+    "megatron/config/moe.py",  # settings of such a part, for any family
+    "megatron/config/expert_settings.py",
     "megatron/config/rules/moe.py",
     "megatron/config/model.py",  # names the other lengths that positions follow
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -33,7 +33,7 @@ from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.place import BranchPlace
 from megatron.core.transformer.stack import FEED_FORWARD, SELF_ATTENTION, Branch, StackConfig
 from tasks.fine_tuning.train_spec import ClassificationSpec, LabelledData
-from tasks.settings import FINE_TUNING, TaskConfig
+from tasks.settings import FINE_TUNING, FineTunedBertConfig, TaskConfig
 
 STEPS, GLOBAL_BATCH, LENGTH, VOCABULARY = 3, 8, 16, 67
 """The vocabulary is prime, so that it divides at no layout."""
@@ -266,13 +266,18 @@ class Family:
     settings: tuple[object, ...] | None = None
 
 
+def fine_tuning(task: Literal["MNLI", "RACE"]) -> tuple[object, ...]:
+    """The settings of a BERT that learns to answer."""
+    return TaskConfig(task=task, epochs=1), FineTunedBertConfig()
+
+
 ROW_FAMILIES: Mapping[str, Family] = {
     "gpt": Family(CausalSpec()),
     "gated": Family(GatedSpec()),
     "arranged": Family(ArrangedSpec()),
     "bert": Family(MaskedSpec(), FAMILIES["bert"].groups),
-    "classes": Family(AnswerSpec("MNLI", LabelledData()), settings=(TaskConfig(task="MNLI", epochs=1),)),
-    "choices": Family(AnswerSpec("RACE", LabelledData()), settings=(TaskConfig(task="RACE", epochs=1),)),
+    "classes": Family(AnswerSpec("MNLI", LabelledData()), settings=fine_tuning("MNLI")),
+    "choices": Family(AnswerSpec("RACE", LabelledData()), settings=fine_tuning("RACE")),
     "t5": Family(
         SpanSpec(),
         FAMILIES["t5"].groups,

@@ -13,6 +13,7 @@ import re
 import pytest
 import torch
 
+from megatron.config.parse import parse_run
 from megatron.config.run import RunConfig
 from megatron.core.models.registry import FAMILIES, family_of
 from megatron.core.parallel.context import ParallelContext
@@ -82,7 +83,7 @@ def draw(rng: random.Random) -> tuple[str, RunConfig]:
         line = " ".join(filter(None, flags))
         try:
             groups = FAMILIES.get(model.partition(",")[0], FAMILIES["gpt"]).groups
-            config = RunConfig.parse(f"{BASE} {line}".split(), world_size=tp * pp * cp * dp, extra_groups=groups)
+            config = parse_run(f"{BASE} {line}".split(), world_size=tp * pp * cp * dp, extra_groups=groups)
             return f"{model}: {line}", shrunk(without_files(config, vocab_size=SMALL_VOCABULARY, steps=STEPS))
         except ConfigError:
             continue

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from megatron.config.parse import parse_run
 from megatron.config.precision import PrecisionConfig
 from megatron.config.run import RunConfig
 from megatron.core.conversion.portable import PortableModel, fill
@@ -48,7 +49,7 @@ def run_of(row: str, layout: str = "", *, published: PortableModel | None = None
     named, _, flags = row.rpartition(": ")
     family = ROW_FAMILIES[named or "gpt"]
     words = shlex.split(f"{EVERY_ROW} {family.flags} {flags} {fitted(layout, row)}")
-    config = RunConfig.parse(words, extra_groups=family.groups if family.settings is None else ())
+    config = parse_run(words, extra_groups=family.groups if family.settings is None else ())
     extra = config.extra if family.settings is None else family.settings
     model = config.model
     if published is not None:

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from megatron.config.parse import parse_run
 from megatron.config.run import RunConfig
 from megatron.core.models.registry import FAMILIES, Family
 
@@ -33,7 +34,7 @@ def family_of_example(flag_file: Path) -> Family:
 def example(flag_file: Path) -> RunConfig:
     """An example on the ranks it is meant for."""
     groups, ranks = family_of_example(flag_file).groups, WORLD_SIZES.get(flag_file.stem, 8)
-    return RunConfig.parse([f"@{flag_file}", *FILES], world_size=ranks, extra_groups=groups)
+    return parse_run([f"@{flag_file}", *FILES], world_size=ranks, extra_groups=groups)
 
 
 def resolved(flag_file: Path) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from megatron.core.models.registry import FAMILIES
 from tasks.settings import HarnessConfig, TaskConfig
 
 REFERENCE, SNAPSHOT = "docs/flags.md", "tests/golden/flags.txt"
-_OF_FAMILIES = tuple(group for family in FAMILIES.values() for group in family.groups)
+_OF_FAMILIES = dict.fromkeys(group for family in FAMILIES.values() for group in family.groups if flags_of(group))
 _GROUPS = (*CORE_GROUPS, *_OF_FAMILIES, TaskConfig, HarnessConfig, CommandConfig)
 
 _INTRODUCTION = """# Flags

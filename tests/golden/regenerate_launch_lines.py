@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from megatron.config.parse import parse_run
 from megatron.config.rules.sizes import length_in
 from megatron.config.run import RunConfig
 from megatron.core.models.registry import FAMILIES
@@ -58,7 +59,7 @@ def outcome_of(line: LaunchLine, folder: Path) -> tuple[str, ...]:
     path.write_text(line.config, encoding="utf-8")
     words = shlex.split(line.flags.replace("DS_CONFIG", str(path)))
     try:
-        run = RunConfig.parse(words, world_size=line.ranks, extra_groups=FAMILIES[line.family].groups)
+        run = parse_run(words, world_size=line.ranks, extra_groups=FAMILIES[line.family].groups)
     except ConfigError as error:
         sentences = re.sub(r"^\d+ problems in the settings:\n|^ +\d+\. ", "", str(error), flags=re.M)
         return tuple(f"- {sentence}" for sentence in sentences.replace(str(path), "DS_CONFIG").splitlines())

@@ -10,8 +10,9 @@ from typing import Any
 import torch
 from tokenizers import models, pre_tokenizers, trainers
 
-from megatron.config.run import RunConfig
+from megatron.config.parse import parse_run
 from megatron.core.conversion.convert import Conversion, convert
+from megatron.core.models.gpt.config import GROUPS as GPT_GROUPS
 from megatron.core.parallel.context import ParallelContext
 from megatron.core.tokenizers.gpt2_bpe import byte_level
 from megatron.training.checkpoints.loading import saved_config
@@ -125,11 +126,11 @@ def _train_bpe() -> Any:
 def run_task(context: ParallelContext, *flags: str) -> TaskResult:
     """A task on this rank, as tasks/main.py runs it."""
     task = TASKS[flags[flags.index("--task") + 1]]
-    config = RunConfig.parse(
+    config = parse_run(
         flags,
         prog="tasks/main.py",
         world_size=context.mesh.world_size,
-        extra_groups=(TaskConfig,),
+        extra_groups=(TaskConfig, *GPT_GROUPS),
         checkpoint_config=saved_config,
         defaults=task.defaults,
     )

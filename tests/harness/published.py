@@ -13,11 +13,10 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from typing_extensions import override
 
-from megatron.config.family import group_among
 from megatron.config.model import ModelConfig
 from megatron.core.conversion.huggingface.reading import from_transformers
 from megatron.core.conversion.portable import PortableModel
-from megatron.core.models.bert.config import BertConfig, token_types
+from megatron.core.models.bert.config import BertConfig, TokenTypesConfig
 from megatron.core.models.bert.model import BertOutput
 from megatron.core.models.registry import family_of
 
@@ -149,9 +148,10 @@ def _causal_batch(portable: PortableModel, ids: Callable[[int], Tensor]) -> Publ
 def _masked_batch(portable: PortableModel, ids: Callable[[int], Tensor]) -> PublishedBatch:
     real = torch.arange(LENGTH) < torch.tensor([[LENGTH], [13], [31]])
     tokens = ids(LENGTH).masked_fill(~real, max(portable.model.position_embedding_offset - 1, 0))
-    types = (torch.arange(LENGTH) >= torch.tensor([[9], [4], [15]])).long() * (token_types(portable.groups) > 1)
+    has_types = TokenTypesConfig.among(portable.groups).num_tokentypes > 1
+    types = (torch.arange(LENGTH) >= torch.tensor([[9], [4], [15]])).long() * has_types
     labels, order = ids(LENGTH), torch.tensor([0, 1, 1])
-    has_order = group_among(portable.groups, BertConfig).bert_binary_head
+    has_order = BertConfig.among(portable.groups).bert_binary_head
     fields = {
         "text": tokens,
         "types": types,
@@ -161,7 +161,7 @@ def _masked_batch(portable: PortableModel, ids: Callable[[int], Tensor]) -> Publ
         **({"is_random": order} if has_order else {}),
     }
     inputs = {"input_ids": tokens, "attention_mask": real.long()}
-    inputs |= {"token_type_ids": types} if token_types(portable.groups) else {}
+    inputs |= {"token_type_ids": types} if TokenTypesConfig.among(portable.groups).num_tokentypes else {}
     answers = {"lm loss": ("prediction_logits" if has_order else "logits", labels, real)}
     answers |= {"sop loss": ("seq_relationship_logits", order, order >= 0)} if has_order else {}
     return PublishedBatch(fields, inputs, answers)

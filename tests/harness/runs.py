@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from megatron.config.parse import parse_run
 from megatron.config.run import RunConfig
 from megatron.core.models.registry import FAMILIES, Family
 from megatron.core.parallel.context import ParallelContext
@@ -24,7 +25,7 @@ PIECES = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "the", "cat", "dog", "sa
 def tiny_config(flags: str, *, ranks: int = 1, family: Family = GPT) -> RunConfig:
     """The run of a tiny command line; ``flags`` replace its own. Three steps unless they say how long."""
     length = "" if "--train-samples" in flags else "--train-iters 3"
-    return RunConfig.parse(f"{TINY_RUN} {length} {flags}".split(), world_size=ranks, extra_groups=family.groups)
+    return parse_run(f"{TINY_RUN} {length} {flags}".split(), world_size=ranks, extra_groups=family.groups)
 
 
 def axes_of(config: RunConfig) -> dict[str, Any]:

@@ -20,9 +20,10 @@ import numpy as np
 import pytest
 import torch
 
-from megatron.config.run import RunConfig
+from megatron.config.parse import parse_run
 from megatron.core.checkpointing.find import find_checkpoint
 from megatron.core.datasets.indexed_dataset import IndexedDatasetWriter
+from megatron.core.models.gpt.config import GROUPS as GPT_GROUPS
 from megatron.core.models.gpt.train_spec import GPTSpec
 from megatron.core.parallel.context import ParallelContext
 from megatron.training.loop import train_from_start_to_end
@@ -60,7 +61,7 @@ class Leg:
 
 def train(context: ParallelContext, flags: str) -> tuple[str, list[Read]]:
     """Run a command's flags on this rank; what it printed and read."""
-    config = RunConfig.parse(flags.split(), world_size=context.mesh.world_size)
+    config = parse_run(flags.split(), world_size=context.mesh.world_size, extra_groups=GPT_GROUPS)
     reads: list[Read] = []
     make = TrainingData._microbatch
 

@@ -18,6 +18,7 @@ class RecurrentConfig(FamilyConfig):
     name: ClassVar[str] = "recurrent"
     title: ClassVar[str] = "Recurrent"
     position_embedding_types: ClassVar[tuple[str, ...]] = ("learned_absolute", "none")
+    usual_tokenizer: ClassVar[str | None] = "GPT2BPETokenizer"
 
     forget_floor: float = flag(
         "Share of its state that a layer keeps at least, from token to token.",

@@ -7,7 +7,6 @@ from typing import Any
 
 from typing_extensions import override
 
-from megatron.config.family import group_among
 from megatron.config.model import ModelConfig
 from megatron.core.conversion.bounds import Rate
 from megatron.core.conversion.huggingface.config_reader import ConfigReader
@@ -67,7 +66,7 @@ class RecurrentFormat(HuggingFaceFormat):
     @override
     def settings_of_groups(self, groups: Sequence[object], model_type: str, model: ModelConfig) -> dict[str, Any]:
         """The family's own settings."""
-        return {"forget_floor": group_among(groups, RecurrentConfig).forget_floor}
+        return {"forget_floor": RecurrentConfig.among(groups).forget_floor}
 
 
 FORMAT = RecurrentFormat()

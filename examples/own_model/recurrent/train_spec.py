@@ -8,7 +8,6 @@ from typing import Any
 from torch import nn
 from typing_extensions import override
 
-from megatron.config.family import group_among
 from megatron.config.model import ModelConfig
 from megatron.core.models.gpt.train_spec import GPTSpec
 from megatron.core.models.train_spec import TrainSpec
@@ -31,7 +30,7 @@ class RecurrentSpec(GPTSpec):
         """Build the model, or one stage of it. ``part``: which stage, what is recomputed, and the seed of initial
         weights.
         """
-        return recurrent_model(model, context, forget_floor=group_among(groups, RecurrentConfig).forget_floor, **part)
+        return recurrent_model(model, context, forget_floor=RecurrentConfig.among(groups).forget_floor, **part)
 
 
 TRAIN_SPEC: TrainSpec = RecurrentSpec()

@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, ClassVar
 from typing_extensions import override
 
 from megatron.config.data import DataConfig
-from megatron.config.family import FamilyConfig, Rule, rule
+from megatron.config.family import FamilyConfig, Rule
 from megatron.config.flags import flag
 from megatron.config.model import ModelConfig
+from megatron.config.rules.sentence import rule
 from megatron.config.run import RunConfig
 
 if TYPE_CHECKING:
@@ -24,6 +25,7 @@ class XLNetConfig(FamilyConfig):
     name: ClassVar[str] = "xlnet"
     title: ClassVar[str] = "XLNet"
     position_embedding_types: ClassVar[tuple[str, ...]] = ("relative",)
+    usual_tokenizer: ClassVar[str | None] = "GPT2BPETokenizer"
     # Scores have three terms, and heads have keys of their own.
     fields_of_others: ClassVar[tuple[str, ...]] = (
         *(

@@ -8,7 +8,6 @@ from typing import Annotated, Any
 from torch import Tensor
 from typing_extensions import override
 
-from megatron.config.family import group_among
 from megatron.config.model import ModelConfig
 from megatron.core.conversion.huggingface.config_reader import GELUS, ConfigReader
 from megatron.core.conversion.huggingface.format import HuggingFaceFormat, ModelType
@@ -134,7 +133,7 @@ class XLNetFormat(HuggingFaceFormat):
     @override
     def settings_of_groups(self, groups: Sequence[object], model_type: str, model: ModelConfig) -> dict[str, Any]:
         """The length of the memory."""
-        return {"mem_len": group_among(groups, XLNetConfig).mem_len or None}
+        return {"mem_len": XLNetConfig.among(groups).mem_len or None}
 
 
 FORMAT = XLNetFormat()

@@ -10,7 +10,6 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from megatron.config.family import group_among
 from megatron.config.model import ModelConfig
 from megatron.core.conversion.megatron_lm.forward import MegatronLMModel
 from megatron.core.conversion.questions import Answer, tokens_for
@@ -77,5 +76,5 @@ def question_for(model: ModelConfig, groups: Sequence[object]) -> PermutedQuesti
     drawn = [draw(free, random)[:2] for _ in range(2 * samples)]
     ranks, places = (torch.from_numpy(np.stack(each)).view(samples, 2, -1) for each in zip(*drawn))
     documents = torch.stack((torch.zeros(length), torch.arange(length) >= length // 2)).long()
-    assert group_among(groups, XLNetConfig).mem_len >= 0
+    assert XLNetConfig.among(groups).mem_len >= 0
     return PermutedQuestion(tokens.view(samples, 2, length), ranks, places, documents.expand(samples, 2, length))

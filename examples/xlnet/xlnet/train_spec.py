@@ -9,7 +9,6 @@ from typing import Any
 from torch import Tensor, nn
 from typing_extensions import override
 
-from megatron.config.family import group_among
 from megatron.config.model import ModelConfig
 from megatron.config.pipeline import Stage
 from megatron.config.run import RunConfig
@@ -61,7 +60,7 @@ class XLNetSpec(TrainSpec):
         self, model: ModelConfig, groups: Sequence[object], context: ParallelContext, **part: Any
     ) -> nn.Module:
         """Build the model, or one stage of it; ``part``: see ``XLNetModel``."""
-        return XLNetModel(model, group_among(groups, XLNetConfig), context, **part)
+        return XLNetModel(model, XLNetConfig.among(groups), context, **part)
 
     @override
     def forward(self, model: nn.Module, stage_inputs: StageInputs, microbatch: Microbatch) -> Any:

@@ -11,7 +11,7 @@ import dataclasses
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, TypeVar
 
-from megatron.config.family import FamilyConfig, Rule
+from megatron.config.family import CheckedSettings, Rule
 from megatron.config.rules import (
     context,
     fp8,
@@ -46,13 +46,13 @@ _Settings = TypeVar("_Settings")
 
 
 def rules_of(run: RunConfig) -> tuple[Rule, ...]:
-    """The rules of every run, and those of its family's and its command's settings."""
+    """The rules of every run, and those of its family, of the parts of its model, and of its command."""
     return (*RULES, *(rule for group in _own_groups(run) for rule in group.rules()))
 
 
-def _own_groups(run: RunConfig) -> list[FamilyConfig]:
-    """Settings of the run's family and of its command."""
-    return [group for group in run.groups() if isinstance(group, FamilyConfig)]
+def _own_groups(run: RunConfig) -> list[CheckedSettings]:
+    """Settings of the run's family, of parts of its model, and of its command."""
+    return [group for group in run.groups() if isinstance(group, CheckedSettings)]
 
 
 def check(run: RunConfig) -> None:

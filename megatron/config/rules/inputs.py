@@ -7,8 +7,9 @@ import re
 
 from megatron.config.checkpoint import place_of
 from megatron.config.data import DEFAULT_SPLIT
-from megatron.config.family import Purpose, Rule, rule
+from megatron.config.family import Purpose, Rule
 from megatron.config.flags import flag_of
+from megatron.config.rules.sentence import rule
 from megatron.config.rules.sizes import multiples_near
 from megatron.config.run import RunConfig
 
@@ -92,6 +93,8 @@ def tokenizer_has_files(run: RunConfig) -> str | None:
     """The files and sizes that a kind of tokenizer reads are given."""
     tokenizer = run.tokenizer
     kind = tokenizer.tokenizer_type
+    if kind is None:
+        return f"a {run.family.title} has no usual tokenizer; give --tokenizer-type"
     needed = _TOKENIZER_FILES.get(kind, ("tokenizer_model",))
     lacking = [flag_of(field) for field in needed if getattr(tokenizer, field) is None]
     if not lacking:

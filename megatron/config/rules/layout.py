@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from megatron.config.family import Rule, rule
-from megatron.config.moe import MoEConfig
+from megatron.config.family import Rule
+from megatron.config.rules.sentence import rule
 from megatron.config.rules.sizes import divide, divisors, indivisible, multiples_near, some, tensor_parallel_sizes
 from megatron.config.run import RunConfig
 
@@ -85,18 +85,15 @@ def param_gather_overlap_needs_sharding(run: RunConfig) -> str | None:
     return f"--overlap-param-gather needs {' and '.join(lacking)}, too"
 
 
-def expert_ranks_need_experts(run: RunConfig) -> str | None:
-    """Only experts are divided over ranks of their own."""
-    if run.parallel.expert_model_parallel_size == 1 or run.has_experts:
+def expert_ranks_need_a_family_with_experts(run: RunConfig) -> str | None:
+    """Ranks divide experts of a family that may have some, whose own rule says how to ask for them."""
+    if run.parallel.expert_model_parallel_size == 1 or any(part.may_divide_over_expert_ranks for part in run.parts):
         return None
-    what = "give --num-experts, or leave it out"
-    if run.find(MoEConfig) is None:
-        what = f"a {run.family.title} has none; leave it out"
-    return f"--expert-model-parallel-size divides experts; {what}"
+    return f"--expert-model-parallel-size divides experts; a {run.family.title} has none; leave it out"
 
 
 RULES: tuple[Rule, ...] = (
-    expert_ranks_need_experts,
+    expert_ranks_need_a_family_with_experts,
     world_divides,
     heads_divide_over_ranks,
     query_groups_divide_over_ranks,

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from megatron.config.attention_backends import WITHOUT_DROPOUT
-from megatron.config.family import Rule, rule
+from megatron.config.family import Rule
 from megatron.config.flags import changed, flag_of, not_available, subject
 from megatron.config.latent_attention import LatentAttentionConfig
 from megatron.config.layer_patterns import window_layers
 from megatron.config.model import LAYER_BIASES
 from megatron.config.positions import ROTARY_TYPES
 from megatron.config.rules.positions import beyond_positions
+from megatron.config.rules.sentence import rule
 from megatron.config.rules.sizes import divisors, divisors_near, multiples_near, some
 from megatron.config.run import RunConfig
 from megatron.errors import ConfigError

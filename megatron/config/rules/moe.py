@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from megatron.config.family import Rule, rule
+from megatron.config.expert_settings import ExpertSettings
+from megatron.config.family import Rule
 from megatron.config.flags import flags_of, subject
-from megatron.config.moe import MoEConfig
+from megatron.config.rules.sentence import rule
 from megatron.config.rules.sizes import divisors, divisors_near, indivisible, some
 from megatron.config.run import RunConfig
 from megatron.errors import ConfigError
@@ -14,10 +15,10 @@ from megatron.errors import ConfigError
 
 def settings_need_experts(run: RunConfig) -> str | None:
     """A setting of experts has no effect without them."""
-    moe = run.group(MoEConfig)
+    moe = run.group(ExpertSettings)
     given = [
         spec.typed(run.value(spec))
-        for spec in flags_of(MoEConfig)
+        for spec in flags_of(type(moe))
         if run.given(spec.field) and spec.field != "num_experts" and run.value(spec) != spec.default
     ]
     if moe.has_experts or not given:
@@ -25,11 +26,18 @@ def settings_need_experts(run: RunConfig) -> str | None:
     return f"{subject(given, 'has', 'have')} no effect without --num-experts; give it, too"
 
 
+def expert_ranks_need_experts(run: RunConfig) -> str | None:
+    """Only experts are divided over ranks of their own."""
+    if run.parallel.expert_model_parallel_size == 1 or run.divides_over_expert_ranks:
+        return None
+    return "--expert-model-parallel-size divides experts; give --num-experts, or leave it out"
+
+
 def layers_are_marked(run: RunConfig) -> str | None:
     """The pattern is one, and marks a layer."""
-    moe = run.group(MoEConfig)
+    moe = run.group(ExpertSettings)
     try:
-        marked = moe.expert_layers(run.model.num_layers)
+        marked = moe.expert_layers(*run.stacks)
     except ConfigError as error:
         return str(error)
     if any(marked) or not moe.has_experts:
@@ -39,13 +47,13 @@ def layers_are_marked(run: RunConfig) -> str | None:
 
 def experts_divide_over_ranks(run: RunConfig) -> str | None:
     """Each expert-parallel rank holds equally many experts."""
-    experts, ranks = run.group(MoEConfig).num_experts or 0, run.parallel.expert_model_parallel_size
+    experts, ranks = run.group(ExpertSettings).num_experts or 0, run.parallel.expert_model_parallel_size
     return indivisible("--num-experts", experts, "--expert-model-parallel-size", ranks)
 
 
 def experts_divide_over_tensor_ranks(run: RunConfig) -> str | None:
     """Matrices of experts split evenly."""
-    moe = run.group(MoEConfig)
+    moe = run.group(ExpertSettings)
     if not moe.has_experts:
         return None
     return indivisible(
@@ -55,13 +63,16 @@ def experts_divide_over_tensor_ranks(run: RunConfig) -> str | None:
 
 def shared_experts_divide_over_ranks(run: RunConfig) -> str | None:
     """The shared experts split as a dense network does."""
-    flag, width = "--moe-shared-expert-intermediate-size", run.group(MoEConfig).moe_shared_expert_intermediate_size or 0
+    flag, width = (
+        "--moe-shared-expert-intermediate-size",
+        run.group(ExpertSettings).moe_shared_expert_intermediate_size or 0,
+    )
     return indivisible(flag, width, "--tensor-model-parallel-size", run.parallel.tensor_model_parallel_size)
 
 
 def expert_grid_fits(run: RunConfig) -> str | None:
     """The ranks of a stage form a grid of experts."""
-    parallel, moe = run.parallel, run.group(MoEConfig)
+    parallel, moe = run.parallel, run.group(ExpertSettings)
     inside = parallel.tensor_model_parallel_size * parallel.context_parallel_size
     ranks, wanted = inside * run.data_parallel_size, parallel.expert_model_parallel_size * parallel.etp
     if not moe.has_experts or run.world_size % run.model_parallel_size:
@@ -81,7 +92,7 @@ def expert_grid_fits(run: RunConfig) -> str | None:
 
 def choice_has_enough_experts(run: RunConfig) -> str | None:
     """A token chooses different experts."""
-    moe = run.group(MoEConfig)
+    moe = run.group(ExpertSettings)
     if not moe.has_experts or moe.moe_router_topk <= (moe.num_experts or 0):
         return None
     return f"--moe-router-topk {moe.moe_router_topk} is more than --num-experts {moe.num_experts}; choose fewer"
@@ -89,7 +100,7 @@ def choice_has_enough_experts(run: RunConfig) -> str | None:
 
 def groups_are_of_experts(run: RunConfig) -> str | None:
     """Groups divide the experts, and those that are kept have enough."""
-    moe = run.group(MoEConfig)
+    moe = run.group(ExpertSettings)
     groups, kept, experts, chosen = (
         moe.moe_router_num_groups,
         moe.moe_router_group_topk,
@@ -128,7 +139,7 @@ def groups_are_of_experts(run: RunConfig) -> str | None:
 
 def losses_have_weights(run: RunConfig) -> str | None:
     """Each balancing loss has a weight, once."""
-    moe = run.group(MoEConfig)
+    moe = run.group(ExpertSettings)
     kinds, weights = moe.moe_router_load_balancing_type, moe.moe_aux_loss_coeff
     asked = f"--moe-router-load-balancing-type {' '.join(kinds)}"
     if "none" in kinds and (len(kinds) > 1 or any(weights)):
@@ -149,7 +160,7 @@ def _typed(weights: tuple[float, ...]) -> str:
 
 def sinkhorn_is_alone(run: RunConfig) -> str | None:
     """Choices by normalized logits have weights of their own, and nothing else that moves them."""
-    moe = run.group(MoEConfig)
+    moe = run.group(ExpertSettings)
     if not moe.uses_sinkhorn or not moe.has_experts:
         return None
     score = "sigmoid" if moe.moe_router_topk == 1 else "softmax"
@@ -171,7 +182,7 @@ def sinkhorn_is_alone(run: RunConfig) -> str | None:
 
 def load_is_balanced(run: RunConfig) -> str | None:
     """Something keeps tokens from choosing a few experts only."""
-    moe = run.group(MoEConfig)
+    moe = run.group(ExpertSettings)
     if not moe.has_experts or moe.balancing_losses or moe.moe_router_enable_expert_bias:
         return None
     if moe.moe_router_force_load_balancing or moe.uses_sinkhorn or (moe.num_experts or 0) == moe.moe_router_topk:
@@ -183,12 +194,13 @@ def load_is_balanced(run: RunConfig) -> str | None:
     )
 
 
-def _rule(sentence: str, when: Callable[[MoEConfig], object]) -> Rule:
+def _rule(sentence: str, when: Callable[[ExpertSettings], object]) -> Rule:
     """A ``rule`` about the settings of experts alone."""
-    return rule(sentence, lambda run: when(run.group(MoEConfig)))
+    return rule(sentence, lambda run: when(run.group(ExpertSettings)))
 
 
 RULES: tuple[Rule, ...] = (
+    expert_ranks_need_experts,
     settings_need_experts,
     layers_are_marked,
     experts_divide_over_ranks,
@@ -202,7 +214,7 @@ RULES: tuple[Rule, ...] = (
     rule(
         "--first-k-dense-replace leaves none of --num-layers {run.model.num_layers} with experts; give less, or leave "
         "it and --num-experts out",
-        lambda run: (run.group(MoEConfig).first_k_dense_replace or 0) >= run.model.num_layers,
+        lambda run: (run.group(ExpertSettings).first_k_dense_replace or 0) >= max(run.stacks),
     ),
     _rule(
         "--first-k-dense-replace and --moe-layer-freq are mutually exclusive; keep one",
@@ -257,8 +269,8 @@ REMARKS: tuple[Rule, ...] = (
         "--moe-count-padding: no effect on samples without padding, which --packing best-fit, --data-order megatron, "
         "--fim-rate, --full-validation and --mtp-num-layers may have",
         lambda run: (
-            run.group(MoEConfig).moe_count_padding
-            and run.group(MoEConfig).has_experts
+            run.group(ExpertSettings).moe_count_padding
+            and run.group(ExpertSettings).has_experts
             and not run.data.may_pad
             and not run.model.mtp_num_layers
         ),
@@ -273,12 +285,14 @@ REMARKS: tuple[Rule, ...] = (
     ),
     rule(
         "--moe-router-bias-update-rate: no effect without --moe-router-enable-expert-bias",
-        lambda run: run.given("moe_router_bias_update_rate") and not run.group(MoEConfig).moe_router_enable_expert_bias,
+        lambda run: (
+            run.given("moe_router_bias_update_rate") and not run.group(ExpertSettings).moe_router_enable_expert_bias
+        ),
     ),
     rule(
         "--moe-per-layer-logging: no effect without --tensorboard-dir or --wandb-project",
         lambda run: (
-            run.group(MoEConfig).moe_per_layer_logging
+            run.group(ExpertSettings).moe_per_layer_logging
             and not run.reporting.tensorboard_dir
             and not run.reporting.wandb_project
         ),

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from megatron.config.family import Rule, rule
+from megatron.config.family import Rule
 from megatron.config.flags import FlagSpec, changed, flags_of, one_of, subject
 from megatron.config.layer_patterns import marked_layers
 from megatron.config.model import ModelConfig
 from megatron.config.positions import ROTARY_FIELDS
+from megatron.config.rules.sentence import rule
 from megatron.config.run import RunConfig
 from megatron.errors import ConfigError
 

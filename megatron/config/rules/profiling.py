@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from megatron.config.family import Rule, rule
+from megatron.config.family import Rule
+from megatron.config.rules.sentence import rule
 from megatron.config.run import RunConfig
 
 

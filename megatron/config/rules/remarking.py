@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from megatron.config.family import Rule, rule
+from megatron.config.family import Rule
 from megatron.config.flags import flag_of
 from megatron.config.pipeline import schedule_name
 from megatron.config.rules.positions import OF_YARN
 from megatron.config.rules.profiling import needs_a_gpu
+from megatron.config.rules.sentence import rule
 from megatron.config.rules.sizes import LENGTHS, length_in
 from megatron.config.run import RunConfig
 from megatron.config.typed_spellings import typed_spelling
@@ -99,7 +100,7 @@ NEEDS: tuple[tuple[str, str, Callable[[RunConfig], object]], ...] = (
         " without --optimizer-cpu-offload",
         lambda run: run.optimizer.optimizer_cpu_offload,
     ),
-    ("expert_tensor_parallel_size", " without --num-experts", lambda run: run.has_experts),
+    ("expert_tensor_parallel_size", " without --num-experts", lambda run: run.divides_over_expert_ranks),
     ("extra_vocab_size", " with --vocab-size", lambda run: run.tokenizer.vocab_size is None),
     (
         "make_vocab_size_divisible_by",

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from megatron.config.family import Rule, rule
+from megatron.config.family import Rule
 from megatron.config.flags import flag_of
 from megatron.config.optimizer import pattern_and_factor
+from megatron.config.rules.sentence import rule
 from megatron.config.rules.sizes import LENGTHS, length_in
 from megatron.config.run import RunConfig
 

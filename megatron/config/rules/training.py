@@ -5,8 +5,8 @@ from __future__ import annotations
 from itertools import pairwise
 
 from megatron.config.batch_ramp import read_batch_steps
-from megatron.config.family import Rule, rule
-from megatron.config.moe import MoEConfig
+from megatron.config.family import Rule
+from megatron.config.rules.sentence import rule
 from megatron.config.rules.sizes import divisors, multiples_near, some
 from megatron.config.run import RunConfig
 from megatron.errors import ConfigError
@@ -112,11 +112,11 @@ def samples_make_a_step(run: RunConfig) -> str | None:
 
 def modules_to_recompute_exist(run: RunConfig) -> str | None:
     """What is named for recomputation is a part of the model."""
-    moe, modules = run.find(MoEConfig) or MoEConfig(), run.training.recompute_modules
+    modules, parts = run.training.recompute_modules, dict.fromkeys(("moe", "moe_act", "shared_experts"), "experts")
+    for part in run.parts:
+        parts |= part.recompute_modules()
     lacking = {
-        "moe": "" if moe.has_experts else "--num-experts",
-        "moe_act": "" if moe.has_experts else "--num-experts",
-        "shared_experts": "" if moe.has_shared_experts else "--moe-shared-expert-intermediate-size",
+        **parts,
         "layernorm": "" if run.model.norm_placement != "after" else "a norm before them (--norm-placement before)",
         "mla_up_proj": "" if run.model.multi_latent_attention else "--multi-latent-attention",
     }

@@ -26,7 +26,6 @@ from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 from typing_extensions import override
 
-import megatron
 from megatron.core.checkpointing.agreement import gather_from_all, run_on_first
 from megatron.core.checkpointing.folders import begin, discard, publish
 from megatron.core.checkpointing.manifest import MANIFEST, METADATA, RUN_FILE, FileRecord, Manifest, checksum
@@ -38,6 +37,7 @@ from megatron.core.files.remote_path import AnyPath, path_of
 from megatron.core.parallel.mesh import Mesh
 from megatron.core.parallel.sharding import ShardedState
 from megatron.errors import RESTART_MAY_HELP, CheckpointError
+from megatron.version import __version__
 
 RUN_FORMAT = 1
 
@@ -260,7 +260,7 @@ def _describe_run(iteration: int, run_state: Mapping[str, Any], mesh: Mesh) -> s
         "iteration": iteration,
         "layout": {"world_size": mesh.world_size, **axes},
         "versions": {
-            "megatron": megatron.__version__,
+            "megatron": __version__,
             "torch": torch.__version__,
             "python": ".".join(map(str, sys.version_info[:3])),
         },

@@ -81,7 +81,7 @@ class PortableModel:
 def layers_of(model: ModelConfig, groups: Sequence[object]) -> int:
     """Layers of all stacks of a model. ``groups``: settings of its family alone."""
     own = next((group for group in groups if isinstance(group, FamilyConfig)), FamilyConfig())
-    return own.num_layers(model)
+    return sum(own.stacks(model))
 
 
 def parameters_of(model: ModelConfig, groups: Sequence[object] = ()) -> dict[str, Sharding]:

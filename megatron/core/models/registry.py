@@ -42,8 +42,8 @@ class Family:
     def groups(self) -> tuple[type, ...]:
         """Settings that no other family has, among them the ``FamilyConfig`` that names the family."""
         found: tuple[type, ...] = self.module("config").GROUPS
-        named = [kind.name for kind in _own(found)]
-        if named != [self.name] and self != _GPT:
+        named = [kind.name for kind in _own(found) if kind.name]
+        if named != [self.name]:
             raise ConfigError(
                 f"{self.package}.config: one class of GROUPS must be a FamilyConfig with name = {self.name!r}, "
                 f"as its runs are told by that name; there {'is' if len(named) == 1 else 'are'} "
@@ -54,7 +54,7 @@ class Family:
     @property
     def settings(self) -> type[FamilyConfig]:
         """The group that names the family."""
-        return next(_own(self.groups), FamilyConfig)
+        return next(_own(self.groups))
 
     @property
     def title(self) -> str:
@@ -80,11 +80,10 @@ def _own(groups: Iterable[type]) -> Iterator[type[FamilyConfig]]:
     return (kind for kind in groups if issubclass(kind, FamilyConfig))
 
 
-_GPT = Family("gpt", "megatron.core.models.gpt")
 FAMILIES = {
     family.name: family
     for family in (
-        _GPT,
+        Family("gpt", "megatron.core.models.gpt"),
         Family("bert", "megatron.core.models.bert"),
         Family("t5", "megatron.core.models.t5"),
     )
@@ -171,12 +170,11 @@ def family_named(name: str, *, where: str) -> Family:
 
 
 def family_of(groups: Iterable[object]) -> Family:
-    """The family that the groups of a run are of: the one that its own settings name, else GPT.
+    """The family that the groups of a run or a model name; GPT where there are no settings of a family.
 
     Raises ConfigError for one that isn't known.
     """
-    names = [group.name for group in groups if isinstance(group, FamilyConfig)]  # a task's own group has GPT's
-    name = next((name for name in names if name != _GPT.name), _GPT.name)
+    name = next((group.name for group in groups if isinstance(group, FamilyConfig)), "gpt")
     found = find_family(name)
     if found is None:
         raise ConfigError(f"the family {name!r} is not installed: install its package, or register it")

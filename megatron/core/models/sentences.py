@@ -17,8 +17,8 @@ _MASKING = ("BertWordPieceLowerCase", "BertWordPieceCase", "SentencePieceTokeniz
 class SentenceConfig(FamilyConfig):
     """Fields of the families that learn from sentences."""
 
-    usual_tokenizer = "BertWordPieceLowerCase"  # whole texts need tokens that begin and end them
-    varying_counts = "masked tokens"
+    usual_tokenizer: ClassVar[str | None] = "BertWordPieceLowerCase"  # whole texts need tokens that begin and end them
+    varying_counts: ClassVar[str | None] = "masked tokens"
     # Biases of outputs are part of the families' own heads.
     fields_of_others: ClassVar[tuple[str, ...]] = (
         *("add_output_layer_bias", "parallel_attention", "parallel_layernorm"),

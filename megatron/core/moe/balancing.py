@@ -13,7 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatron.config.moe import LOSS_NAMES, Z_LOSS, LoadBalancing, MoEConfig
+from megatron.config.expert_settings import LOSS_NAMES, Z_LOSS, LoadBalancing
+from megatron.config.moe import MoEConfig
 from megatron.core.moe.report import metric_name
 from megatron.core.moe.routing import Routing, shares_of
 from megatron.core.parallel.collectives import all_reduce

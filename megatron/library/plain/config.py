@@ -7,10 +7,11 @@ from typing import ClassVar
 
 from typing_extensions import override
 
-from megatron.config.family import FamilyConfig, Purpose, Rule, rule
+from megatron.config.family import FamilyConfig, Purpose, Rule
 from megatron.config.flags import flag_of, flags_of, not_available
 from megatron.config.fp8 import Fp8Config
 from megatron.config.model import ModelConfig
+from megatron.config.rules.sentence import rule
 from megatron.config.run import RunConfig
 from megatron.config.tokenizer import TokenizerConfig
 
@@ -40,7 +41,7 @@ class PlainConfig(FamilyConfig, Purpose):
 
     name: ClassVar[str] = "plain"
     title: ClassVar[str] = "plain module"
-    usual_tokenizer: ClassVar[str] = "NullTokenizer"
+    usual_tokenizer: ClassVar[str | None] = "NullTokenizer"
 
     @property
     @override

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from megatron.config.parse import read_given
+from megatron.config.parse import parse_run, read_given
 from megatron.config.run import RunConfig
 from megatron.core.checkpointing.find import CheckpointFolder, find_checkpoint
 from megatron.core.checkpointing.load import MODEL_NAME, read_run_state
@@ -54,7 +54,7 @@ def check_loadable(
     folder = find_checkpoint(resolver.value("load"), step=resolver.value("ckpt_step"), verify=False, flag=flag)
     state = read_run_state(folder)
     family = family_named(state[MODEL_NAME], where=str(folder.path))
-    config = RunConfig.parse(
+    config = parse_run(
         asked,
         prog=f"pretrain_{family.name}.py",
         world_size=math.prod(int(resolver.value(size)) for size in _MODEL_PARALLEL),

@@ -43,7 +43,7 @@ def published_config(folder: str, groups: Sequence[type]) -> dict[str, Any]:
     """
     portable = read_published(folder)
     family, own = family_of(portable.groups), [kind.name for kind in groups if issubclass(kind, FamilyConfig)]
-    if family.name not in (own or [FamilyConfig.name]):
+    if family.name not in own:
         raise CheckpointError(f"--load-hf {folder} holds a {family.title}: start it with pretrain_{family.name}.py")
     settings = groups_to_json((portable.model, portable.tokenizer, *portable.groups))
     return {"data": {"seq_length": portable.seq_length}, **settings}

@@ -14,7 +14,6 @@ from torch import nn
 from megatron.config.checkpoint import CheckpointConfig
 from megatron.config.flags import flag_of
 from megatron.config.fp8 import Fp8Config
-from megatron.config.moe import MoEConfig
 from megatron.config.parallel import ParallelConfig
 from megatron.config.pipeline import Stage
 from megatron.config.rules.sizes import divide, divisors, some
@@ -207,12 +206,14 @@ def _for_inference(saved: RunConfig, choice: TrainedModelConfig, world_size: int
 
 def _undivided(saved: RunConfig, parts: int) -> list[str]:
     """What tensor-parallel ranks can't divide into equal ``parts``."""
-    model, moe = saved.model, saved.find(MoEConfig)
+    model = saved.model
     heads, groups = model.num_attention_heads, model.num_query_groups
     found = []
     if heads % parts or not divide(groups, parts):
         found.append(f"the {heads} heads ({groups} for keys and values)")
-    widths = {"MLPs": model.ffn_hidden_size} | ({} if moe is None else moe.columns)
+    widths = {"MLPs": model.ffn_hidden_size}
+    for part in saved.parts:
+        widths |= part.columns
     found += [f"the {width} columns of its {name}" for name, width in widths.items() if width % parts]
     return found
 

@@ -73,7 +73,7 @@ def describe_model(run: RunConfig) -> str:
         f"{layers} layers of {model.hidden_size}",
         heads,
         f"{mlp} MLP of {model.ffn_hidden_size}{' in parallel with attention' if model.parallel_attention else ''}",
-        *run.family.more_parts(model),
+        *(words for part in run.parts for words in part.described(run.stacks)),
         model.normalization + (f" {model.norm_placement} sublayers" if model.norm_placement != "before" else ""),
         f"{model.position_embedding_type} positions",
         f"vocabulary {model.vocab_size:,}, padded to {run.padded_vocab_size:,}",
@@ -108,7 +108,7 @@ def _batch(run: RunConfig) -> str:
     micro, replicas = training.micro_batch_size, run.data_parallel_size
     full = training.global_batch_size
     accumulated = full // (micro * replicas)
-    each = run.family.sequences_per_sample
+    each = run.sequences_per_sample
     sequences = f"{each} x " if each > 1 else ""
     ramp = f", {run.batch_ramp.size_at(0)} at first" if len(run.batch_ramp.sizes) > 1 else ""
     return (

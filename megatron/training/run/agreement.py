@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 
 import torch
 
-import megatron
 from megatron.config.pipeline import Stage
 from megatron.config.run import RunConfig
 from megatron.core.distributed.buffers import tied_holders
@@ -18,6 +16,7 @@ from megatron.core.parallel.context import ParallelContext
 from megatron.core.parallel.sharding import ShardedState
 from megatron.errors import RESTART_CANNOT_HELP, ParallelError
 from megatron.planning.estimate import model_parameters
+from megatron.version import CODE
 
 
 def check_ranks_agree(config: RunConfig, context: ParallelContext) -> None:
@@ -39,7 +38,7 @@ def check_ranks_agree(config: RunConfig, context: ParallelContext) -> None:
 def code_digest() -> str:
     """SHA-256 of the package's sources."""
     digest = hashlib.sha256()
-    for path in sorted(Path(megatron.__file__).parent.rglob("*.py")):
+    for path in sorted(CODE.rglob("*.py")):
         digest.update(path.read_bytes())
     return digest.hexdigest()
 

@@ -47,7 +47,7 @@ FAULTS = (
             "        )"
         ),
         suffers="With --dataloader-type cyclic a run that resumes in a later epoch reads the first one's order.",
-        first=("unit/datasets/test_sampler.py",),
+        first=("unit/datasets/test_sampler.py::cyclic_passes",),
         report="https://github.com/huggingface/accelerate/pull/4071",
     ),
     Fault(

@@ -194,16 +194,12 @@ FAULTS = (
         first=("unit/pipeline_parallel/test_runner.py", "equivalence/test_pipeline.py"),
     ),
     Fault(
-        "recomputed_side_losses_counted_twice",
-        "megatron/core/pipeline_parallel/runner.py",
-        old=("        microbatch.side_losses.take()  # layers that were recomputed have reported theirs again\n"),
-        new="",
-        suffers="With recomputation the balancing losses of a microbatch are reported with the next one's again.",
-        first=(
-            "unit/pipeline_parallel/test_runner.py",
-            "equivalence/test_layer_kinds.py::recompute",
-            "equivalence/test_experts.py::recompute",
-        ),
+        "gradients_received_too_early",
+        "megatron/core/pipeline_parallel/lower.py",
+        old="return forward + 1, next(",
+        new="return forward, next(",
+        suffers="A stage receives gradients before it knows their shapes.",
+        first=("unit/pipeline_parallel/test_lower.py",),
     ),
     Fault(
         "count_of_the_last_microbatch",

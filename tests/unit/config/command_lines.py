@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from megatron.config import DataConfig, ModelConfig, OptimizerConfig, RunConfig, TokenizerConfig, TrainingConfig
+from megatron.config.parse import parse_run
+from megatron.core.models.gpt.config import GPTConfig
 from megatron.core.models.registry import owner_of
 
 SOUND: dict[str, str | None] = {
@@ -29,15 +31,16 @@ def words(changes: str = "", *, without: str = "") -> list[str]:
 
 
 def parse(changes: str = "", *, without: str = "", ranks: int = 1, **options: Any) -> RunConfig:
-    """The run of such a command line on ``ranks`` ranks. Unless ``options`` have other readers, there is no checkpoint
-    yet, and a published model is that of ``run_of``.
+    """The run of such a command line on ``ranks`` ranks: unless ``options`` say else, of a GPT without parts, where
+    there is no checkpoint yet, and a published model is that of ``run_of``.
     """
     readers: dict[str, Any] = {
+        "extra_groups": (GPTConfig,),
         "checkpoint_config": lambda load, step: None,
         "published_config": lambda folder, groups: run_of().to_json(),
     }
     given = words(changes, without=without)
-    return RunConfig.parse(given, world_size=ranks, owner_of=owner_of, **{**readers, **options})
+    return parse_run(given, world_size=ranks, owner_of=owner_of, **{**readers, **options})
 
 
 def run_of(*, ranks: int = 1, length: int = 32, **sections: dict[str, Any]) -> RunConfig:
@@ -56,5 +59,6 @@ def run_of(*, ranks: int = 1, length: int = 32, **sections: dict[str, Any]) -> R
         data=DataConfig(seq_length=length, mock_data=True),
         optimizer=OptimizerConfig(lr=1e-3),
         tokenizer=TokenizerConfig(vocab_size=99),  # NullTokenizer adds one
+        extra=(GPTConfig(),),
         world_size=ranks,
     )

@@ -11,7 +11,8 @@ import pytest
 
 from megatron.config.command import CommandConfig
 from megatron.config.flags import COUNT, REAL, SIZE, FlagSpec, flags_of, words
-from megatron.config.run import CORE_GROUPS, RunConfig
+from megatron.config.parse import parse_run
+from megatron.config.run import CORE_GROUPS
 from megatron.core.models.registry import FAMILIES
 from megatron.errors import ConfigError
 
@@ -48,7 +49,7 @@ def timed_answer(family: str, *given: str) -> tuple[float, str]:
     argv = " ".join([LINE, MORE.get(family, ""), "--dry-run --world-size 8", *given]).split()
     before, said = time.process_time(), ""
     try:
-        run = RunConfig.parse(argv, extra_groups=FAMILIES[family].groups)
+        run = parse_run(argv, extra_groups=FAMILIES[family].groups)
         assert run.train_iters >= 0 and run.train_samples >= 0
     except ConfigError as error:
         said = str(error)

@@ -7,7 +7,7 @@ import pytest
 from megatron.config.data import DataConfig
 from megatron.config.help import format_help
 from megatron.config.moe import MoEConfig
-from megatron.config.run import RunConfig
+from megatron.config.parse import parse_run
 from megatron.config.trained_model import TrainedModelConfig
 from tasks.settings import TaskConfig
 
@@ -16,7 +16,7 @@ def test_a_task_opens_with_its_own_flags_and_requires_only_what_it_needs(capsys:
     """tasks/main.py --help began with --num-layers N (required), which the checkpoint gives."""
     defaults = {"use_checkpoint_args": True, "micro_batch_size": 8}
     with pytest.raises(SystemExit):
-        RunConfig.parse(["--help"], prog="tasks/main.py", extra_groups=(TaskConfig,), defaults=defaults)
+        parse_run(["--help"], prog="tasks/main.py", extra_groups=(TaskConfig,), defaults=defaults)
     text = " ".join(capsys.readouterr().out.split())
     assert text.index("task: Flags of tasks/main.py alone.") < text.index("model: The transformer.")
     assert "--num-layers N Transformer layers. (default: the checkpoint's)" in text

@@ -6,8 +6,10 @@ import math
 
 import pytest
 
+from megatron.config.parse import parse_run
 from megatron.config.run import RunConfig
 from megatron.core.conversion.huggingface.formats import model_from_config
+from megatron.core.models.gpt.config import GROUPS as GPT_GROUPS
 from megatron.core.transformer.positions import rotary_of, score_factor_of
 from megatron.errors import ConfigError
 
@@ -53,7 +55,7 @@ DEEPSEEK = {
 
 def parse(flags: str) -> RunConfig:
     """The run of the line with ``flags``."""
-    return RunConfig.parse(f"{LINE} {REST} {flags}".split())
+    return parse_run(f"{LINE} {REST} {flags}".split(), extra_groups=GPT_GROUPS)
 
 
 @pytest.mark.parametrize("more", ["", "--rope-type yarn", "--original-max-position-embeddings 4096"])

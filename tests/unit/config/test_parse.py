@@ -10,7 +10,9 @@ from typing import Any
 import pytest
 
 from megatron.config import RunConfig, Settings, flag
+from megatron.config.parse import parse_run
 from megatron.config.pipeline import stage_sizes
+from megatron.core.models.gpt.config import GROUPS as GPT_GROUPS
 from megatron.errors import ConfigError
 from tests.unit.config.command_lines import parse, run_of, words
 
@@ -369,7 +371,7 @@ def test_every_failure_at_once() -> None:
     """One attempt shows all mistakes: spelling, values, missing flags, bounds, and rules between flags."""
     text = "--num-layers 0 --hidden-size 100 --num-attention-heads 12 --lr abc --moe-latent-size 8 --hiden-size 4"
     with pytest.raises(ConfigError) as caught:
-        RunConfig.parse([*text.split(), "--bf16", "--fp16", "--mock-data", "--train-iters", "5"])
+        parse_run([*text.split(), "--bf16", "--fp16", "--mock-data", "--train-iters", "5"], extra_groups=GPT_GROUPS)
     assert str(caught.value) == (
         "8 problems in the settings:\n  1. --lr is a number, not 'abc'\n  2. --moe-latent-size 8: experts in a "
         "projected width are not available; leave it out\n  3. there is no flag --hiden-size (did you mean "
@@ -384,7 +386,7 @@ def test_every_failure_at_once() -> None:
 def test_nothing_given() -> None:
     """An empty command line says what a run needs."""
     with pytest.raises(ConfigError, match=r"missing: --num-layers .*, --hidden-size .*, --num-attention-heads"):
-        RunConfig.parse([])
+        parse_run([])
 
 
 def test_a_faulty_flag_is_reported_once() -> None:
@@ -443,7 +445,7 @@ def test_a_flag_given_twice_is_noted() -> None:
 
 def test_world_size() -> None:
     """Ranks come from the launcher, or, for a dry run only, from the flag."""
-    assert RunConfig.parse(words()).world_size == 1
+    assert parse_run(words()).world_size == 1
     assert parse(ranks=4).world_size == 4
     assert parse("--dry-run", ranks=4).world_size == 4
     assert parse("--dry-run --world-size 16", ranks=2).world_size == 16
@@ -470,7 +472,7 @@ def test_groups_of_a_train_spec() -> None:
 def test_help_leaves_before_anything_is_checked(capsys: pytest.CaptureFixture[str]) -> None:
     """--help works on any command line and shows every group."""
     with pytest.raises(SystemExit) as caught:
-        RunConfig.parse(["--nonsense", "--help"], prog="pretrain_gpt.py")
+        parse_run(["--nonsense", "--help"], prog="pretrain_gpt.py")
     assert caught.value.code in (0, None)
     text = capsys.readouterr().out
     for group in (

@@ -10,7 +10,7 @@ from types import ModuleType
 import pytest
 
 from megatron.config import RunConfig, rules
-from megatron.config.family import Rule
+from megatron.config.family import CheckedSettings, Rule
 from megatron.config.moe import MoEConfig
 from megatron.config.rules import (
     RULES,
@@ -26,14 +26,15 @@ from megatron.config.rules import (
     schedule,
     training,
 )
-from megatron.core.models.bert import rules as bert_rules
-from megatron.core.models.bert.config import GROUPS, BertConfig
-from megatron.core.models.t5 import rules as t5_rules
+from megatron.core.models.bert import config as bert_rules
+from megatron.core.models.bert.config import GROUPS, BertConfig, TokenTypesConfig
+from megatron.core.models.gpt.config import GPTConfig
+from megatron.core.models.t5 import config as t5_rules
 from megatron.core.models.t5.config import T5Config
 from megatron.core.optimizer.schedule import Schedule
 from megatron.errors import ConfigError
 from tasks import rules as task_rules
-from tasks.settings import TaskConfig
+from tasks.settings import FINE_TUNING, FineTunedBertConfig, TaskConfig
 from tests.unit.config.command_lines import parse, run_of
 
 FILES = "--tokenizer-type GPT2BPETokenizer --vocab-file v --merge-file m"
@@ -60,14 +61,17 @@ BAD = _read_cases()
 def parsed(changes: str, without: str, ranks: int) -> RunConfig:
     """The run of a transcript; GPT, BERT, T5 and TASK (tasks/main.py) name the script that has it."""
     known: dict[str, tuple[type, ...]] = {
-        "GPT": (MoEConfig,),
+        "GPT": (GPTConfig, MoEConfig),
         "BERT": GROUPS,
         "T5": (T5Config,),
-        "TASK": (TaskConfig,),
+        "TASK": (TaskConfig, GPTConfig),
     }
     name = changes.partition(" ")[0]
-    groups = known.get(name, ())
-    return parse(changes.removeprefix(name) if groups else changes, without=without, ranks=ranks, extra_groups=groups)
+    groups = known.get(name, (GPTConfig,))
+    if any(f"--task {task}" in changes for task in FINE_TUNING):
+        groups = (TaskConfig, FineTunedBertConfig, TokenTypesConfig)
+    given = changes.removeprefix(name) if name in known else changes
+    return parse(given, without=without, ranks=ranks, extra_groups=groups)
 
 
 def refusal(changes: str, without: str, ranks: int) -> str:
@@ -104,7 +108,8 @@ def test_every_rule_has_a_bad_configuration(monkeypatch: pytest.MonkeyPatch) -> 
             run = parsed(changes, without, ranks)
         except ConfigError:
             continue
-        met |= {rule for rule in (*RULES, *run.family.rules()) if (sentence := rule(run)) and sentence in message}
+        own = (rule for group in run.groups() if isinstance(group, CheckedSettings) for rule in group.rules())
+        met |= {rule for rule in (*RULES, *own) if (sentence := rule(run)) and sentence in message}
     assert known - met == set()
 
 

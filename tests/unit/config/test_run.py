@@ -11,8 +11,11 @@ import pytest
 from megatron.config import ParallelConfig, PrecisionConfig, RunConfig, TokenizerConfig
 from megatron.config.batch_ramp import BatchRamp
 from megatron.config.moe import MoEConfig
+from megatron.config.parse import parse_run
 from megatron.config.saved_settings import in_current_names
 from megatron.core.models.bert.config import BertConfig, TokenTypesConfig
+from megatron.core.models.gpt.config import GROUPS as GPT_GROUPS
+from megatron.core.models.gpt.config import GPTConfig
 from megatron.core.models.registry import saved_run
 from megatron.errors import ConfigError
 from tests.unit.config.command_lines import parse, run_of, words
@@ -99,7 +102,7 @@ def test_json_round_trip() -> None:
         without="--train-iters",
         ranks=2,
     )
-    restored = RunConfig.from_json(json.loads(json.dumps(run.to_json())))
+    restored = RunConfig.from_json(json.loads(json.dumps(run.to_json())), groups=[type(each) for each in run.extra])
     assert restored == run
     assert restored.digest == run.digest
     assert restored.training.rampup_batch_size == (4, 4, 8)
@@ -108,12 +111,14 @@ def test_json_round_trip() -> None:
 
 def test_a_familys_own_settings_come_back() -> None:
     """A BERT without a second head would be loaded, converted and shown as one with it."""
-    bert = dataclasses.replace(run_of(), extra=(BertConfig(bert_binary_head=False, mask_prob=0.2), TokenTypesConfig()))
+    bert = dataclasses.replace(
+        run_of(), extra=(BertConfig(bert_binary_head=False, mask_prob=0.2), TokenTypesConfig(), MoEConfig())
+    )
     assert saved_run(json.loads(json.dumps(bert.to_json())), name="bert", where="x") == bert
     settings = bert.to_json()
-    del settings["tokentypes"]  # which earlier versions had not
+    del settings["tokentypes"], settings["moe"]  # which earlier versions had not
     assert saved_run(settings, name="bert", where="x") == bert
-    assert saved_run(run_of().to_json(), name="gpt", where="x").extra == (MoEConfig(),)
+    assert saved_run(run_of().to_json(), name="gpt", where="x").extra == (GPTConfig(), MoEConfig())
 
 
 def test_digest_sees_every_setting_and_nothing_else() -> None:
@@ -178,7 +183,7 @@ def test_older_json() -> None:
     """A setting that did not exist when the run was saved takes its default; one that was needed is missed."""
     saved = run_of().to_json()
     del saved["model"]["qk_layernorm"], saved["inference"]
-    assert RunConfig.from_json(saved) == run_of()
+    assert RunConfig.from_json(saved, groups=(GPTConfig,)) == run_of()
     del saved["model"]["num_layers"]
     with pytest.raises(ConfigError, match=r"the saved settings lack model\.num_layers"):
         RunConfig.from_json(saved)
@@ -244,11 +249,14 @@ def test_a_schedule_as_megatron_reads_it() -> None:
     """Thresholds are tokens, in any order, with suffixes on both sides; the run would take other batches than there."""
     text = "0.128K:1k, 0:0.01K 96:20 160:20"
     for each in (text, text.replace(",", " "), text.replace(", ", ",")):
-        run = RunConfig.parse(
-            [*words("--train-samples 5000", without="--train-iters"), "--step-batch-size-schedule", each]
+        run = parse_run(
+            [*words("--train-samples 5000", without="--train-iters"), "--step-batch-size-schedule", each],
+            extra_groups=GPT_GROUPS,
         )
         assert run.training.global_batch_size == 20  # as the last size, unless it is given
-        assert RunConfig.from_json(json.loads(json.dumps(run.to_json()))) == run
+        assert (
+            RunConfig.from_json(json.loads(json.dumps(run.to_json())), groups=[type(each) for each in run.extra]) == run
+        )
         assert run.batch_steps == ((0, 10), (3, 20), (4, 1000), (5, 20))
 
 

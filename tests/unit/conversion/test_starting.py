@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from megatron.config.parse import parse_run
 from megatron.config.run import RunConfig
 from megatron.core.conversion import proof
 from megatron.core.conversion.huggingface.reading import read_huggingface
@@ -54,7 +55,7 @@ TINY = (
 
 
 def config_of(family: str, flags: str, *, ranks: int = 1) -> RunConfig:
-    return RunConfig.parse(
+    return parse_run(
         f"{TINY} {flags}".split(),
         world_size=ranks,
         extra_groups=FAMILIES[family].groups,

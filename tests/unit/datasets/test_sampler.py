@@ -95,3 +95,10 @@ def test_cyclic_passes_hold_every_sample_once() -> None:
     assert all(sorted(order, key=str) == sorted(range(10), key=str) for order in orders)
     assert orders[0] != orders[1] != orders[2]
     assert passes(2) != orders == passes(1)
+
+
+def test_cyclic_passes_resume_in_their_own_order() -> None:
+    """A run that stopped in its third pass over the data must not read the first one's order again."""
+    settings = {"num_samples": 10, "micro_batch_size": 3, "shuffle_seed": 5}
+    whole = list(itertools.islice(MicrobatchSampler(consumed=0, **settings), 20))
+    assert list(itertools.islice(MicrobatchSampler(consumed=24, **settings), 12)) == whole[8:]

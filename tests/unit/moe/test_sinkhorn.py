@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron.config.data import DataConfig
 from megatron.core.moe.sinkhorn import expert_scales, sinkhorn_scores
 from megatron.core.parallel.context import ParallelContext
 from tests.unit.moe.test_experts import EXPERTS, hidden_states, inputs, layer, model_config, moe_config
@@ -72,7 +71,7 @@ def test_logits_of_a_broken_run_end() -> None:
 @pytest.mark.parametrize("chosen", [1, 2])
 def test_layer_chooses_by_it_in_training_alone(chosen: int) -> None:
     """Weights are sigmoids of logits, or their softmax over all experts; evaluation chooses by these."""
-    moe = moe_config(moe_router_topk=chosen, **SINKHORN).resolved(model_config(), DataConfig(seq_length=32))
+    moe = moe_config(moe_router_topk=chosen, **SINKHORN).resolved(model_config(), (1,))
     built, x = layer(model_config(), moe), hidden_states(length=32)
     logits = x.flatten(0, 1) @ built.router.weight.t()
     scores = logits.sigmoid() if chosen == 1 else logits.softmax(-1)

@@ -11,8 +11,10 @@ from pathlib import Path
 import pytest
 
 from megatron.config import RunConfig
+from megatron.config.parse import parse_run
 from megatron.config.report import axes, count, gigabytes, layout_report, stages_report
 from megatron.config.vocabulary import vocabulary_size
+from megatron.core.models.gpt.config import GROUPS as GPT_GROUPS
 from megatron.core.models.registry import family_of
 from megatron.errors import ConfigError
 from megatron.planning import dry_run as planning
@@ -36,7 +38,7 @@ def dry_run_report(run: RunConfig) -> str:
 def test_a_thousand_ranks() -> None:
     """The whole report of a 1,024-rank job, as the user reads it."""
     expected = (Path(__file__).parent / "dry_run_1024.txt").read_text()
-    assert dry_run_report(RunConfig.parse(THOUSAND_RANKS.split())) + "\n" == expected
+    assert dry_run_report(parse_run(THOUSAND_RANKS.split(), extra_groups=GPT_GROUPS)) + "\n" == expected
 
 
 def test_a_rank_that_no_gpu_holds() -> None:
@@ -259,7 +261,7 @@ def test_ramp_and_evaluation_only() -> None:
 def test_a_model_that_is_only_asked_is_only_weights() -> None:
     """Who evaluates a large model would be told that it doesn't fit, for gradients and moments that nobody makes."""
     flags = words("--task LM --load x --valid-data a --tokenizer-type NullTokenizer", without="--mock-data --lr")
-    report = dry_run_report(RunConfig.parse(flags, world_size=1, extra_groups=(TaskConfig,)))
+    report = dry_run_report(parse_run(flags, world_size=1, extra_groups=(TaskConfig, *GPT_GROUPS)))
     memory = report.partition("== memory of one rank")[2]
     assert "weights" in memory and "working memory, at most" in memory
     assert not [part for part in ("gradients", "moments", "activations", "backward") if part in memory]

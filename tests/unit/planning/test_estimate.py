@@ -148,7 +148,7 @@ def measured(run: RunConfig) -> int:
     model = build(run)
     torch.nn.init.normal_(model.get_parameter("embedding.word_embeddings.weight"))
     tokens = torch.zeros(run.training.micro_batch_size, run.data.seq_length, dtype=torch.int64)
-    mask = {"attention_mask": torch.ones_like(tokens, dtype=torch.bool)} if run.extra else {}
+    mask = {"attention_mask": torch.ones_like(tokens, dtype=torch.bool)} if run.find(BertConfig) else {}
     depths = run.model.mtp_num_layers
     later = {"future_tokens": tokens.unsqueeze(1).expand(-1, depths, -1)} if depths else {}
     return bytes_kept(model, tokens, **mask, **later)

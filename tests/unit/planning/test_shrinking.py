@@ -6,9 +6,11 @@ from pathlib import Path
 
 import pytest
 
+from megatron.config.parse import parse_run
 from megatron.config.pipeline import num_stages
 from megatron.config.rules import failures
 from megatron.config.run import RunConfig
+from megatron.core.models.gpt.config import GROUPS as GPT_GROUPS
 from megatron.core.models.t5.config import T5Config
 from megatron.planning.shrinking import SMALL_VOCABULARY, on_one_rank, shrunk, without_files
 
@@ -35,7 +37,9 @@ LAYOUTS = [
 def small(argv: str, *, ranks: int) -> tuple[RunConfig, RunConfig]:
     """The run of the flags, and what it shrinks to."""
     batch = ["--micro-batch-size", "4", "--global-batch-size", "8192"]
-    run = RunConfig.parse([*argv.split(), *batch, "--mock-data", "--dry-run", *FILES], world_size=ranks)
+    run = parse_run(
+        [*argv.split(), *batch, "--mock-data", "--dry-run", *FILES], world_size=ranks, extra_groups=GPT_GROUPS
+    )
     return run, shrunk(without_files(run, vocab_size=SMALL_VOCABULARY, steps=3))
 
 
@@ -60,7 +64,7 @@ def test_both_stacks_of_a_t5_shrink(layout: str) -> None:
     """A decoder left as long as it was would not fit the positions, and one without layers is none."""
     flags = f"@{EXAMPLES[0].parents[1]}/t5/t5_220m_distributed.flags {layout}"
     argv = [*flags.split(), "--mock-data", "--dry-run", *FILES]
-    run = RunConfig.parse(argv, world_size=8, extra_groups=(T5Config,))
+    run = parse_run(argv, world_size=8, extra_groups=(T5Config,))
     little = shrunk(without_files(run, vocab_size=SMALL_VOCABULARY, steps=3))
     assert failures(little) == []
     assert num_stages(little) == num_stages(run) and little.num_layers <= num_stages(run) + 1

@@ -9,6 +9,7 @@ from unittest import mock
 import pytest
 import torch
 
+from megatron.config.parse import parse_run
 from megatron.config.run import RunConfig
 from megatron.core.parallel.context import ParallelContext
 from megatron.errors import DataError
@@ -17,7 +18,7 @@ from tasks.fine_tuning.files import LabelledText, LabelledTexts
 from tasks.fine_tuning.predictions import Predictions
 from tasks.fine_tuning.run import Scores, in_iterations, read
 from tasks.result import TaskResult, write_result
-from tasks.settings import TaskConfig
+from tasks.settings import FineTunedBertConfig, TaskConfig
 from tests.harness.sentences import expect_error
 from tests.unit.config.command_lines import words
 
@@ -26,7 +27,7 @@ ROWS = "id\tqid1\tqid2\tquestion1\tquestion2\tis_duplicate\n0\t1\t2\ta\tb\t0\n"
 
 def config_of(flags: str) -> RunConfig:
     given = words(f"--load x --vocab-file v {flags}", without="--mock-data --train-iters")
-    return RunConfig.parse(given, world_size=1, extra_groups=(TaskConfig,))
+    return parse_run(given, world_size=1, extra_groups=(TaskConfig, FineTunedBertConfig))
 
 
 def texts(count: int) -> LabelledTexts:

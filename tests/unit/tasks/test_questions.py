@@ -9,8 +9,9 @@ from unittest import mock
 import pytest
 import torch
 
-from megatron.config.run import RunConfig
+from megatron.config.parse import parse_run
 from megatron.core.inference.sampling import Sampling
+from megatron.core.models.gpt.config import GROUPS as GPT_GROUPS
 from megatron.core.models.gpt.train_spec import GPTSpec
 from megatron.core.parallel.context import ParallelContext
 from megatron.errors import ConfigError
@@ -34,10 +35,10 @@ SAMPLED = Sampling(temperature=0.8, top_k=30)
 
 
 def questions(context: ParallelContext, native: str, **arguments: Any) -> Questions:
-    config = RunConfig.parse(
+    config = parse_run(
         words_of({"load": native, **arguments}),
         world_size=context.mesh.world_size,
-        extra_groups=(HarnessConfig,),
+        extra_groups=(HarnessConfig, *GPT_GROUPS),
         checkpoint_config=saved_config,
         defaults={**DEFAULTS, "skip_train": True},
     )

@@ -10,10 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megatron.config.run import RunConfig
+from megatron.config.parse import parse_run
 from megatron.core.datasets.indexed_dataset import IndexedDatasetWriter
 from megatron.core.datasets.metadata import TokenizerStamp
 from megatron.core.datasets.sampler import MicrobatchSampler
+from megatron.core.models.gpt.config import GROUPS as GPT_GROUPS
 from megatron.core.models.gpt.data import build_gpt_splits
 from megatron.core.tokenizers.chat_settings import ChatSettings
 from megatron.core.tokenizers.null import NullTokenizer
@@ -171,7 +172,7 @@ def test_the_legend_covers_nothing(prefix: str, tmp_path: Path, monkeypatch: pyt
 def test_a_sample_is_what_training_reads(prefix: str, loader: str, capsys: pytest.CaptureFixture[str]) -> None:
     """Shown from another epoch, split or order it would explain a loss spike with the wrong text."""
     flags = [*RUN, "--data-path", prefix, "--split", "1,0,0", "--eval-iters", "0", "--dataloader-type", loader]
-    config = RunConfig.parse(flags)
+    config = parse_run(flags, extra_groups=GPT_GROUPS)
     tokenizer = NullTokenizer(50)
     train = build_gpt_splits(config.data, seed=1234, sizes=split_sizes(config), tokenizer=tokenizer).train
     assert train is not None

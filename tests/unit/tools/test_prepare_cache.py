@@ -8,10 +8,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron.config.run import RunConfig
+from megatron.config.parse import parse_run
 from megatron.core.datasets import build
 from megatron.core.datasets.index_cache import IndexCache
 from megatron.core.datasets.indexed_dataset import IndexedDatasetWriter
+from megatron.core.models.gpt.config import GROUPS as GPT_GROUPS
 from megatron.core.models.gpt.train_spec import GPTSpec
 from megatron.training.run.data import offline_splits
 from tests.harness.sentences import check_line
@@ -51,7 +52,7 @@ def test_everything_is_ready(
         raise AssertionError("an index is missing")
 
     monkeypatch.setattr("megatron.core.datasets.index_cache._store", refuse)
-    splits, _ = offline_splits(RunConfig.parse(flags), GPTSpec())
+    splits, _ = offline_splits(parse_run(flags, extra_groups=GPT_GROUPS), GPTSpec())
     for dataset in (splits.train, splits.valid):
         assert dataset is not None
         for index in range(len(dataset)):

@@ -10,7 +10,9 @@ import pytest
 import torch
 from typing_extensions import override
 
+from megatron.config.parse import parse_run
 from megatron.config.run import RunConfig
+from megatron.core.models.gpt.config import GROUPS as GPT_GROUPS
 from megatron.core.models.gpt.train_spec import GPTSpec
 from megatron.core.optimizer.optimizer import UpdateResult
 from megatron.core.parallel.context import ParallelContext
@@ -32,7 +34,7 @@ COMPUTE_TIMERS = {"forward-compute", "backward-compute"}
 
 
 def tiny_run(*more: str) -> Run:
-    config = RunConfig.parse([*FLAGS.split(), *more], world_size=1)
+    config = parse_run([*FLAGS.split(), *more], world_size=1, extra_groups=GPT_GROUPS)
     return build_run(config, GPTSpec(), ParallelContext.single(), started=time.monotonic())
 
 
@@ -122,7 +124,7 @@ def test_a_loss_without_a_count_is_named() -> None:
         def loss_names(self, run: RunConfig) -> tuple[str, ...]:
             return (*super().loss_names(run), "router loss")
 
-    run = build_run(RunConfig.parse(FLAGS.split()), Forgetful(), ParallelContext.single())
+    run = build_run(parse_run(FLAGS.split(), extra_groups=GPT_GROUPS), Forgetful(), ParallelContext.single())
     sentence = r"counts\(\) of the train spec forgetful lacks router loss, which its loss_names\(\) lists"
     with pytest.raises(ConfigError, match=sentence):
         train_step(run, next(run.data.training_batches(0)))
@@ -163,6 +165,6 @@ def test_figures_of_a_step_are_reported_where_asked_for() -> None:
 )
 def test_gradients_are_accumulated_in_the_type_asked_for(flags: str, dtype: torch.dtype, expected: torch.dtype) -> None:
     """Sums over many microbatches lose their small terms in bf16, which therefore is only on request."""
-    config = RunConfig.parse([*FLAGS.split(), *flags.split()])
+    config = parse_run([*FLAGS.split(), *flags.split()], extra_groups=GPT_GROUPS)
     run = build_run(config, GPTSpec(), ParallelContext.single(dtype=dtype), started=time.monotonic())
     assert {buffer.grads.dtype for buffer in run.buffers} == {expected}

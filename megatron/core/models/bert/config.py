@@ -1,14 +1,18 @@
-"""What only BERT has: its second head, and token types."""
+"""What only BERT has, its second head and token types, with rules about them; and the parts that it may have."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import ClassVar
 
 from typing_extensions import override
 
-from megatron.config.family import Rule
-from megatron.config.flags import Settings, architecture_flag, architecture_switch
+from megatron.config.family import PartConfig, Rule
+from megatron.config.flags import architecture_flag, architecture_switch
+from megatron.config.moe import MoEConfig
+from megatron.config.positions import ROTARY_TYPES
+from megatron.config.rules.sentence import rule
+from megatron.config.run import RunConfig
 from megatron.core.models.sentences import SentenceConfig
 
 
@@ -17,6 +21,7 @@ class BertConfig(SentenceConfig):
 
     name: ClassVar[str] = "bert"
     title: ClassVar[str] = "BERT"
+    position_embedding_types: ClassVar[tuple[str, ...]] = ("learned_absolute", *ROTARY_TYPES, "alibi", "none")
     window_sides: ClassVar[int] = 2
 
     bert_binary_head: bool = architecture_switch(
@@ -34,19 +39,15 @@ class BertConfig(SentenceConfig):
     @override
     def rules(self) -> Sequence[Rule]:
         """Rules of the families that learn from sentences, and BERT's own."""
-        from megatron.core.models.bert.rules import RULES
-
         return (*super().rules(), *RULES)
 
     @override
     def remarks(self) -> Sequence[Rule]:
         """Remarks about differences from Megatron-LM."""
-        from megatron.core.models.bert.rules import REMARKS
-
         return REMARKS
 
 
-class TokenTypesConfig(Settings):
+class TokenTypesConfig(PartConfig):
     """Flags of every BERT's embedding, also of one that is fine-tuned."""
 
     num_tokentypes: int = architecture_flag(
@@ -58,9 +59,36 @@ class TokenTypesConfig(Settings):
     )
 
 
-GROUPS: tuple[type, ...] = (BertConfig, TokenTypesConfig)
+GROUPS: tuple[type, ...] = (BertConfig, TokenTypesConfig, MoEConfig)
 
 
-def token_types(groups: Iterable[object]) -> int:
-    """How many token types the model of these groups has."""
-    return next((group for group in groups if isinstance(group, TokenTypesConfig)), TokenTypesConfig()).num_tokentypes
+def two_texts_have_two_types(run: RunConfig) -> str | None:
+    """The head for the order of two texts needs to know which is which."""
+    types, head = run.part(TokenTypesConfig).num_tokentypes, run.find(BertConfig)
+    if types >= 2 or head is None or not head.bert_binary_head:
+        return None
+    return (
+        f"the sentence-order head needs a token type for each of two texts, and --num-tokentypes {types} gives "
+        f"{'one only' if types else 'none'}; give --bert-no-binary-head"
+    )
+
+
+RULES: tuple[Rule, ...] = (
+    rule(  # [CLS] A [SEP] B [SEP]
+        "--seq-length {run.data.seq_length} leaves no room for two texts between [CLS] and [SEP]; use 5 at least",
+        lambda run: run.data.seq_length < 5,
+    ),
+    two_texts_have_two_types,
+)
+REMARKS: tuple[Rule, ...] = (
+    rule(  # of Megatron-LM's BERT, whatever its layers have
+        "GELU in the head for masked tokens is the tanh approximation; Megatron-LM's is exact, as with "
+        "--exact-gelu-head",
+        lambda run: (
+            not (run.group(BertConfig).exact_gelu_head or run.given("exact_gelu_head"))
+            and run.model.nonlinearity != "gelu"
+            and run.provenance
+            and not run.training.skip_train
+        ),
+    ),
+)

@@ -8,13 +8,12 @@ from typing import Any
 import torch
 from typing_extensions import override
 
-from megatron.config.family import group_among
 from megatron.config.model import ModelConfig
 from megatron.core.conversion.megatron_lm.format import MegatronLMFormat
 from megatron.core.conversion.megatron_lm.names import OUTPUT, POSITIONS, WORDS, Names, both, same, stack
 from megatron.core.conversion.megatron_lm.saved_arguments import Arguments
 from megatron.core.conversion.portable import LazyTensor, PortableModel
-from megatron.core.models.bert.config import BertConfig, TokenTypesConfig, token_types
+from megatron.core.models.bert.config import BertConfig, TokenTypesConfig
 from megatron.errors import CheckpointError
 
 _TOKEN_TYPES = "embedding.tokentype_embeddings.weight"
@@ -62,8 +61,8 @@ class BertFormat(MegatronLMFormat):
         """What Megatron-LM's BERT doesn't have, such as other positions than learned ones, and whether this model has
         it.
         """
-        model, group = portable.model, group_among(portable.groups, BertConfig)
-        types = token_types(portable.groups)
+        model, group = portable.model, BertConfig.among(portable.groups)
+        types = TokenTypesConfig.among(portable.groups).num_tokentypes
         positions, is_exact = model.position_embedding_type, model.activation == "gelu" or group.exact_gelu_head
         return {
             f"no BERT with positions of type {positions}": positions != "learned_absolute",
@@ -75,13 +74,13 @@ class BertFormat(MegatronLMFormat):
     @override
     def arguments(self, portable: PortableModel) -> dict[str, Any]:
         """Whether there is a second head."""
-        return {"bert_binary_head": group_among(portable.groups, BertConfig).bert_binary_head}
+        return {"bert_binary_head": BertConfig.among(portable.groups).bert_binary_head}
 
     @override
     def tensors_to_write(self, portable: PortableModel) -> dict[str, LazyTensor]:
         """Tensors to write: without the second head, none of token types."""
         tensors = dict(portable.tensors)
-        if group_among(portable.groups, BertConfig).bert_binary_head:
+        if BertConfig.among(portable.groups).bert_binary_head:
             return tensors
         if tensors.pop(_TOKEN_TYPES).make().any():
             raise CheckpointError(

@@ -10,11 +10,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from megatron.config.family import group_among
 from megatron.config.model import ModelConfig
 from megatron.core.conversion.megatron_lm.forward import MegatronLMModel, padding
 from megatron.core.conversion.questions import Answer, real_tokens, tokens_for
-from megatron.core.models.bert.config import BertConfig, token_types
+from megatron.core.models.bert.config import BertConfig, TokenTypesConfig
 from megatron.core.models.bert.megatron_lm import has_exact_head
 from megatron.core.models.bert.model import BertOutput
 
@@ -76,6 +75,6 @@ def question_for(model: ModelConfig, groups: Sequence[object]) -> MaskedQuestion
         pad := model.position_embedding_offset
     ):  # then padding is the id before: it has no position, and only it has none
         tokens = tokens.masked_fill(tokens == pad - 1, pad % (model.vocab_size or 1)).masked_fill(~real, pad - 1)
-    count = token_types(groups)
+    count = TokenTypesConfig.among(groups).num_tokentypes
     types = (torch.arange(length) * count // length).expand_as(tokens) if count else None
-    return MaskedQuestion(tokens, types, real, group_among(groups, BertConfig).bert_binary_head)
+    return MaskedQuestion(tokens, types, real, BertConfig.among(groups).bert_binary_head)

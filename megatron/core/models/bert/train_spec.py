@@ -10,13 +10,12 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from typing_extensions import override
 
-from megatron.config.family import group_among
 from megatron.config.model import ModelConfig
 from megatron.config.pipeline import Stage
 from megatron.config.run import RunConfig
 from megatron.core.datasets.build import DatasetSplits
 from megatron.core.datasets.splits import SplitSizes
-from megatron.core.models.bert.config import BertConfig, token_types
+from megatron.core.models.bert.config import BertConfig, TokenTypesConfig
 from megatron.core.models.bert.data import build_bert_splits
 from megatron.core.models.bert.model import BertModel, BertOutput
 from megatron.core.models.stage_inputs import workload_of
@@ -72,7 +71,7 @@ class BertSpec(TrainSpec):
         seed: int | None = None,
     ) -> nn.Module:
         """The stage's part of the BERT."""
-        group = group_among(groups, BertConfig)
+        group = BertConfig.among(groups)
         return BertModel(
             model,
             context,
@@ -80,7 +79,7 @@ class BertSpec(TrainSpec):
             binary_head=group.bert_binary_head,
             exact_gelu_head=group.exact_gelu_head,
             head_bias=group.head_bias,
-            token_types=token_types(groups),
+            token_types=TokenTypesConfig.among(groups).num_tokentypes,
             recompute=recompute,
             seed=seed,
         )

@@ -1,5 +1,22 @@
-"""Settings that only a decoder language model has: its experts."""
+"""Facts about GPT, which stands for every decoder alone, and the parts that it may have."""
 
+from __future__ import annotations
+
+from typing import ClassVar
+
+from megatron.config.family import FamilyConfig
 from megatron.config.moe import MoEConfig
+from megatron.config.positions import ROTARY_TYPES
 
-GROUPS: tuple[type, ...] = (MoEConfig,)
+
+class GPTConfig(FamilyConfig):
+    """Nothing beside the settings of every model."""
+
+    name: ClassVar[str] = "gpt"
+    title: ClassVar[str] = "GPT"
+    position_embedding_types: ClassVar[tuple[str, ...]] = ("learned_absolute", *ROTARY_TYPES, "alibi", "none")
+    window_sides: ClassVar[int] = 1
+    usual_tokenizer: ClassVar[str | None] = "GPT2BPETokenizer"
+
+
+GROUPS: tuple[type, ...] = (GPTConfig, MoEConfig)

@@ -11,7 +11,7 @@ from typing_extensions import override
 
 from megatron.config.layer_patterns import every_or_listed, shortest_pattern
 from megatron.config.model import ModelConfig
-from megatron.config.moe import MoEConfig, experts_of, sinkhorn_weights
+from megatron.config.moe import MoEConfig, sinkhorn_weights
 from megatron.core.conversion.bounds import Factor, Width
 from megatron.core.conversion.megatron_lm.format import MegatronLMFormat
 from megatron.core.conversion.megatron_lm.names import (
@@ -25,6 +25,7 @@ from megatron.core.conversion.megatron_lm.names import (
 )
 from megatron.core.conversion.megatron_lm.saved_arguments import Arguments
 from megatron.core.conversion.portable import LazyTensor, PortableModel
+from megatron.core.models.gpt.config import GPTConfig
 from megatron.errors import CheckpointError, ConfigError
 from megatron.small_files import Between
 
@@ -72,7 +73,7 @@ class GPTFormat(MegatronLMFormat):
         Raises CheckpointError for choices that a router can't make, or makes in another way here.
         """
         if not args("num_experts", 0):
-            return ()
+            return (GPTConfig(),)
         found = {name: value for name in _SAME if (value := args(name, None)) is not None}
         found.setdefault("moe_ffn_hidden_size", model.ffn_hidden_size)
         if args("moe_router_load_balancing_type", "") in ("sinkhorn", ["sinkhorn"]):  # which has no other settings
@@ -87,7 +88,7 @@ class GPTFormat(MegatronLMFormat):
         moe = MoEConfig(**found, moe_layer_freq=pattern)
         if problems := [*_impossible(moe), *(f"has {what}" for what, asked in _differences(moe).items() if asked)]:
             raise CheckpointError(f"{args.where} describes a router that {' and '.join(problems)}")
-        return (moe,)
+        return (GPTConfig(), moe)
 
     @override
     def default_tensors(self, stored: Mapping[str, LazyTensor]) -> dict[str, LazyTensor]:
@@ -104,7 +105,7 @@ class GPTFormat(MegatronLMFormat):
     @override
     def unsupported(self, portable: PortableModel) -> dict[str, bool]:
         """What no router or experts of Megatron-LM's have, and whether these have it."""
-        moe = experts_of(portable.groups)
+        moe = MoEConfig.among(portable.groups)
         if not moe.has_experts:
             return {}
         other_score = moe.scores_of_group * (moe.moe_router_group_topk or 1) != moe.moe_router_topk
@@ -120,7 +121,7 @@ class GPTFormat(MegatronLMFormat):
     @override
     def arguments(self, portable: PortableModel) -> dict[str, Any]:
         """Arguments that describe experts; none for a dense model."""
-        moe = experts_of(portable.groups)
+        moe = MoEConfig.among(portable.groups)
         if not moe.has_experts:
             return {}
         marked = moe.expert_layers(portable.model.num_layers)
@@ -136,7 +137,7 @@ class GPTFormat(MegatronLMFormat):
     @override
     def flags(self, groups: Sequence[object]) -> dict[str, Any]:
         """Flags of routers and shared experts that --use-checkpoint-args doesn't take, unless they are the defaults."""
-        moe, usual = experts_of(groups), MoEConfig()
+        moe, usual = MoEConfig.among(groups), MoEConfig()
         found = {name: getattr(moe, name) for name in _NOT_TAKEN} if moe.has_experts else {}
         return {name: value for name, value in found.items() if value != getattr(usual, name)}
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from megatron.config.model import ModelConfig
-from megatron.config.moe import experts_of
+from megatron.config.moe import MoEConfig
 from megatron.config.pipeline import Stage
 from megatron.core.models.gpt.multi_token import MultiTokenPrediction
 from megatron.core.moe.layer import expert_layers, feed_forward
@@ -33,7 +33,7 @@ def decoder_stack(model: ModelConfig, groups: Sequence[object]) -> StackConfig:
     """Causal layers, each with its own kind of feed-forward network; those of multi-token prediction have that of the
     last. ``groups``: settings that only a decoder has.
     """
-    moe = experts_of(groups)
+    moe = MoEConfig.among(groups)
     layers = ((SELF_ATTENTION, feed_forward(moe, has_experts=has_experts)) for has_experts in expert_layers(moe, model))
     return StackConfig(model, causal=True, pattern=tuple(layers))
 

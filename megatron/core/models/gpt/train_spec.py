@@ -9,8 +9,9 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
+from megatron.config.expert_settings import LOSS_NAMES, Z_LOSS
 from megatron.config.model import ModelConfig
-from megatron.config.moe import LOSS_NAMES, Z_LOSS, experts_of
+from megatron.config.moe import MoEConfig
 from megatron.config.pipeline import Stage
 from megatron.config.run import RunConfig
 from megatron.core.datasets.build import DatasetSplits
@@ -53,19 +54,19 @@ class GPTSpec(TrainSpec):
     def loss_names(self, run: RunConfig) -> tuple[str, ...]:
         """Names of the losses: of the next token, of each depth of multi-token prediction, and of routers."""
         later = map(loss_name, range(run.model.mtp_num_layers))
-        return ("lm loss", *later, *experts_of(run.groups()).loss_names)
+        return ("lm loss", *later, *run.part(MoEConfig).loss_names)
 
     @override
     def layer_metrics(self, run: RunConfig) -> Mapping[str, int]:
         """Choices of experts, and losses of routers."""
-        return layer_metrics(experts_of(run.groups()), run.model)
+        return layer_metrics(run.part(MoEConfig), run.model)
 
     @override
     def describe_layer_metrics(
         self, run: RunConfig, layer_metrics: Mapping[str, Sequence[float]]
     ) -> tuple[str, Mapping[str, float]]:
         """How evenly experts are used, and losses of layers."""
-        per_layer = experts_of(run.groups()).moe_per_layer_logging
+        per_layer = run.part(MoEConfig).moe_per_layer_logging
         return log_line_and_curves(layer_metrics, ranks=run.parallel.expert_model_parallel_size, per_layer=per_layer)
 
     @override
@@ -73,7 +74,7 @@ class GPTSpec(TrainSpec):
         """Tokens for the embedding, labels for the loss; positions and documents wherever they matter, and where there
         may be padding for experts, which rows are text.
         """
-        rotary, moe = run.model.is_rotary, experts_of(run.groups())
+        rotary, moe = run.model.is_rotary, run.part(MoEConfig)
         leaves_out, is_last = moe.has_experts and not moe.moe_count_padding, any(stage.is_last for stage in stages)
         later = run.model.mtp_num_layers > 0 and is_last
         needed = {

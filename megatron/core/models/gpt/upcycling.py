@@ -10,7 +10,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from megatron.config.moe import MoEConfig, experts_of
+from megatron.config.moe import MoEConfig
 from megatron.core.conversion.portable import LazyTensor, PortableModel
 from megatron.core.parallel.rng import derive_seed
 from megatron.errors import ConfigError
@@ -32,7 +32,7 @@ def upcycled(dense: PortableModel, *, num_experts: int, granularity: int, topk: 
             raise ConfigError(f"{flag} {size} is not divisible by --moe-upcycling-granularity {granularity}")
     if topk > num_experts:
         raise ConfigError(f"--moe-router-topk {topk} is more than --num-experts {num_experts}")
-    if experts_of(dense.groups).has_experts or model.add_mlp_bias:
+    if MoEConfig.among(dense.groups).has_experts or model.add_mlp_bias:
         what = "biases in its feed-forward networks" if model.add_mlp_bias else "experts"
         raise ConfigError(f"the model has {what}; a dense model without biases there is what can be upcycled")
     copies, tensors = num_experts // granularity, dict[str, LazyTensor]()

@@ -13,7 +13,6 @@ from typing import Any
 
 from typing_extensions import override
 
-from megatron.config.family import group_among
 from megatron.config.model import Activation, ModelConfig
 from megatron.core.conversion.bounds import Layers, Width
 from megatron.core.conversion.huggingface.config_reader import GELUS, ConfigReader
@@ -170,7 +169,7 @@ class T5Format(HuggingFaceFormat):
     @override
     def settings_of_groups(self, groups: Sequence[object], model_type: str, model: ModelConfig) -> dict[str, Any]:
         """The decoder, the relative positions and the scale of the output."""
-        group = group_among(groups, T5Config)
+        group = T5Config.among(groups)
         return {
             **({"scale_decoder_outputs": group.scale_output} if model_type == "t5" else {}),
             "num_decoder_layers": group.decoder_num_layers,
@@ -181,7 +180,7 @@ class T5Format(HuggingFaceFormat):
     @override
     def differences(self, model_type: str, model: ModelConfig, groups: Sequence[object]) -> list[str]:
         """An output that no T5 has."""
-        if not group_among(groups, T5Config).scale_output:
+        if not T5Config.among(groups).scale_output:
             return []
         if model_type == "mt5":
             return ["the output is scaled (--scale-output is given)"]

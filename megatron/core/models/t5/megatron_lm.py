@@ -8,7 +8,6 @@ from typing import Any
 
 from typing_extensions import override
 
-from megatron.config.family import group_among
 from megatron.config.model import ModelConfig
 from megatron.core.conversion.bounds import Count, Layers, Width
 from megatron.core.conversion.megatron_lm.format import MegatronLMFormat
@@ -88,7 +87,7 @@ class T5Format(MegatronLMFormat):
     @override
     def unsupported(self, portable: PortableModel) -> dict[str, bool]:
         """Stacks of unequal depth, a scaled output, shared keys and values, a tied output without bias."""
-        model, group = portable.model, group_among(portable.groups, T5Config)
+        model, group = portable.model, T5Config.among(portable.groups)
         tied, depth = not model.untie_embeddings_and_output_weights, group.decoder_num_layers
         unequal = f"a T5 with equally many layers in encoder and decoder only, not {depth} and {model.num_layers}"
         return {
@@ -101,7 +100,7 @@ class T5Format(MegatronLMFormat):
     @override
     def arguments(self, portable: PortableModel) -> dict[str, Any]:
         """Arguments for both stacks' sizes and relative positions."""
-        group = group_among(portable.groups, T5Config)
+        group = T5Config.among(portable.groups)
         same_fields = {name: getattr(group, name) for name in ("decoder_num_layers", *_SAME_FIELDS)}
         return {
             **same_fields,

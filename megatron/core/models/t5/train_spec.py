@@ -9,7 +9,6 @@ from typing import Any, cast
 from torch import Tensor, nn
 from typing_extensions import override
 
-from megatron.config.family import group_among
 from megatron.config.model import ModelConfig
 from megatron.config.pipeline import Stage
 from megatron.config.run import RunConfig
@@ -85,7 +84,7 @@ class T5Spec(TrainSpec):
         seed: int | None = None,
     ) -> nn.Module:
         """The stage's part of the T5."""
-        return T5Model(model, group_among(groups, T5Config), context, stage=stage, recompute=recompute, seed=seed)
+        return T5Model(model, T5Config.among(groups), context, stage=stage, recompute=recompute, seed=seed)
 
     @override
     def forward(self, model: nn.Module, stage_inputs: StageInputs, microbatch: Microbatch) -> Any:

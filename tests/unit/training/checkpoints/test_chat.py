@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from megatron.config.run import RunConfig
+from megatron.config.parse import parse_run
 from megatron.config.trained_model import TrainedModelConfig
 from megatron.core.conversion.convert import Conversion, convert
 from megatron.core.datasets.metadata import DatasetMetadata
@@ -74,7 +74,7 @@ def prepared(prefix: Path, hf: Path, chat: ChatSettings | None = None) -> str:
 
 
 def started(flags: str) -> Run:
-    config = RunConfig.parse(
+    config = parse_run(
         f"{TINY} {flags}".split(),
         extra_groups=FAMILIES["gpt"].groups,
         checkpoint_config=saved_config,

@@ -78,7 +78,7 @@ def test_no_value_ends_in_a_traceback(saved: tuple[Run, Path], capsys: pytest.Ca
 @pytest.mark.parametrize(
     ("path", "words"),
     [
-        (("state",), "state lacks recipe, so it is damaged"),
+        (("state",), "state lacks model, so it is damaged"),
         (("state", "progress"), "state: progress lacks iteration, so it is damaged"),
         (("state", "optimizer"), "state: optimizer lacks step, so it is damaged"),
         (("layout",), None),

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from megatron.config.run import RunConfig
+from megatron.config.parse import parse_run
+from megatron.core.models.gpt.config import GROUPS as GPT_GROUPS
 from megatron.training.reporting.startup import StartupFacts, startup_report
 
 ARGUMENTS = (
@@ -14,7 +15,7 @@ ARGUMENTS = (
 
 
 def report(**facts: object) -> str:
-    run = RunConfig.parse(ARGUMENTS.split(), world_size=8)
+    run = parse_run(ARGUMENTS.split(), world_size=8, extra_groups=GPT_GROUPS)
     known = {"model_name": "gpt", "device": "CPU", "parameters": 7_300_000, "parameters_here": 3_700_000}
     return startup_report(run, StartupFacts(flops_per_sample=1e10, **known | facts))  # type: ignore[arg-type]
 
@@ -52,6 +53,6 @@ def test_says_whose_flops_are_missing() -> None:
 
 
 def test_repeats_what_a_user_should_know_about_flags() -> None:
-    run = RunConfig.parse([*ARGUMENTS.split(), "--use-mcore-models"], world_size=8)
+    run = parse_run([*ARGUMENTS.split(), "--use-mcore-models"], world_size=8, extra_groups=GPT_GROUPS)
     facts = StartupFacts(model_name="gpt", device="CPU", parameters=1, parameters_here=1, flops_per_sample=1.0)
     assert "--use-mcore-models" in startup_report(run, facts).split("== notes\n")[1]

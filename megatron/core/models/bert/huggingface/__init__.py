@@ -7,12 +7,11 @@ from typing import Any
 
 from typing_extensions import override
 
-from megatron.config.family import group_among
 from megatron.config.model import ModelConfig
 from megatron.core.conversion.huggingface.config_reader import ConfigReader
 from megatron.core.conversion.huggingface.format import HuggingFaceFormat, ModelType
 from megatron.core.conversion.portable import LazyTensor
-from megatron.core.models.bert.config import BertConfig, TokenTypesConfig, token_types
+from megatron.core.models.bert.config import BertConfig, TokenTypesConfig
 from megatron.core.models.bert.huggingface import bert, modernbert, roberta
 from megatron.errors import CheckpointError
 
@@ -31,16 +30,16 @@ class BertFormat(HuggingFaceFormat):
     @override
     def settings_of_groups(self, groups: Sequence[object], model_type: str, model: ModelConfig) -> dict[str, Any]:
         """The class with these heads, and the token types; of a ModernBERT the bias of its head."""
-        group = group_among(groups, BertConfig)
+        group = BertConfig.among(groups)
         architecture = self.classes(model_type)[0 if group.bert_binary_head else -1]
         if model_type in modernbert.TYPES:
             return {"architectures": [architecture], "classifier_bias": group.head_bias}
-        return {"architectures": [architecture], "type_vocab_size": token_types(groups)}
+        return {"architectures": [architecture], "type_vocab_size": TokenTypesConfig.among(groups).num_tokentypes}
 
     @override
     def differences(self, model_type: str, model: ModelConfig, groups: Sequence[object]) -> list[str]:
         """Heads and token types that the type lacks, and a GELU or a bias that its head has not."""
-        group, types, found = group_among(groups, BertConfig), token_types(groups), list[str]()
+        group, types, found = BertConfig.among(groups), TokenTypesConfig.among(groups).num_tokentypes, list[str]()
         exact = group.exact_gelu_head or model.nonlinearity == "gelu"
         if model_type in bert.TYPES:
             if exact and model.activation != "gelu":

@@ -9,11 +9,12 @@ from typing import Any
 from typing_extensions import override
 
 from megatron.config.model import ModelConfig
-from megatron.config.moe import experts_of
+from megatron.config.moe import MoEConfig
 from megatron.core.conversion.huggingface.config_reader import ConfigReader
 from megatron.core.conversion.huggingface.format import HuggingFaceFormat, ModelType
 from megatron.core.conversion.portable import LazyTensor
 from megatron.core.conversion.tables import Row
+from megatron.core.models.gpt.config import GPTConfig
 from megatron.core.models.gpt.huggingface import (
     bloom,
     cohere,
@@ -80,9 +81,9 @@ class DecoderFormat(HuggingFaceFormat):
 
     @override
     def groups_from_config(self, reader: ConfigReader, tensors: Collection[str], *, where: str) -> tuple[object, ...]:
-        """The experts of types that have some."""
+        """GPT's facts, and the experts of types that have some."""
         described = self.types[reader("model_type")]
-        return (described.experts(reader),) if isinstance(described, ExpertType) else ()
+        return (GPTConfig(), *([described.experts(reader)] if isinstance(described, ExpertType) else []))
 
     @override
     def settings_of_groups(self, groups: Sequence[object], model_type: str, model: ModelConfig) -> dict[str, Any]:
@@ -90,12 +91,12 @@ class DecoderFormat(HuggingFaceFormat):
         described = self.types[model_type]
         if not isinstance(described, ExpertType):
             return {}
-        return described.write_experts(experts_of(groups), model)
+        return described.write_experts(MoEConfig.among(groups), model)
 
     @override
     def differences(self, model_type: str, model: ModelConfig, groups: Sequence[object]) -> list[str]:
         """What a type can't express about the model's experts."""
-        described, moe = self.types[model_type], experts_of(groups)
+        described, moe = self.types[model_type], MoEConfig.among(groups)
         if isinstance(described, ExpertType):
             return described.expert_differences(moe, model)
         return ["it has experts"] if moe.has_experts else []
@@ -103,7 +104,7 @@ class DecoderFormat(HuggingFaceFormat):
     @override
     def table(self, model_type: str, model: ModelConfig, groups: Sequence[object] = ()) -> Sequence[Row]:
         """Rows of the model's modules, those of experts included."""
-        described, moe = self.types[model_type], experts_of(groups)
+        described, moe = self.types[model_type], MoEConfig.among(groups)
         of_experts = described.expert_rows(moe) if isinstance(described, ExpertType) and moe.has_experts else ()
         return (*super().table(model_type, model, groups), *of_experts)
 
