@@ -75,7 +75,7 @@ FAULTS = (
         old='run.context.rng.seed = state["random_seed"]',
         new="run.context.rng.seed = run.context.rng.seed",
         suffers="A resumed run with another --seed draws other dropout than the one it continues.",
-        first=("unit/training/checkpoints", "parallel/test_resume.py", "end_to_end/test_resume_flags.py"),
+        first=("end_to_end/test_resume_flags.py::seed",),
     ),
     Fault(
         "masters_rounded_on_loading",
@@ -83,7 +83,7 @@ FAULTS = (
         old="found[master] = (master, entry.name)",
         new="found[master] = (entry.name, master)",
         suffers="A bf16 run resumes from weights rounded to 16 bits.",
-        first=("unit/training/checkpoints", "parallel/test_resume.py"),
+        first=("parallel/test_resume.py::two_halves",),
     ),
     Fault(
         "last_interval_never_saved",
