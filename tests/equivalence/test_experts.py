@@ -139,6 +139,7 @@ RICH = ("tp2 dp2 ep2 zero", "tp2 sp ep2 etp1", "ep2 etp2 over all", "pp2 tp2 sp 
 MORE = {
     GLOBAL: ("pp2 ep2 interleaved",),
     PADDED: ("tp2 ep2 etp1", "dp2 ep2 recompute moe"),
+    "biases, softmax before the choice": ("tp2 etp2",),  # of each expert, once for all of its parts
     "latent attention, groups, bias, shared experts, future tokens": (
         "pp2 tp2 sp ep2 etp1 zb-h1 recompute parts of moe and attention",
     ),

@@ -72,3 +72,24 @@ def test_results_overlap_with_what_is_given_as_nccl_allows(place: str) -> None:
     """Ranks would read what others have already written."""
     name, tensors, said = PLACES[place]
     assert refused(name, *tensors(torch.zeros(16))) == ([said] if said else [])
+
+
+def test_what_is_under_way_is_neither_changed_nor_read() -> None:
+    """Another rank would get numbers of the next step, or this one read what has not arrived; gloo hides it."""
+    sent, arriving, other = torch.zeros(8), torch.zeros(8), torch.zeros(8)
+    asked = Operation("all-reduce", RANKS, torch.float32, 8, "file.py:1", 0, 0)
+    parts = [recorder._Bytes.of(each) for each in (sent, arriving)]
+    under_way = recorder._InFlight(asked, (parts[0],), (parts[1],), (sent, arriving))
+    seen = recorder.Recorder(6, _in_flight={part.storage: [under_way] for part in parts})
+    for function, arguments in (
+        (torch.ops.aten.sum.default, [sent]),
+        (torch.ops.aten.add_.Tensor, [other, sent]),
+        (torch.ops.aten.view.default, [arriving, [8]]),
+    ):
+        seen.see(function, arguments, {}, None)
+    assert seen.refused == []
+    seen.see(torch.ops.aten.add_.Tensor, [sent, other], {}, None)
+    seen.see(torch.ops.aten.sum.default, [arriving], {}, None)
+    changed, read = seen.refused
+    assert "add_ at " in changed and changed.endswith("changes what it uses before it is waited for")
+    assert "sum at " in read and read.endswith("reads its result before it is waited for")
