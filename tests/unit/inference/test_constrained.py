@@ -93,7 +93,7 @@ def random_schema(draw: random.Random, *, depth: int = 2) -> dict[str, Any]:
 @pytest.mark.parametrize("kind", FULL)
 def test_answers_validate_against_random_schemas(kind: str, tmp_path: Path) -> None:
     """A grammar that allows too much writes JSON that its reader refuses; a random model finds what is allowed."""
-    jsonschema = pytest.importorskip("jsonschema_rs")
+    jsonschema = pytest.importorskip("jsonschema_rs", reason="it checks answers: pip install -e '.[dev-all]'")
     tokenizer, compile_for = compiler(kind, tmp_path)
     numbers = random.Random(kind)
     for seed in range(15):
