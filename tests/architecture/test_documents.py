@@ -86,6 +86,10 @@ def test_decisions_are_numbered_dated_and_listed() -> None:
         assert f"| [{title.removeprefix('# ')}]({record.name}) |" in index
 
 
+NOT_IN_CODE = {"auto", "costs", "forward", "huggingface"}
+"""Words of CONTRIBUTING's table that are no names in the files of their row."""
+
+
 def lines_of(folder: str) -> int:
     """Lines of the Python files in a folder of the package."""
     return sum(path.read_bytes().count(b"\n") for path in (ROOT / "megatron" / folder).rglob("*.py"))
@@ -156,3 +160,17 @@ def test_what_to_read_first_is_short() -> None:
     first = re.findall(r"^\d\. \[.*?\]\((.*?)\)", text.partition("## Read first")[2], re.MULTILINE)
     assert len(first) == 7
     assert sum(len((ROOT / path).read_text(encoding="utf-8").splitlines()) for path in first) < 1500
+
+
+def test_where_things_go_names_what_is_there() -> None:
+    """Somebody new finds a room in a minute only if the function that a row names is in a file that the row links."""
+    section = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8").split("## Where things go")[1].split("\n## ")[0]
+    rows = re.findall(r"^\| (?!\*\*)(.+?) \| (.+) \|$", section, re.MULTILINE)
+    assert len(rows) > 25
+    missing = []
+    for what, where in rows:
+        linked = [ROOT / target.partition("#")[0] for target, _ in LINK.findall(where)]
+        text = "".join(path.read_text(encoding="utf-8") for path in linked if path.suffix == ".py")
+        names = [name for name in re.findall(r"(?<!\[)`([A-Za-z_.]+)`", where) if name not in NOT_IN_CODE]
+        missing += [f"{what}: {name}" for name in names if name.rpartition(".")[2] not in text]
+    assert not missing, "CONTRIBUTING.md names what its links don't have:\n" + "\n".join(missing)
