@@ -174,3 +174,14 @@ def test_where_things_go_names_what_is_there() -> None:
         names = [name for name in re.findall(r"(?<!\[)`([A-Za-z_.]+)`", where) if name not in NOT_IN_CODE]
         missing += [f"{what}: {name}" for name in names if name.rpartition(".")[2] not in text]
     assert not missing, "CONTRIBUTING.md names what its links don't have:\n" + "\n".join(missing)
+
+
+def test_the_recipe_for_a_family_shows_its_example() -> None:
+    """Code that was copied into a document goes on being shown when the example has changed."""
+    page = ROOT / "docs" / "adding_a_family.md"
+    blocks = re.findall(
+        r"[Ff]rom \[[^\]]+\]\(([^)]+)\):\n\n```python\n(.+?)```", page.read_text(encoding="utf-8"), re.DOTALL
+    )
+    assert len(blocks) == 6
+    for link, code in blocks:
+        assert code in (page.parent / link).read_text(encoding="utf-8"), f"{link} has no longer:\n{code}"

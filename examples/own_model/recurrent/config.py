@@ -9,6 +9,7 @@ from typing_extensions import override
 
 from megatron.config.family import FamilyConfig, Rule
 from megatron.config.flags import flag
+from megatron.config.moe import MoEConfig
 from megatron.config.run import RunConfig
 
 
@@ -47,4 +48,4 @@ def layers_read_whole_sequences(run: RunConfig) -> str | None:
     )
 
 
-GROUPS: tuple[type, ...] = (RecurrentConfig,)
+GROUPS: tuple[type, ...] = (RecurrentConfig, MoEConfig)

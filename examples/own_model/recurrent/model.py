@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -11,14 +12,17 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from megatron.config.model import ModelConfig
+from megatron.config.moe import MoEConfig
 from megatron.core.models.gpt.model import GPTModel
+from megatron.core.moe.layer import expert_layers, feed_forward
 from megatron.core.parallel.context import ParallelContext
 from megatron.core.parallel.costs import Costs, Workload, total_of
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.initialization import input_init, output_init
 from megatron.core.transformer.inputs import LayerInputs
 from megatron.core.transformer.place import BranchPlace
-from megatron.core.transformer.stack import FEED_FORWARD, Branch, StackConfig
+from megatron.core.transformer.stack import Branch, StackConfig
+from recurrent.config import RecurrentConfig
 
 
 class Recurrence(nn.Module):
@@ -53,8 +57,9 @@ class Recurrence(nn.Module):
         return total_of((self.linear_in, self.linear_out), workload) + Costs(kept=kept)
 
 
-def recurrent_model(config: ModelConfig, context: ParallelContext, *, forget_floor: float, **part: Any) -> GPTModel:
-    """A GPT of layers of a recurrence and an MLP; ``part``: see ``GPTModel``."""
-    build = partial(Recurrence, forget_floor=forget_floor)
-    layer = (Branch("recurrence", "pre_recurrence_layernorm", "recurrence", build), FEED_FORWARD)
-    return GPTModel(config, context, stack=StackConfig(config, causal=True, pattern=(layer,)), **part)
+def recurrent_model(config: ModelConfig, groups: Sequence[object], context: ParallelContext, **part: Any) -> GPTModel:
+    """A GPT of layers of a recurrence and an MLP or experts; ``part``: see ``GPTModel``."""
+    build = partial(Recurrence, forget_floor=RecurrentConfig.among(groups).forget_floor)
+    recurrence, moe = Branch("recurrence", "pre_recurrence_layernorm", "recurrence", build), MoEConfig.among(groups)
+    layers = ((recurrence, feed_forward(moe, has_experts=marked)) for marked in expert_layers(moe, config))
+    return GPTModel(config, context, stack=StackConfig(config, causal=True, pattern=tuple(layers)), **part)

@@ -12,7 +12,6 @@ from megatron.config.model import ModelConfig
 from megatron.core.models.gpt.train_spec import GPTSpec
 from megatron.core.models.train_spec import TrainSpec
 from megatron.core.parallel.context import ParallelContext
-from recurrent.config import RecurrentConfig
 from recurrent.model import recurrent_model
 
 
@@ -30,7 +29,7 @@ class RecurrentSpec(GPTSpec):
         """Build the model, or one stage of it. ``part``: which stage, what is recomputed, and the seed of initial
         weights.
         """
-        return recurrent_model(model, context, forget_floor=RecurrentConfig.among(groups).forget_floor, **part)
+        return recurrent_model(model, groups, context, **part)
 
 
 TRAIN_SPEC: TrainSpec = RecurrentSpec()
