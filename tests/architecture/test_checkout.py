@@ -82,4 +82,4 @@ def test_the_top_level_holds_programs_and_papers_alone() -> None:
         pytest.skip("not a checkout")
     listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
     kinds = {Path(name).suffix for name in listed.splitlines() if "/" not in name}
-    assert kinds == {"", ".md", ".in", ".txt", ".py", ".toml"}  # the first: LICENSE and .gitignore
+    assert kinds == {"", ".md", ".in", ".txt", ".py", ".toml", ".yaml"}  # the first: LICENSE and .gitignore
