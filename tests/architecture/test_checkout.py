@@ -65,7 +65,8 @@ def test_an_installed_package_says_whom_it_met(tmp_path: Path) -> None:
     """Two distributions in one folder overwrite each other's modules; what fails then is some import far away."""
     package = tmp_path / "megatron"
     (package / "core").mkdir(parents=True)
-    (package / "__init__.py").write_text((ROOT / "megatron/__init__.py").read_text(encoding="utf-8"))
+    for name in ("__init__.py", "version.py"):
+        (package / name).write_text((ROOT / "megatron" / name).read_text(encoding="utf-8"))
     (package / "core" / "package_info.py").touch()
     done = subprocess.run(
         [sys.executable, "-c", "import megatron"], cwd=tmp_path, capture_output=True, text=True, check=False
