@@ -13,6 +13,7 @@ import torch
 from megatron.core.models.registry import Family, register
 from megatron.core.parallel.context import ParallelContext
 from megatron.training.evaluation.parity import Observed, compare, observe
+from megatron.training.run.run import build_run
 from tests.end_to_end.commands import ROOT
 from tests.harness import run_ranks
 from tests.harness.runs import tiny_config
@@ -57,7 +58,7 @@ def steps(context: ParallelContext, flags: str) -> Observed:
     """Three steps of a tiny XLNet."""
     family = xlnet()
     config = tiny_config(f"{FLAGS} {flags}", ranks=context.mesh.world_size, family=family)
-    return observe(config, family.train_spec, context, steps=3)
+    return observe(build_run(config, family.train_spec, context), steps=3)
 
 
 @lru_cache(maxsize=1)

@@ -105,7 +105,8 @@ class TwoStreamAttention(Attention):
         sizes, given = inputs.segments, x
         query = self._heads(self.linear_q(x))
         if sizes.memory and sizes.count > 1:
-            earlier = x.detach().unflatten(1, (-1, sizes.count))[:, :, :-1].flatten(1, 2)
+            by_sample = x.detach().view(x.shape[0], -1, sizes.count, x.shape[2])
+            earlier = by_sample[:, :, :-1].flatten(1, 2)
             given = torch.cat((x, earlier), dim=1)
         key, value = (_with_memory(self._heads(each(given)), sizes) for each in (self.linear_k, self.linear_v))
         position = linear(inputs.encodings, self.position_weight, None, self._context)
@@ -117,7 +118,7 @@ class TwoStreamAttention(Attention):
         return out
 
     def _heads(self, x: Tensor) -> Tensor:
-        return x.unflatten(2, (-1, self._head_dim))
+        return x.view(*x.shape[:2], -1, self._head_dim)
 
     def _mixed(self, query: Tensor, key: Tensor, value: Tensor, position: Tensor, inputs: SegmentInputs) -> Tensor:
         """``[rows, b, n, d]``, keys and values ``[keys, b, n, d]``, to ``[rows, b, n·d]``.
@@ -144,7 +145,6 @@ class TwoStreamAttention(Attention):
         found = super().request(workload)
         return dataclasses.replace(found, query_length=sizes.rows, key_length=sizes.keys, bias=True)
 
-    @override
     def costs(self, workload: Workload) -> Costs:
         """Costs of the matmuls, of biases of every row for every key and distance, and of attention."""
         sizes, width = self._sizes(workload), self._queries
@@ -187,8 +187,9 @@ def _with_memory(x: Tensor, sizes: Segments) -> Tensor:
     if sizes.count == 1:
         return torch.cat((x.new_zeros(sizes.memory, *x.shape[1:]), x[: sizes.length]))
     samples = x.shape[1] // (2 * sizes.count - 1)
-    own, earlier = x[: sizes.length].split((samples * sizes.count, samples * (sizes.count - 1)), dim=1)
-    stream = earlier.unflatten(1, (samples, -1)).permute(2, 0, 1, 3, 4).flatten(0, 1)  # [earlier tokens, samples, n, d]
+    batch, tokens = samples * sizes.count, x[: sizes.length]
+    by_sample = tokens[:, batch:].unflatten(1, (samples, -1))  # type: ignore[no-untyped-call]  # in torch's stubs
+    stream = by_sample.permute(2, 0, 1, 3, 4).flatten(0, 1)  # [earlier tokens, samples, n, d]
     places = sizes.memory_places(x.device).clamp(min=0)
     memory = stream[places].permute(1, 2, 0, 3, 4).flatten(1, 2)  # [segments, M, samples, n, d] -> [M, b, n, d]
-    return torch.cat((memory, own))
+    return torch.cat((memory, tokens[:, :batch]))

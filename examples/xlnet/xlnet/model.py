@@ -8,6 +8,7 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from typing_extensions import override
 
 from megatron.config.model import ModelConfig
 from megatron.config.pipeline import Stage
@@ -64,6 +65,7 @@ class XLNetModel(nn.Module):
         if seed is not None:
             initialize(self, context.mesh, seed=seed)
 
+    @override
     def forward(
         self,
         tokens: Tensor | None,
@@ -90,12 +92,15 @@ class XLNetModel(nn.Module):
             is_query = (torch.arange(sizes.rows, device=rows.device) >= sizes.length).expand_as(rows)
             hidden = self.embedding(rows, None, rng_key, replaced=(is_query, self.mask_embedding))
         assert hidden is not None, "a later stage needs the hidden states of the one before"
+        distance, same, unseen = pairs(sizes, ranks, places, documents)
         inputs = SegmentInputs(
             rng_key=rng_key,
             side_losses=side_losses or SideLosses(),
             segments=sizes,
             encodings=self._encodings(sizes, rng_key),
-            **pairs(sizes, ranks, places, documents),
+            distance=distance,
+            same=same,
+            unseen=unseen,
         )
         hidden = self._dropped(self.encoder(hidden, inputs), rng_key)
         if not self._stage.is_last:
@@ -139,8 +144,8 @@ class XLNetModel(nn.Module):
         return self.embedding.word_embeddings.weight
 
 
-def pairs(sizes: Segments, ranks: Tensor, places: Tensor, documents: Tensor) -> dict[str, Tensor]:
-    """What ``SegmentInputs`` says of each row and key of the ``b`` segments of some samples, ``[b, 1, rows, keys]``.
+def pairs(sizes: Segments, ranks: Tensor, places: Tensor, documents: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """``distance``, ``same`` and ``unseen`` of ``SegmentInputs``, for the ``b`` segments of some samples.
 
     A row sees the tokens that are given and those of lower rank, and in the content stream its own; of its memory all
     that there is.
@@ -156,8 +161,6 @@ def pairs(sizes: Segments, ranks: Tensor, places: Tensor, documents: Tensor) -> 
     exists = (memory >= 0).repeat(len(ranks), 1).unsqueeze(1).expand(-1, sizes.rows, -1)
     keys = torch.arange(-sizes.memory, sizes.length, device=device)
     key_document = torch.cat((remembered, document), dim=1)
-    return {
-        "distance": (row_place.unsqueeze(2) - keys + (sizes.length - 1)).unsqueeze(1),
-        "same": (row_document.unsqueeze(2) == key_document.unsqueeze(1)).unsqueeze(1),
-        "unseen": ~torch.cat((exists, sees), dim=2).unsqueeze(1),
-    }
+    distance = row_place.unsqueeze(2) - keys + (sizes.length - 1)
+    same = row_document.unsqueeze(2) == key_document.unsqueeze(1)
+    return distance.unsqueeze(1), same.unsqueeze(1), ~torch.cat((exists, sees), dim=2).unsqueeze(1)
