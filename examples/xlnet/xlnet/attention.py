@@ -17,10 +17,10 @@ from torch import Tensor
 from typing_extensions import override
 
 from megatron.core.ops.attention import AttentionRequest
-from megatron.core.parallel.costs import Costs, Workload, total_of
+from megatron.core.parallel.costs import Costs, Workload, costs_of, total_of
 from megatron.core.parallel.recompute import recomputed
 from megatron.core.parallel.sharding import Sharding
-from megatron.core.tensor_parallel.layers import make_parameter
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, make_parameter
 from megatron.core.tensor_parallel.linear import linear
 from megatron.core.transformer.attention import Attention, AttentionScope
 from megatron.core.transformer.initialization import input_init
@@ -87,10 +87,11 @@ class TwoStreamAttention(Attention):
         super().__init__(place, causal=False)
         config, context, width = self._config, self._context, self._width
         self._own = own
-        self.linear_q = self._columns(width)
-        self.linear_k = self._columns(width)
-        self.linear_v = self._columns(width)
         init = input_init(config)
+        self.linear_q = self._columns(width)
+        self.linear_kv = ColumnParallelLinear(
+            config.hidden_size, 2 * width, context, init=init, bias=config.add_qkv_bias, blocks=2
+        )
         self.position_weight = make_parameter(Sharding((width, config.hidden_size), {0: "tp"}), init, context)
         self.content_bias, self.position_bias, self.document_bias = (
             make_parameter(Sharding((width,), {0: "tp"}), init, context) for _ in range(3)
@@ -108,7 +109,7 @@ class TwoStreamAttention(Attention):
             by_sample = x.detach().view(x.shape[0], -1, sizes.count, x.shape[2])
             earlier = by_sample[:, :, :-1].flatten(1, 2)
             given = torch.cat((x, earlier), dim=1)
-        key, value = (_with_memory(self._heads(each(given)), sizes) for each in (self.linear_k, self.linear_v))
+        key, value = (_with_memory(self._heads(each), sizes) for each in self.linear_kv(given).chunk(2, dim=-1))
         position = linear(inputs.encodings, self.position_weight, None, self._context)
         if self._recompute_core and self.training:
             mixed = recomputed(self._mixed, query, key, value, position, inputs)
@@ -118,7 +119,7 @@ class TwoStreamAttention(Attention):
         return out
 
     def _heads(self, x: Tensor) -> Tensor:
-        return x.view(*x.shape[:2], -1, self._head_dim)
+        return x.reshape(*x.shape[:2], -1, self._head_dim)
 
     def _mixed(self, query: Tensor, key: Tensor, value: Tensor, position: Tensor, inputs: SegmentInputs) -> Tensor:
         """``[rows, b, n, d]``, keys and values ``[keys, b, n, d]``, to ``[rows, b, n·d]``.
@@ -151,7 +152,7 @@ class TwoStreamAttention(Attention):
         remembers = dataclasses.replace(workload, batch=2 * workload.batch - workload.batch // sizes.count)
         projected = remembers if sizes.memory else workload
         matmuls = total_of((self.linear_q, self.linear_proj), workload)
-        matmuls += total_of((self.linear_k, self.linear_v), projected)
+        matmuls += costs_of(self.linear_kv, projected)
         encodings = 2.0 * sizes.distances * self._width * self._config.hidden_size
         matmuls += Costs.of_product(self.position_weight, encodings, kept=sizes.distances * width * workload.itemsize)
         pairs = workload.batch * sizes.rows * width // self._head_dim
@@ -164,7 +165,7 @@ class TwoStreamAttention(Attention):
                 matmuls,
                 flops=matmuls.flops + flops,
                 kept=matmuls.kept + (0 if self._recompute_core else biases),
-                working=matmuls.working + 2 * by_distance + 2 * biases,
+                working=matmuls.working + 2 * by_distance + 3 * biases,
             ),
             workload,
             keys=sizes.keys,

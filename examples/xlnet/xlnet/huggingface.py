@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from typing import Annotated, Any
 
+import torch
 from torch import Tensor
 from typing_extensions import override
 
@@ -32,6 +33,11 @@ def _split_channels(tensor: Tensor, model: ModelConfig) -> list[Tensor]:
 
 FROM_HIDDEN = Transform(lambda parts, model: parts[0].flatten(1).t().contiguous(), _split_inputs)
 """A matrix ``[h, heads, d]`` of theirs, ``[heads·d, h]`` of ours."""
+KEY_VALUE = Transform(
+    lambda parts, model: torch.cat([FROM_HIDDEN.join([part], model) for part in parts]),
+    lambda tensor, model: [FROM_HIDDEN.split(part, model)[0] for part in tensor.chunk(2)],
+)
+"""Keys' and values' such matrices, one above the other."""
 BY_HEAD = Transform(lambda parts, model: parts[0].flatten(-2), _split_channels)
 """Anything whose last dimensions are heads and their channels, which are one dimension of ours."""
 
@@ -40,8 +46,6 @@ def _parameters() -> tuple[Row, ...]:
     """Theirs are tensors of their own, and not weights of modules."""
     rows = {
         "linear_q.weight": ("q", FROM_HIDDEN),
-        "linear_k.weight": ("k", FROM_HIDDEN),
-        "linear_v.weight": ("v", FROM_HIDDEN),
         "linear_proj.weight": ("o", BY_HEAD),
         "position_weight": ("r", FROM_HIDDEN),
         "content_bias": ("r_w_bias", BY_HEAD),
@@ -49,9 +53,13 @@ def _parameters() -> tuple[Row, ...]:
         "document_bias": ("r_s_bias", BY_HEAD),
         "document_embedding": ("seg_embed", BY_HEAD),
     }
-    return tuple(
-        Row(f"{ATTENTION}.{ours}", f"{THEIR_ATTENTION}.{theirs}", transform, is_parameter=True)
-        for ours, (theirs, transform) in rows.items()
+    key_value = tuple(f"{THEIR_ATTENTION}.{name}" for name in "kv")
+    return (
+        Row(f"{ATTENTION}.linear_kv.weight", key_value, KEY_VALUE, is_parameter=True),
+        *(
+            Row(f"{ATTENTION}.{ours}", f"{THEIR_ATTENTION}.{theirs}", transform, is_parameter=True)
+            for ours, (theirs, transform) in rows.items()
+        ),
     )
 
 
