@@ -38,9 +38,9 @@ from megatron.core.context_parallel.attention import attention
 from megatron.core.models.gpt.model import GPTModel
 from megatron.core.ops.attention import AttentionOptions
 from megatron.core.parallel.collectives import gather_objects
-from megatron.core.parallel.context import ParallelContext
 from megatron.core.parallel.environment import LaunchEnvironment, launch_environment
 from megatron.core.parallel.launch import mesh_of, parallel_context
+from megatron.core.parallel.model_context import ModelContext
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ def textbook(shape: Shape, way: Way, ranks: int) -> int:
     return 3 * (ringing - 1) * keys + 2 * both * (exchanging - 1) // exchanging
 
 
-def bytes_sent(context: ParallelContext, shape: Shape, way: Way) -> Counter[str]:
+def bytes_sent(context: ModelContext, shape: Shape, way: Way) -> Counter[str]:
     """Counted over one call and its gradient."""
     context = dataclasses.replace(context, cp_comm_types=(way.kind,), cp_sizes=way.levels)
     held = shape.length // context.mesh.size("cp")
@@ -93,7 +93,7 @@ def bytes_sent(context: ParallelContext, shape: Shape, way: Way) -> Counter[str]
     return sent
 
 
-def compare_bytes(context: ParallelContext, say: Callable[[str], None]) -> dict[str, float]:
+def compare_bytes(context: ModelContext, say: Callable[[str], None]) -> dict[str, float]:
     """A table of counted against textbook bytes; their ratios."""
     shape, ranks = Shape(), context.mesh.size("cp")
     ratios = {}
@@ -129,7 +129,7 @@ def _status(field: str) -> int:
     raise RuntimeError(f"this system doesn't report {field}")
 
 
-def step_memory(context: ParallelContext, length: int) -> int:
+def step_memory(context: ModelContext, length: int) -> int:
     """Growth of a rank's memory over forward and backward of one sample."""
     config = ModelConfig(
         num_layers=4,
@@ -156,7 +156,7 @@ def step_memory(context: ParallelContext, length: int) -> int:
 
 
 def compare_memory(
-    launch: LaunchEnvironment, sliced: ParallelContext, lengths: Sequence[int], say: Callable[[str], None]
+    launch: LaunchEnvironment, sliced: ModelContext, lengths: Sequence[int], say: Callable[[str], None]
 ) -> dict[str, float]:
     """A table of memory by length, for a rank alone with its sample and for all ranks on one; their ratios."""
     ratios = {}
@@ -191,7 +191,8 @@ def main() -> None:
         if launch.rank == 0:
             print(text, flush=True)
 
-    with parallel_context(parallel, launch, params_dtype="fp32", seed=1) as context:
+    with parallel_context(parallel, launch, params_dtype="fp32", seed=1) as rank:
+        context = ModelContext.plain(rank)
         ratios = compare_bytes(context, say)
         memory = {} if options.no_memory else compare_memory(launch, context, options.lengths, say)
     if launch.rank == 0:

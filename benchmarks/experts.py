@@ -24,7 +24,7 @@ from benchmarks import results
 from megatron.config.model import ModelConfig
 from megatron.config.moe import MoEConfig
 from megatron.core.moe.layer import MoELayer
-from megatron.core.parallel.context import ParallelContext
+from megatron.core.parallel.model_context import ModelContext
 from megatron.core.parallel.rng import StreamKey
 from megatron.core.parallel.side_losses import SideLosses
 from megatron.core.tensor_parallel.initialize import initialize
@@ -58,7 +58,7 @@ def ours(shape: Shape, dtype: torch.dtype, *, is_dense: bool = False) -> Callabl
         activation="swiglu",
         add_bias_linear=False,
     )
-    context = ParallelContext.single(dtype=dtype)
+    context = ModelContext.single(dtype=dtype)
     moe = MoEConfig(num_experts=shape.experts, moe_router_topk=shape.chosen, moe_ffn_hidden_size=shape.width)
     place = BranchPlace(StackConfig(model, causal=True), context, 0)
     built: nn.Module = MLP(model, context) if is_dense else MoELayer(moe, place)

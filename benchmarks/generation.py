@@ -42,7 +42,7 @@ from megatron.core.inference.sampling import Sampling
 from megatron.core.inference.scheduler import SchedulerOptions
 from megatron.core.inference.step_plan import PlanRow, RunnerLimits, RunningStep, StepPlan
 from megatron.core.models.gpt.model import GPTModel
-from megatron.core.parallel.context import ParallelContext
+from megatron.core.parallel.model_context import ModelContext
 
 Prompts = list[list[int]]
 Contender = Callable[[Prompts, int], list[list[int]]]
@@ -94,7 +94,7 @@ def build(shape: Shape, dtype: torch.dtype) -> GPTModel:
         init_method_std=0.08,  # so that greedy texts vary
         activation="gelu",
     )
-    return GPTModel(config, ParallelContext.single(dtype=dtype), seed=1).eval().requires_grad_(False)
+    return GPTModel(config, ModelContext.single(dtype=dtype), seed=1).eval().requires_grad_(False)
 
 
 def runner_of(model: GPTModel, shape: Shape, *, requests: int, form: Form | None = None) -> TimedRunner:

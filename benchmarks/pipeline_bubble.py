@@ -10,6 +10,7 @@ runner and the transfers add to it. Every rank is a process; messages are real, 
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import sys
 
@@ -32,8 +33,8 @@ from torch.multiprocessing.spawn import spawn
 
 from benchmarks import results
 from megatron.core.parallel.collectives import Handle
-from megatron.core.parallel.context import ParallelContext
 from megatron.core.parallel.mesh import Mesh
+from megatron.core.parallel.model_context import ModelContext
 from megatron.core.parallel.rng import RngStreams, StreamKey
 from megatron.core.parallel.transport import Transport
 from megatron.core.parallel.weight_gradients import WeightGradients
@@ -161,16 +162,16 @@ def run_rank(rank: int, job: Job) -> None:
     dist.init_process_group("gloo", init_method=f"file://{job.folder}/meet", rank=rank, world_size=job.ranks)
     mesh, device = Mesh.of(pp=job.ranks, rank=rank), torch.device("cpu")
     for name, chunks in SCHEDULES:
-        context = ParallelContext(mesh=mesh, rng=RngStreams(1, mesh, device), device=device, dtype=torch.float32)
+        context = ModelContext(mesh=mesh, rng=RngStreams(1, mesh, device), device=device, dtype=torch.float32)
         seconds = time_schedule(context, job, PipelineSettings(name, job.ranks, chunks, None, job.overlap))
         if rank == 0:
             (Path(job.folder) / f"{name} {chunks}").write_text(str(statistics.median(seconds)))
     dist.destroy_process_group()
 
 
-def time_schedule(context: ParallelContext, job: Job, settings: PipelineSettings) -> list[float]:
+def time_schedule(context: ModelContext, job: Job, settings: PipelineSettings) -> list[float]:
     """Seconds of each step, from when all ranks are there to when all have finished."""
-    context.weight_gradients.may_wait = settings.splits_backward
+    context = dataclasses.replace(context, weight_gradients=WeightGradients(may_wait=settings.splits_backward))
     placement, spec = settings.placement, TensorSpec((job.elements,), torch.float32)
     stages = [
         SleepingStage(

@@ -53,7 +53,9 @@ def megatron_step(shape: Shape, dtype: str, case: Case) -> Step:
     from megatron.core.distributed.grad_sync import GradSync
     from megatron.core.ops.matmul import is_fusion_faster
     from megatron.core.optimizer.optimizer import Optimizer
-    from megatron.core.parallel.context import ParallelContext
+    from megatron.core.parallel.low_precision import LowPrecision
+    from megatron.core.parallel.model_context import ModelContext
+    from megatron.core.parallel.weight_gradients import WeightGradients
 
     config = ModelConfig(
         num_layers=shape.layers,
@@ -65,13 +67,19 @@ def megatron_step(shape: Shape, dtype: str, case: Case) -> Step:
         hidden_dropout=0.0,
         **{"activation": "gelu", **case.settings},
     )
-    context = ParallelContext.single(dtype=torch.bfloat16 if dtype == "bf16" else torch.float32)
+    context = ModelContext.single(dtype=torch.bfloat16 if dtype == "bf16" else torch.float32)
+    gradients = WeightGradients(fuses_accumulation=is_fusion_faster(context.dtype, context.device))
+    context = dataclasses.replace(context, weight_gradients=gradients)
     model, compute_loss = case.ours(shape, config, context)
     buffers = build_buffers(model.named_parameters(), context, grad_dtype=torch.float32)
-    fuses = is_fusion_faster(context.dtype, context.device)
-    grad_sync = GradSync(buffers, context, sharded=False, overlap=False, fuses_accumulation=fuses)
+    grad_sync = GradSync(buffers, context, sharded=False, overlap=False, weight_gradients=gradients)
     optimizer = Optimizer(
-        buffers, OptimizerConfig(lr=1e-4, clip_grad=0.0), PrecisionConfig(bf16=dtype == "bf16"), context, sharded=False
+        buffers,
+        OptimizerConfig(lr=1e-4, clip_grad=0.0),
+        PrecisionConfig(bf16=dtype == "bf16"),
+        context,
+        low_precision=LowPrecision(),
+        sharded=False,
     )
 
     def step() -> float:

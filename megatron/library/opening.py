@@ -28,9 +28,9 @@ from megatron.core.conversion.native import companions_of, run_of
 from megatron.core.conversion.portable import PortableModel, load_weights
 from megatron.core.files.remote_path import AnyPath, path_of
 from megatron.core.models.registry import all_families, family_of
-from megatron.core.parallel.context import ParallelContext
 from megatron.core.parallel.launch import DTYPES
 from megatron.core.parallel.mesh import Mesh
+from megatron.core.parallel.model_context import ModelContext
 from megatron.core.tokenizers.build import build_tokenizer
 from megatron.core.tokenizers.end_tokens import end_ids
 from megatron.errors import CheckpointError, ConfigError, MegatronError
@@ -76,7 +76,7 @@ def from_transformers(
     if tokenizer is not None:
         portable, kept = _with_tokenizer(portable, tokenizer)
     chosen = _dtype(dtype) or portable.dtype
-    context = ParallelContext.single(dtype=chosen, device=str(device or "cpu"))
+    context = ModelContext.single(dtype=chosen, device=str(device or "cpu"))
     run = run_of(portable, portable.tokenizer)
     run = _in_type(run, chosen)
     family = family_of(portable.groups)
@@ -153,7 +153,7 @@ def _opened(folder: str, *, step: int | None, dtype: torch.dtype | None, device:
             )
         config, train_spec = chosen_run(choice, known, 1, 1)
         config = config if dtype is None else _in_type(config, dtype)
-        context = ParallelContext.single(dtype=DTYPES[config.precision.params_dtype], device=device)
+        context = ModelContext.single(dtype=DTYPES[config.precision.params_dtype], device=device)
         trained = load_model(config, train_spec, context, has_gradients=True)
     return LanguageModel(
         trained,
@@ -171,7 +171,7 @@ def _filled(module: nn.Module, folder: str | Path, *, step: int | None) -> nn.Mo
         name = read_run_state(found)[MODEL_NAME]
         if name != PlainSpec.name:
             raise CheckpointError(f"{folder} holds a {name} model of this project: give megatron.load the folder alone")
-        describe(module, ParallelContext.single())
+        describe(module, ModelContext.single())
         weights = list(model_state(module))
         state, names = [*weights, *buffer_state(module)], where_to_find_weights(weights)
         load_checkpoint(found, state, Mesh.single(), alternatives=names)

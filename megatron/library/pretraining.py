@@ -14,7 +14,7 @@ from typing_extensions import override
 
 from megatron.core.models.registry import FAMILIES, Family, family_titled, register
 from megatron.core.models.train_spec import TrainSpec
-from megatron.core.parallel.context import ParallelContext
+from megatron.core.parallel.model_context import ModelContext
 from megatron.errors import ConfigError
 from megatron.library.plain.config import DEFAULTS
 from megatron.library.plain.train_spec import Loss, PlainSpec
@@ -52,7 +52,7 @@ def pretrain(
 ) -> TrainingResult[nn.Module]: ...
 @overload
 def pretrain(
-    model: Callable[[ParallelContext], nn.Module],
+    model: Callable[[ModelContext], nn.Module],
     argv: str | Sequence[str] = (),
     *,
     train_data: Any,
@@ -66,7 +66,7 @@ def pretrain(model: str | Family, argv: str | Sequence[str] = ()) -> TrainingRes
 
 
 def pretrain(
-    model: nn.Module | Callable[[ParallelContext], nn.Module] | str | Family,
+    model: nn.Module | Callable[[ModelContext], nn.Module] | str | Family,
     argv: str | Sequence[str] = (),
     *,
     train_data: Any = None,
@@ -78,7 +78,7 @@ def pretrain(
     """Train, on the ranks that torchrun or srun started, and on one without them.
 
     ``model``: a family such as ``"gpt"``, whose flags describe model and data, or a ``torch.nn.Module``, or a function
-    that makes one from this rank's ``ParallelContext``. ``argv``: flags, as on a command line. The rest is for modules:
+    that makes one from this rank's ``ModelContext``. ``argv``: flags, as on a command line. The rest is for modules:
 
     - ``train_data``, ``valid_data``, ``test_data``: map-style data sets, whose samples are dictionaries or tuples of
       arrays, tensors or numbers, all of one form. The model is called with a batch's fields: ``model(**batch)``,

@@ -15,10 +15,10 @@ from megatron.config.pipeline import Stage, model_stages
 from megatron.config.run import RunConfig
 from megatron.core.distributed.parameter_policy import matches
 from megatron.core.models.train_spec import TrainSpec
-from megatron.core.parallel.context import ParallelContext
 from megatron.core.parallel.launch import DTYPES
 from megatron.core.parallel.low_precision import LowPrecision
 from megatron.core.parallel.mesh import Mesh
+from megatron.core.parallel.model_context import ModelContext
 from megatron.core.parallel.rng import RngStreams
 from megatron.core.parallel.sharding import sharded_parameters
 from megatron.core.parallel.weight_gradients import WeightGradients
@@ -63,7 +63,7 @@ class _Layout:
         )
 
 
-def planned_context(run: RunConfig) -> ParallelContext:
+def planned_context(run: RunConfig) -> ModelContext:
     """The first of the ranks that share a replica's layers, on the meta device: its tensors have shapes and no values,
     and nothing is communicated.
     """
@@ -71,11 +71,9 @@ def planned_context(run: RunConfig) -> ParallelContext:
 
 
 @functools.lru_cache(maxsize=64)
-def _context(layout: _Layout) -> ParallelContext:
+def _context(layout: _Layout) -> ModelContext:
     mesh = Mesh.of(tp=layout.tp, cp=layout.cp, dp=layout.dp, ep=layout.ep, etp=layout.etp)
-    low_precision = LowPrecision()
-    low_precision.configure(layout.fp8, num_layers=layout.num_layers)
-    return ParallelContext(
+    return ModelContext(
         mesh=mesh,
         rng=RngStreams(0, mesh, torch.device("cpu")),
         device=torch.device("meta"),
@@ -83,7 +81,7 @@ def _context(layout: _Layout) -> ParallelContext:
         sequence_parallel=layout.sequence_parallel,
         cp_comm_types=layout.cp_comm_types,
         cp_sizes=layout.cp_sizes,
-        low_precision=low_precision,
+        low_precision=LowPrecision(layout.fp8, layout.num_layers),
         weight_gradients=WeightGradients(fuses_accumulation=layout.fuses_accumulation),
     )
 

@@ -135,7 +135,7 @@ def with_gradient_scales(run: Run, microbatches: Sequence[Microbatch]) -> list[M
     A collective for several losses and for fp16; a single loss of another precision needs no counts beforehand. Raises
     ConfigError for a loss that the train spec doesn't count.
     """
-    names, weights = run.train_spec.loss_names(run.config), dict[str, Tensor]()
+    names, weights = run.loss_names, dict[str, Tensor]()
     if len(names) > 1 or run.config.precision.fp16:
         counts = [run.train_spec.counts(each, run.context) for each in microbatches]
         if lacking := [name for name in names if any(each and name not in each for each in counts)]:
@@ -180,12 +180,15 @@ def forward_backward(run: Run, microbatches: Sequence[Microbatch]) -> BatchSums:
     """
     timers, plan = run.reporter.timers, run.plans.training(len(microbatches))
     run.grad_sync.zero()
+    run.optimizer.gather.release()
     with timers("forward-backward", level=1):
         loss_sum = run.runner.step(plan, with_gradient_scales(run, microbatches))
+        if run.scaling is not None:
+            run.scaling.update()
     with timers("grads-sync", level=1):
         run.grad_sync.finish()
-    layer_metrics = global_layer_metrics(loss_sum, run.train_spec.layer_metrics(run.config), run.context)
-    return BatchSums(loss_sums(loss_sum, run.train_spec.loss_names(run.config), run.context), layer_metrics)
+    layer_metrics = global_layer_metrics(loss_sum, run.layer_metric_widths, run.context)
+    return BatchSums(loss_sums(loss_sum, run.loss_names, run.context), layer_metrics)
 
 
 def train_step(run: Run, microbatches: Sequence[Microbatch]) -> StepRecord:
@@ -206,12 +209,11 @@ def update_weights(run: Run, sums: BatchSums) -> StepRecord:
     batch_size = run.config.global_batch_size_at(progress.consumed_samples)
     lr = run.schedule.learning_rate(progress.scheduled_samples)
     weight_decay = run.schedule.weight_decay(progress.scheduled_samples)
-    names = run.train_spec.loss_names(run.config)
     with timers("gradient-norm", level=1):
         gradient_sums = run.optimizer.gradient_sums()
     with waiting_for_device(run.context):  # the only time in a step
         loss_numbers, gradient_numbers, *counts = on_host(sums.losses, gradient_sums, *sums.layer_metrics.values())
-    loss = GlobalLoss.of(loss_numbers, names, layer_metrics=dict(zip(sums.layer_metrics, counts)))
+    loss = GlobalLoss.of(loss_numbers, run.loss_names, layer_metrics=dict(zip(sums.layer_metrics, counts)))
     if settings.check_for_nan_in_loss_and_grad:
         check_finite(
             loss.means,

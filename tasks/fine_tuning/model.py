@@ -13,8 +13,8 @@ from megatron.config.pipeline import Stage
 from megatron.core.models.bert.config import TokenTypesConfig
 from megatron.core.models.bert.model import BertBody, Pooler, head_of_first_token
 from megatron.core.ops.dropout import dropout
-from megatron.core.parallel.context import ParallelContext
 from megatron.core.parallel.costs import Costs, Workload, total_of
+from megatron.core.parallel.model_context import ModelContext
 from megatron.core.parallel.rng import StreamKey
 from megatron.core.parallel.side_losses import SideLosses
 from megatron.core.tensor_parallel.initialize import initialize
@@ -26,7 +26,7 @@ class AnswerLogits:
     """``values`` ``[b, answers]``, right on the first context-parallel rank only, which has the first token."""
 
     values: Tensor
-    context: ParallelContext
+    context: ModelContext
 
 
 class BertClassifier(BertBody):
@@ -38,7 +38,7 @@ class BertClassifier(BertBody):
     def __init__(
         self,
         config: ModelConfig,
-        context: ParallelContext,
+        context: ModelContext,
         *,
         classes: int,
         token_types: int = TokenTypesConfig.num_tokentypes,

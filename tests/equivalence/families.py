@@ -24,6 +24,7 @@ from megatron.core.models.registry import FAMILIES
 from megatron.core.models.t5.train_spec import T5Spec
 from megatron.core.models.train_spec import TrainSpec
 from megatron.core.parallel.context import ParallelContext
+from megatron.core.parallel.model_context import ModelContext
 from megatron.core.pipeline_parallel.chunk import Microbatch
 from megatron.core.tensor_parallel.layers import ReplicatedLinear
 from megatron.core.tokenizers.base import Tokenizer
@@ -191,7 +192,7 @@ class PatternSpec(CausalSpec):
 
     @override
     def build_model(
-        self, model: ModelConfig, groups: Sequence[object], context: ParallelContext, **options: Any
+        self, model: ModelConfig, groups: Sequence[object], context: ModelContext, **options: Any
     ) -> nn.Module:
         return GPTModel(model, context, stack=StackConfig(model, causal=True, pattern=self.pattern), **options)
 

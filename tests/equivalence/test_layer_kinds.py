@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from megatron.core.parallel.context import ParallelContext
 from megatron.core.parallel.mesh import Mesh
+from megatron.core.parallel.model_context import ModelContext
 from megatron.core.parallel.sharding import sharding_of
 from megatron.core.parallel.side_losses import SideLosses
 from megatron.training.evaluation.parity import Observed, parts
@@ -104,7 +104,7 @@ class SideLossesInTheGraph(SideLosses):
 def test_gradient_is_that_of_the_means() -> None:
     """A side loss scaled by microbatches, ranks or the main loss's tokens weighs something else in every run."""
     family, config = run_of(STACKS["gated"])
-    context = ParallelContext.single(dtype=torch.float64)
+    context = ModelContext.single(dtype=torch.float64)
     model = family.train_spec.build_model(config.model, (), context, seed=config.training.seed)
     batch, side = causal_batch(0), SideLossesInTheGraph()
     output = model(batch["tokens"], side_losses=side)

@@ -21,8 +21,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron.core.parallel.context import ParallelContext
 from megatron.core.parallel.mesh import Mesh
+from megatron.core.parallel.model_context import ModelContext
 from megatron.core.parallel.rng import RngStreams
 from tests.harness.poisoned import poisoned
 
@@ -89,7 +89,7 @@ def _report(job: Job, mesh: Mesh) -> Report:
         return Report(traceback=traceback.format_exc())
 
 
-def _join(job: Job, mesh: Mesh) -> ParallelContext:
+def _join(job: Job, mesh: Mesh) -> ModelContext:
     torch.set_num_threads(1)
     if sys.platform == "linux":
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # no host name look-up, no network needed
@@ -102,7 +102,7 @@ def _join(job: Job, mesh: Mesh) -> ParallelContext:
     )
     cpu = torch.device("cpu")
     rng = RngStreams(job.seed, mesh, cpu)
-    return ParallelContext(mesh=mesh, rng=rng, device=cpu, dtype=job.dtype, sequence_parallel=job.sequence_parallel)
+    return ModelContext(mesh=mesh, rng=rng, device=cpu, dtype=job.dtype, sequence_parallel=job.sequence_parallel)
 
 
 def _load_call(call: bytes) -> tuple[Callable[..., object], tuple[object, ...]]:

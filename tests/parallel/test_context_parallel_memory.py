@@ -11,7 +11,7 @@ import torch
 from megatron.config import ParallelConfig
 from megatron.config.run import RunConfig
 from megatron.core.models.gpt.model import GPTModel
-from megatron.core.parallel.context import ParallelContext
+from megatron.core.parallel.model_context import ModelContext
 from tests.harness import run_ranks
 from tests.harness.kept import bytes_kept
 from tests.unit.config.command_lines import run_of
@@ -42,7 +42,7 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
-def kept(context: ParallelContext, run: RunConfig) -> int:
+def kept(context: ModelContext, run: RunConfig) -> int:
     """Bytes that a forward pass over this rank's slice leaves behind for the backward pass."""
     parallel = run.parallel
     context = dataclasses.replace(

@@ -18,7 +18,7 @@ from megatron.core.context_parallel.slicing import take
 from megatron.core.models.gpt.model import GPTModel
 from megatron.core.ops.attention import eager
 from megatron.core.ops.dropout import dropout
-from megatron.core.parallel.context import ParallelContext
+from megatron.core.parallel.model_context import ModelContext
 from megatron.core.parallel.rng import RngStreams, StreamKey
 from megatron.core.transformer import embedding, layer
 from tests.harness import run_ranks
@@ -38,7 +38,7 @@ class Draws:
     scores: list[Tensor] = field(default_factory=list)
 
 
-def draw(context: ParallelContext, samples: tuple[int, ...] = (0,), exchange: CpCommType = "p2p") -> list[Draws]:
+def draw(context: ModelContext, samples: tuple[int, ...] = (0,), exchange: CpCommType = "p2p") -> list[Draws]:
     """One forward pass in training for each microbatch, with every dropout mask recorded."""
     context = dataclasses.replace(context, cp_comm_types=(exchange,))
     config = ModelConfig(
@@ -164,7 +164,7 @@ def test_data_parallel_ranks_draw_by_sample_alone() -> None:
 
 def test_every_place_of_a_forward_pass_has_its_own_stream() -> None:
     """Two layers under one name would draw the same mask in every step of the run."""
-    zero, two = draw(ParallelContext.single(), (0, 2))
+    zero, two = draw(ModelContext.single(), (0, 2))
     counted = Counter(zero.places + two.places)
     assert len(counted) == 2 * (1 + 3 * LAYERS)
     assert set(counted.values()) == {1}

@@ -18,9 +18,9 @@ from megatron.core.moe.layer import MoELayer
 from megatron.core.parallel import exchange
 from megatron.core.parallel.activity import Activity
 from megatron.core.parallel.collectives import Handle
-from megatron.core.parallel.context import ParallelContext
 from megatron.core.parallel.costs import Workload
 from megatron.core.parallel.exchange import RankGroup, start_all_to_all_rows
+from megatron.core.parallel.model_context import ModelContext
 from megatron.core.parallel.rng import StreamKey
 from megatron.core.parallel.side_losses import SideLosses
 from megatron.core.tensor_parallel.initialize import initialize
@@ -43,12 +43,12 @@ FLAGS = (
 )
 
 
-def train(context: ParallelContext, flags: str) -> None:
+def train(context: ModelContext, flags: str) -> None:
     config = tiny_config(f"{FLAGS} {flags}", ranks=context.mesh.world_size)
     loop.train_from_start_to_end(config, GPTSpec(), context, started=0.0)
 
 
-def save_again(context: ParallelContext, flags: str) -> None:
+def save_again(context: ModelContext, flags: str) -> None:
     """Load a checkpoint and save what was loaded."""
     config = tiny_config(f"{FLAGS} {flags}", ranks=context.mesh.world_size)
     run = build_run(config, GPTSpec(), context, started=0.0)
@@ -96,7 +96,7 @@ class Calls(Activity):
         return super().waiting(collective, group)
 
 
-def sent(context: ParallelContext, settings: dict[str, Any]) -> tuple[list[int], list[int], int, list[str]]:
+def sent(context: ModelContext, settings: dict[str, Any]) -> tuple[list[int], list[int], int, list[str]]:
     """Bytes that this rank sends away in each all-to-all of a forward and of a backward pass, what is planned, and the
     collectives of both passes, but for those of tensor parallelism.
     """
@@ -137,7 +137,7 @@ def test_bytes_are_those_of_the_formula(axes: dict[str, Any]) -> None:
         assert sum(forward) == sum(backward) == planned
 
 
-def order_of_events(context: ParallelContext) -> list[str]:
+def order_of_events(context: ModelContext) -> list[str]:
     """When rows are sent and awaited, and when the shared experts run, forward and backward."""
     moe = moe_config(moe_shared_expert_intermediate_size=8)
     built = MoELayer(moe, BranchPlace(StackConfig(model_config(), causal=True), context, 0))
@@ -168,7 +168,7 @@ def test_shared_experts_run_while_rows_travel() -> None:
     assert run_ranks(order_of_events, dp=2, ep=2) == [expected] * 2
 
 
-def rows_of_one_rank(context: ParallelContext) -> list[bool]:
+def rows_of_one_rank(context: ModelContext) -> list[bool]:
     """All tokens choose the experts of rank 0: the others have no rows, forward and backward."""
     built = MoELayer(moe_config(), BranchPlace(StackConfig(model_config(), causal=True), context, 0))
     with torch.no_grad():
@@ -189,7 +189,7 @@ def test_ranks_without_rows_take_part() -> None:
     assert run_ranks(rows_of_one_rank, dp=4, ep=4) == [[True, True]] + [[False, True]] * 3
 
 
-def losses_of_a_router(context: ParallelContext, kind: str, kept: int) -> tuple[float, torch.Tensor]:
+def losses_of_a_router(context: ModelContext, kind: str, kept: int) -> tuple[float, torch.Tensor]:
     """A balancing loss of this rank's tokens times their number, and its gradient of the router: the rank's part of
     ``kept`` replicas' tokens.
     """
@@ -208,11 +208,11 @@ def losses_of_a_router(context: ParallelContext, kind: str, kept: int) -> tuple[
 
 def test_a_global_loss_has_the_counts_of_all_replicas() -> None:
     """Two replicas' losses are those of one rank that has the tokens of both; over a microbatch they are not."""
-    whole, gradient = losses_of_a_router(ParallelContext.single(dtype=torch.float64), "global_aux_loss", 1)
+    whole, gradient = losses_of_a_router(ModelContext.single(dtype=torch.float64), "global_aux_loss", 1)
     found = run_ranks(losses_of_a_router, "global_aux_loss", 2, dp=2, cp=2, dtype=torch.float64)
     assert sum(total for total, _ in found) == pytest.approx(whole, rel=1e-12)
     torch.testing.assert_close(sum(each for _, each in found), gradient, rtol=0, atol=1e-9)
-    alone = [losses_of_a_router(ParallelContext.single(dtype=torch.float64), "aux_loss", 1)[0]]
+    alone = [losses_of_a_router(ModelContext.single(dtype=torch.float64), "aux_loss", 1)[0]]
     apart = run_ranks(losses_of_a_router, "aux_loss", 2, dp=2, dtype=torch.float64)
     assert alone[0] == pytest.approx(whole, rel=1e-12)
     assert abs(sum(total for total, _ in apart) - whole) > 1e-3

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 from unittest import mock
 
@@ -16,7 +17,8 @@ from megatron.core.ops.fp8_matmul import multiply
 from megatron.core.ops.quantize import BLOCK, E4M3, E5M2, Quantized, blockwise, bytes_of, mxfp8
 from megatron.core.parallel import collectives
 from megatron.core.parallel.collectives import Handle
-from megatron.core.parallel.context import ParallelContext
+from megatron.core.parallel.low_precision import LowPrecision
+from megatron.core.parallel.model_context import ModelContext
 from megatron.core.tensor_parallel import fp8_linear, regions
 from megatron.core.tensor_parallel.fp8_linear import delayed_scaling
 from megatron.core.tensor_parallel.initialize import Normal, initialize
@@ -26,21 +28,28 @@ from tests.harness import run_ranks
 LENGTH, WIDTH, OUTPUTS = 64, 128, 32
 
 
-def in_fp8(context: ParallelContext, recipe: str, **settings: Any) -> ParallelContext:
+def in_fp8(context: ModelContext, recipe: str, **settings: Any) -> ModelContext:
     fp8 = Fp8Config(**{"fp8_format": "e4m3", "fp8_recipe": recipe} | settings)
-    context.low_precision.configure(fp8, num_layers=2)
+    context = dataclasses.replace(context, low_precision=LowPrecision(fp8, 2))
     return context.in_layer(0)
 
 
-def layer_of(context: ParallelContext, recipe: str, **settings: Any) -> ColumnParallelLinear:
-    layer = ColumnParallelLinear(WIDTH, OUTPUTS, in_fp8(context, recipe, **settings), init=Normal(0.5), bias=True)
+def layer_of(context: ModelContext, recipe: str, **settings: Any) -> ColumnParallelLinear:
+    context = in_fp8(context, recipe, **settings)
+    layer = ColumnParallelLinear(WIDTH, OUTPUTS, context, init=Normal(0.5), bias=True)
     initialize(layer, context.mesh, seed=1)
     delayed_scaling([layer], context)
     return layer
 
 
+def step_of(layer: ColumnParallelLinear, *, trains: bool) -> AbstractContextManager[None]:
+    """A step of the run that the layer belongs to."""
+    assert layer.fp8 is not None
+    return layer.fp8.context.low_precision.step(trains=trains)
+
+
 def sent_by_a_column_layer(
-    context: ParallelContext, recipe: str, length: int
+    context: ModelContext, recipe: str, length: int
 ) -> tuple[dict[torch.dtype, int], list[tuple[int, int]]]:
     """Elements that are gathered, by type, and elements and bytes of an element of what is kept."""
     layer, sent, kept = layer_of(context, recipe), dict[torch.dtype, int](), list[Tensor]()
@@ -90,7 +99,7 @@ def test_parts_of_the_sequence_that_cut_blocks_are_kept_and_gathered_in_bf16() -
         assert kept == [(part, 2)]
 
 
-def order_of_a_backward_pass(context: ParallelContext) -> list[str]:
+def order_of_a_backward_pass(context: ModelContext) -> list[str]:
     """What a layer does, in order."""
     layer, done = layer_of(context, "tensorwise"), list[str]()
 
@@ -118,7 +127,7 @@ def test_input_gradients_are_summed_while_the_weight_s_is_computed() -> None:
         assert done[-1] == "wait"
 
 
-def gathered_by_a_row_layer(context: ParallelContext, recipe: str, wgrad: bool) -> dict[torch.dtype, int]:
+def gathered_by_a_row_layer(context: ModelContext, recipe: str, wgrad: bool) -> dict[torch.dtype, int]:
     """Elements of gradients of the output that are gathered, by type."""
     inside = in_fp8(context, recipe, fp8_wgrad=wgrad)
     layer = RowParallelLinear(WIDTH, OUTPUTS, inside, init=Normal(0.5), bias=True)
@@ -155,13 +164,13 @@ def test_gradients_with_one_scale_are_gathered_in_bytes(recipe: str, wgrad: bool
 @pytest.mark.parametrize("recipe", ["tensorwise", "delayed", "blockwise", "mxfp8"])
 def test_weights_are_quantized_once_a_step(recipe: str) -> None:
     """Not once a microbatch; and anew in the next step, since an optimizer changes them between steps."""
-    context = ParallelContext.single(dtype=torch.bfloat16)
+    context = ModelContext.single(dtype=torch.bfloat16)
     layer = layer_of(context, recipe)
     assert layer.fp8 is not None
     quantizer, x = layer.fp8.quantizer, torch.randn(LENGTH, 1, WIDTH, dtype=torch.bfloat16)
     with mock.patch.object(quantizer, "quantize_each", wraps=quantizer.quantize_each) as calls:
         for _ in range(2):
-            with context.low_precision.step(trains=True):
+            with step_of(layer, trains=True):
                 for _ in range(3):
                     layer(x.requires_grad_()).sum().backward()
     assert sum(call.args[1] is quantizer.weight for call in calls.call_args_list) == 2
@@ -170,10 +179,10 @@ def test_weights_are_quantized_once_a_step(recipe: str) -> None:
 @pytest.mark.parametrize("recipe", ["tensorwise", "delayed", "blockwise", "mxfp8"])
 def test_weights_of_a_step_are_forgotten_after_it(recipe: str) -> None:
     """A pass outside of steps, as generation's or a test's, multiplies by the weights of now."""
-    context = ParallelContext.single(dtype=torch.float32)
+    context = ModelContext.single(dtype=torch.float32)
     layer, x = layer_of(context, recipe), torch.randn(4, 1, WIDTH)
     with torch.no_grad():
-        with context.low_precision.step(trains=False):
+        with step_of(layer, trains=False):
             before = layer(x)
         layer.weight.mul_(-1)
         torch.testing.assert_close(layer(x) - layer.bias, -(before - layer.bias), rtol=0, atol=0)
@@ -182,7 +191,7 @@ def test_weights_of_a_step_are_forgotten_after_it(recipe: str) -> None:
 @pytest.mark.parametrize("recipe", ["blockwise", "mxfp8"])
 def test_each_direction_has_blocks_of_its_own(recipe: str) -> None:
     """Blocks lie along the dimension that a product sums over; only the squares of a weight serve both directions."""
-    layer = layer_of(ParallelContext.single(dtype=torch.float32), recipe)
+    layer = layer_of(ModelContext.single(dtype=torch.float32), recipe)
     assert layer.fp8 is not None
     quantizer, x = layer.fp8.quantizer, torch.randn(160, 288)
     for role in quantizer.roles:
@@ -197,7 +206,7 @@ def test_each_direction_has_blocks_of_its_own(recipe: str) -> None:
 @pytest.mark.parametrize("recipe", ["tensorwise", "delayed", "blockwise", "mxfp8"])
 def test_kernels_get_weights_in_order_of_memory(recipe: str) -> None:
     """In both directions, once a step: else each product would copy its weight."""
-    layer = layer_of(ParallelContext.single(dtype=torch.float32), recipe)
+    layer = layer_of(ModelContext.single(dtype=torch.float32), recipe)
     assert layer.fp8 is not None
     layer.fp8.quantizer.by = "device"
     (weight,) = layer.fp8.quantizer.quantize_weights(layer.weight)
@@ -208,7 +217,7 @@ def test_kernels_get_weights_in_order_of_memory(recipe: str) -> None:
 @pytest.mark.parametrize("recipe", ["tensorwise", "blockwise", "mxfp8"])
 def test_gradients_of_weights_without_fp8(recipe: str) -> None:
     """--no-fp8-wgrad: exactly those of the numbers as they came, which then aren't kept in 8 bits."""
-    context = ParallelContext.single(dtype=torch.float32)
+    context = ModelContext.single(dtype=torch.float32)
     layer, x = layer_of(context, recipe, fp8_wgrad=False), torch.randn(LENGTH, 1, WIDTH, requires_grad=True)
     grad = torch.randn(LENGTH, 1, OUTPUTS)
     layer(x).backward(grad)
@@ -219,7 +228,7 @@ def test_gradients_of_weights_without_fp8(recipe: str) -> None:
 
 def test_biases_are_added() -> None:
     """With gradients and without: in the rank's type, after the product."""
-    layer, x = layer_of(ParallelContext.single(dtype=torch.float32), "mxfp8"), torch.randn(4, 1, WIDTH)
+    layer, x = layer_of(ModelContext.single(dtype=torch.float32), "mxfp8"), torch.randn(4, 1, WIDTH)
     assert layer.bias is not None
     with torch.no_grad():
         plain = layer(x)
@@ -230,7 +239,7 @@ def test_biases_are_added() -> None:
 
 def test_sums_of_the_forward_pass_alone_may_be_fast() -> None:
     """As in Transformer Engine: gradients are added up in fp32."""
-    layer, found = layer_of(ParallelContext.single(dtype=torch.float32), "tensorwise"), list[bool]()
+    layer, found = layer_of(ModelContext.single(dtype=torch.float32), "tensorwise"), list[bool]()
 
     def noted(*given: Any, is_fast: bool = False, **named: Any) -> Tensor:
         found.append(is_fast)
@@ -245,7 +254,7 @@ def test_sums_of_the_forward_pass_alone_may_be_fast() -> None:
 @pytest.mark.parametrize("recipe", ["tensorwise", "delayed"])
 def test_formats_of_products(recipe: str, fmt: str, of_gradients: torch.dtype) -> None:
     """Layouts agree on the wrong format, too; gradients in E4M3 lose the range for which hybrid is chosen."""
-    context = ParallelContext.single(dtype=torch.float32)
+    context = ModelContext.single(dtype=torch.float32)
     layer, found = layer_of(context, recipe, fp8_format=fmt), list[tuple[torch.dtype, torch.dtype]]()
 
     def noted(a: Quantized, b: Quantized, *given: Any, **named: Any) -> Tensor:
@@ -259,7 +268,7 @@ def test_formats_of_products(recipe: str, fmt: str, of_gradients: torch.dtype) -
 
 def test_generation_multiplies_in_the_weights_own_format() -> None:
     """Its results would depend on which other requests there are, whose largest values set the scales."""
-    context = ParallelContext.single(dtype=torch.float32)
+    context = ModelContext.single(dtype=torch.float32)
     layer, x = layer_of(context, "tensorwise"), torch.randn(4, 1, WIDTH)
     expected = torch.nn.functional.linear(x, layer.weight, layer.bias)
     with torch.no_grad():
@@ -270,41 +279,43 @@ def test_generation_multiplies_in_the_weights_own_format() -> None:
 
 def test_delayed_scales_follow_the_largest_values_of_steps() -> None:
     """Of training steps alone: evaluation sees other data. NaN and zero leave scales where they are."""
-    context = ParallelContext.single(dtype=torch.float32)
+    context = ModelContext.single(dtype=torch.float32)
     layer = layer_of(context, "delayed", fp8_margin=1, fp8_amax_history_len=3, fp8_amax_compute_algo="max")
-    low_precision = dataclasses.replace(context).low_precision
     scaling = layer.fp8.quantizer.scaling[0] if layer.fp8 and layer.fp8.quantizer.scaling else None
     assert scaling is not None
     seen = []
     for size in (2.0, 0.5, 1.0, float("nan"), 0.0, 4.0):
-        with low_precision.step(trains=True):
+        with step_of(layer, trains=True):
             layer(torch.full((2, 1, WIDTH), size))
             seen.append(scaling.scale(0).item())
+        scaling.update()
     assert seen[:4] == [1.0, 448 / 2 / 2.0, 448 / 2 / 2.0, 448 / 2 / 2.0]
     before = scaling.scale(0).item()
-    with torch.no_grad(), mock.patch.object(low_precision, "at_end") as at_end, low_precision.step(trains=False):
+    with torch.no_grad(), step_of(layer, trains=False):
         layer(torch.full((2, 1, WIDTH), 100.0))
-    assert scaling.scale(0).item() == before and not at_end.called
-    with low_precision.step(trains=True):
+    assert scaling.scale(0).item() == before
+    with step_of(layer, trains=True):
         layer(torch.full((2, 1, WIDTH), 4.0))
+    scaling.update()
     assert scaling.scale(0).item() == before == 448 / 2 / 4.0
 
 
 def test_each_tensor_of_a_layer_has_a_delayed_scale_of_its_own() -> None:
     """From its own largest value and for its own format."""
-    context = ParallelContext.single(dtype=torch.float32)
+    context = ModelContext.single(dtype=torch.float32)
     layer = layer_of(context, "delayed", fp8_format="hybrid")
     assert layer.fp8 is not None and layer.fp8.quantizer.scaling is not None
     x = torch.full((2, 1, WIDTH), 2.0, requires_grad=True)
-    with context.low_precision.step(trains=True):
+    with step_of(layer, trains=True):
         (layer(x) * 0.5).sum().backward()
+    layer.fp8.quantizer.scaling[0].update()
     scales = [layer.fp8.quantizer.scaling[0].scale(number).item() for number in range(3)]
     assert scales == [448 / 2, pytest.approx(448 / layer.weight.abs().max().item(), rel=1e-6), 57344 / 0.5]
 
 
 def test_frozen_weights_pass_gradients_on() -> None:
     """They keep no input, and have no gradient of their own."""
-    context = ParallelContext.single(dtype=torch.float32)
+    context = ModelContext.single(dtype=torch.float32)
     layer = RowParallelLinear(WIDTH, OUTPUTS, in_fp8(context, "mxfp8"), init=Normal(0.5), bias=False)
     initialize(layer, context.mesh, seed=1)
     layer.weight.requires_grad_(False)

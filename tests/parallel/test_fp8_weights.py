@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 from unittest import mock
 
@@ -14,7 +15,8 @@ from megatron.core.distributed.buffers import build_buffers
 from megatron.core.distributed.param_gather import ParamGather
 from megatron.core.ops.quantize import bytes_of, tensorwise
 from megatron.core.parallel.collectives import all_gather_into_async
-from megatron.core.parallel.context import ParallelContext
+from megatron.core.parallel.low_precision import LowPrecision
+from megatron.core.parallel.model_context import ModelContext
 from megatron.core.tensor_parallel.fp8_linear import weight_quantizers
 from megatron.core.tensor_parallel.initialize import Normal, initialize
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear
@@ -23,10 +25,10 @@ from tests.harness import run_ranks
 WIDTH, OUTPUTS = 96, 40
 
 
-def gathered(context: ParallelContext) -> dict[str, Any]:
+def gathered(context: ModelContext) -> dict[str, Any]:
     """Of a layer whose weights were gathered in 8 bits and whose bias was not, and then made whole."""
     fp8 = Fp8Config(fp8_format="e4m3", fp8_recipe="tensorwise", fp8_param_gather=True)
-    context.low_precision.configure(fp8, num_layers=2)
+    context = dataclasses.replace(context, low_precision=LowPrecision(fp8, 2))
     layers = [
         ColumnParallelLinear(WIDTH, OUTPUTS, context.in_layer(each), init=Normal(0.5), bias=True) for each in range(2)
     ]
@@ -36,7 +38,11 @@ def gathered(context: ParallelContext) -> dict[str, Any]:
     buffers = build_buffers(
         model.named_parameters(), context, grad_dtype=torch.float32, quantizers=weight_quantizers([model])
     )
-    gather, sent, send = ParamGather(buffers, context), dict[torch.dtype, int](), all_gather_into_async
+    gather, sent, send = (
+        ParamGather(buffers, context, context.low_precision),
+        dict[torch.dtype, int](),
+        all_gather_into_async,
+    )
 
     def noted(whole: Tensor, *others: Any) -> Any:
         sent[whole.dtype] = sent.get(whole.dtype, 0) + whole.numel()
@@ -53,7 +59,7 @@ def gathered(context: ParallelContext) -> dict[str, Any]:
     found["reads"] = [bool(torch.isnan(each).all()) for each in parameters]
     found["codes"] = []
     for weight, parameter in zip(weights, parameters):
-        codes = context.low_precision.gathered(parameter)
+        codes = context.low_precision.gathered[parameter]
         ((matrix,), _), expected = codes, tensorwise(weight, matrix_format(codes))
         same = torch.equal(bytes_of(matrix.data), bytes_of(expected.data)) and torch.equal(
             matrix.scales, expected.scales
@@ -61,7 +67,7 @@ def gathered(context: ParallelContext) -> dict[str, Any]:
         found["codes"].append(same)
     gather.make_whole()
     found["whole"] = [torch.equal(parameter, weight) for parameter, weight in zip(parameters, weights)]
-    found["gathered afterwards"] = [context.low_precision.gathered(each) for each in parameters]
+    found["gathered afterwards"] = [context.low_precision.gathered.get(each) for each in parameters]
     return found
 
 
@@ -86,12 +92,12 @@ def test_one_rank_keeps_its_weights() -> None:
     assert found == ([None], 0)
 
 
-def gathered_alone(context: ParallelContext) -> tuple[list[Any], int]:
-    context.low_precision.configure(Fp8Config(fp8_format="e4m3"), num_layers=1)
+def gathered_alone(context: ModelContext) -> tuple[list[Any], int]:
+    context = dataclasses.replace(context, low_precision=LowPrecision(Fp8Config(fp8_format="e4m3"), 1))
     layer = ColumnParallelLinear(WIDTH, OUTPUTS, context.in_layer(0), init=Normal(0.5), bias=False)
     initialize(layer, context.mesh, seed=1)
     buffers = build_buffers(
         layer.named_parameters(), context, grad_dtype=torch.float32, quantizers=weight_quantizers([layer])
     )
-    ParamGather(buffers, context).release()
-    return [context.low_precision.gathered(layer.weight)], int(torch.isnan(layer.weight).sum())
+    ParamGather(buffers, context, context.low_precision).release()
+    return [context.low_precision.gathered.get(layer.weight)], int(torch.isnan(layer.weight).sum())

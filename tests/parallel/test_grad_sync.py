@@ -16,6 +16,7 @@ from megatron.core.distributed.grad_sync import GradSync
 from megatron.core.parallel.collectives import all_gather, reduce_scatter_into_async
 from megatron.core.parallel.context import ParallelContext
 from megatron.core.parallel.sharding import Sharding, sharded_parameter
+from megatron.core.parallel.weight_gradients import WeightGradients
 from megatron.errors import ParallelError
 from tests.harness import run_ranks
 
@@ -74,7 +75,7 @@ def gradients_by_every_way(context: ParallelContext) -> tuple[list[Tensor], Tens
     found = [gradients_of_two_steps(context, sharded, overlap) for sharded, overlap in ways]
     alone = Chain(context)
     local = build_buffers(alone.named_parameters(), context, grad_dtype=torch.float32, bucket_size=700)
-    GradSync(local, context, sharded=False, overlap=False)
+    GradSync(local, context, weight_gradients=WeightGradients(), sharded=False, overlap=False)
     for microbatch in range(2):
         alone.loss(samples(context, microbatch)).backward()  # type: ignore[no-untyped-call]
     for buffer in local:
@@ -86,7 +87,7 @@ def gradients_of_two_steps(context: ParallelContext, sharded: bool, overlap: boo
     """Owned gradients after sync in the second of two steps."""
     model = Chain(context)
     buffers = build_buffers(model.named_parameters(), context, grad_dtype=torch.float32, bucket_size=700)
-    sync = GradSync(buffers, context, sharded=sharded, overlap=overlap)
+    sync = GradSync(buffers, context, weight_gradients=WeightGradients(), sharded=sharded, overlap=overlap)
     for _ in range(2):
         sync.zero()
         model.loss(samples(context, 0)).backward()  # type: ignore[no-untyped-call]
@@ -113,7 +114,14 @@ def narrow_gradients(context: ParallelContext, experts: int) -> tuple[list[Tenso
     for overlap, sums_in_fp32 in ((False, False), (False, True), (True, True)):
         model = Chain(context, experts=experts)
         buffers = build_buffers(model.named_parameters(), context, grad_dtype=torch.bfloat16, bucket_size=700)
-        sync = GradSync(buffers, context, sharded=True, overlap=overlap, sums_in_fp32=sums_in_fp32)
+        sync = GradSync(
+            buffers,
+            context,
+            weight_gradients=WeightGradients(),
+            sharded=True,
+            overlap=overlap,
+            sums_in_fp32=sums_in_fp32,
+        )
         for step in range(2):
             sync.zero()
             with sync.last_backward():
@@ -122,7 +130,7 @@ def narrow_gradients(context: ParallelContext, experts: int) -> tuple[list[Tenso
         found.append(owned_gradients(buffers, context))
     alone = Chain(context, experts=experts)
     local = build_buffers(alone.named_parameters(), context, grad_dtype=torch.bfloat16, bucket_size=700)
-    GradSync(local, context, sharded=True, overlap=False)
+    GradSync(local, context, weight_gradients=WeightGradients(), sharded=True, overlap=False)
     alone.loss(samples(context, 1)).backward()  # type: ignore[no-untyped-call]
     for buffer in local:
         everyone = all_gather(buffer.grads.unsqueeze(0), context.mesh, *buffer.reduce)
@@ -145,7 +153,7 @@ def launches_during_backward(context: ParallelContext) -> list[int]:
     """Reductions under way at the end of an armed backward pass, before ``finish``, in each of three steps."""
     model = Chain(context)
     buffers = build_buffers(model.named_parameters(), context, grad_dtype=torch.float32, bucket_size=700)
-    sync = GradSync(buffers, context, sharded=True, overlap=True)
+    sync = GradSync(buffers, context, weight_gradients=WeightGradients(), sharded=True, overlap=True)
     launched = []
     for _ in range(3):
         sync.zero()
@@ -168,7 +176,7 @@ def late_gradient(context: ParallelContext) -> str:
     """A parameter that takes part twice in the second step: its bucket is reduced before the second gradient comes."""
     model = Chain(context)
     buffers = build_buffers(model.named_parameters(), context, grad_dtype=torch.float32, bucket_size=700)
-    sync = GradSync(buffers, context, sharded=False, overlap=True)
+    sync = GradSync(buffers, context, weight_gradients=WeightGradients(), sharded=False, overlap=True)
     for step in range(2):
         sync.zero()
         with sync.last_backward():
@@ -202,7 +210,7 @@ def owned_partial_sums(context: ParallelContext, sharded: bool) -> list[Tensor]:
         "tiny": parameter(context, Sharding((7,), partial_grad=("tp",))),
     }
     buffers = build_buffers(made.items(), context, grad_dtype=torch.float32)
-    sync = GradSync(buffers, context, sharded=sharded, overlap=False)
+    sync = GradSync(buffers, context, weight_gradients=WeightGradients(), sharded=sharded, overlap=False)
     for each in made.values():
         (each.sum() * (context.mesh.rank("tp") + 1)).backward()  # type: ignore[no-untyped-call]
     sync.finish()
@@ -235,7 +243,7 @@ def tied_sums(context: ParallelContext, sharded: bool) -> tuple[int, list[float]
     if stage in (0, stages - 1):
         made[f"copy_on_{stage}"] = parameter(context, Sharding((50, 8), tied="embedding"))
     buffers = build_buffers(made.items(), context, grad_dtype=torch.float32, bucket_size=100)
-    sync = GradSync(buffers, context, sharded=sharded, overlap=False)
+    sync = GradSync(buffers, context, weight_gradients=WeightGradients(), sharded=sharded, overlap=False)
     for each in made.values():
         (each.sum() * (stage + 1)).backward()  # type: ignore[no-untyped-call]
     sync.finish()

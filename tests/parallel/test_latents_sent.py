@@ -14,7 +14,7 @@ from megatron.config.parallel import CpCommType
 from megatron.core.context_parallel import key_exchange
 from megatron.core.models.gpt.model import GPTModel
 from megatron.core.parallel import exchange
-from megatron.core.parallel.context import ParallelContext
+from megatron.core.parallel.model_context import ModelContext
 from megatron.core.transformer.latent_attention import LatentAttention
 from megatron.core.transformer.place import BranchPlace
 from megatron.core.transformer.stack import StackConfig
@@ -38,7 +38,7 @@ MODEL = ModelConfig(
 )
 
 
-def numbers_sent(context: ParallelContext, model: ModelConfig, kind: CpCommType) -> tuple[list[int], list[int]]:
+def numbers_sent(context: ModelContext, model: ModelConfig, kind: CpCommType) -> tuple[list[int], list[int]]:
     """Sizes of what a rank sends, forward and backward."""
     context, sent = dataclasses.replace(context, cp_comm_types=(kind,)), list[int]()
 
@@ -87,5 +87,5 @@ def test_a_gather_carries_latents() -> None:
 
 def test_exchanged_heads_are_expanded() -> None:
     """By a2a each rank computes keys and values of its slice, and sends those of other heads."""
-    context = dataclasses.replace(ParallelContext.single(), cp_comm_types=("a2a",))
+    context = dataclasses.replace(ModelContext.single(), cp_comm_types=("a2a",))
     assert not LatentAttention(BranchPlace(StackConfig(MODEL, causal=True), context, 0)).sends_latents

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -19,8 +20,10 @@ from megatron.core.ops import matmul
 from megatron.core.ops.grouped_matmul import Groups, Loop
 from megatron.core.ops.matmul import transposed_times
 from megatron.core.parallel.collectives import Handle, all_reduce, reduce_scatter_async
-from megatron.core.parallel.context import ParallelContext
+from megatron.core.parallel.low_precision import LowPrecision
+from megatron.core.parallel.model_context import ModelContext
 from megatron.core.parallel.recompute import recomputed
+from megatron.core.parallel.weight_gradients import WeightGradients
 from megatron.core.tensor_parallel import linear as linear_module
 from megatron.core.tensor_parallel.initialize import Normal
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
@@ -31,7 +34,7 @@ from tests.harness import run_ranks
 LENGTH, WIDTH = 6, 8
 
 
-def kept_by_a_column_layer(context: ParallelContext) -> tuple[int, bool]:
+def kept_by_a_column_layer(context: ModelContext) -> tuple[int, bool]:
     """Elements kept of the sequence, and whether the gradients are those of a plain product of the whole."""
     layer = ColumnParallelLinear(WIDTH, 4, context, init=Normal(0.5), bias=False)
     with torch.no_grad():
@@ -61,7 +64,7 @@ def test_sequence_parallel_layer_keeps_its_part_of_the_sequence() -> None:
         assert kept == LENGTH * WIDTH // 2
 
 
-def products_in_fp32(context: ParallelContext, freezes: bool) -> list[bool]:
+def products_in_fp32(context: ModelContext, freezes: bool) -> list[bool]:
     """Whether a bf16 layer gives the same bits with and without gradients, and where its gradients are those of a plain
     product of the whole: of the input's part, and of the weight, if it is not frozen.
     """
@@ -101,7 +104,7 @@ def test_products_in_fp32_of_bf16_layers(sequence_parallel: bool, freezes: bool)
         assert found == [True] * 3
 
 
-def order_of_a_backward_pass(context: ParallelContext) -> tuple[list[str], bool]:
+def order_of_a_backward_pass(context: ModelContext) -> tuple[list[str], bool]:
     """What a layer's backward pass does, in order, and whether the gradient of its input is that of a plain product."""
     done: list[str] = []
     layer = ColumnParallelLinear(WIDTH, 4, context, init=Normal(0.5), bias=False)
@@ -139,8 +142,8 @@ def test_a_gradient_that_waits_is_of_any_input() -> None:
     """What attention makes of one head and several samples lies sample by sample: zero-bubble schedules stopped there
     with an error of torch's.
     """
-    context, generator = ParallelContext.single(dtype=torch.float64), torch.Generator().manual_seed(1)
-    context.weight_gradients.may_wait = True
+    context, generator = ModelContext.single(dtype=torch.float64), torch.Generator().manual_seed(1)
+    context = dataclasses.replace(context, weight_gradients=WeightGradients(may_wait=True))
     x = torch.randn(3, LENGTH, WIDTH, generator=generator, dtype=context.dtype).transpose(0, 1)
     weight = torch.randn(4, WIDTH, generator=generator, dtype=context.dtype, requires_grad=True)
     torch.autograd.backward(linear(x, weight, None, context).square().sum())
@@ -164,11 +167,12 @@ def test_gradient_of_a_weight_with_other_uses_is_added_at_once() -> None:
 
 def test_a_weights_gradient_is_added_to_its_sum_without_autograd() -> None:
     """--gradient-accumulation-fusion: else autograd makes a tensor of each gradient before it adds it."""
-    context, generator = ParallelContext.single(dtype=torch.bfloat16), torch.Generator().manual_seed(1)
+    context, generator = ModelContext.single(dtype=torch.bfloat16), torch.Generator().manual_seed(1)
+    context = dataclasses.replace(context, weight_gradients=WeightGradients(fuses_accumulation=True))
     layer = ColumnParallelLinear(WIDTH, 4, context, init=Normal(0.5), bias=False)
     torch.nn.init.ones_(layer.weight)
     (buffer,) = build_buffers(layer.named_parameters(), context, grad_dtype=torch.float32)
-    sync = GradSync([buffer], context, sharded=False, overlap=True, fuses_accumulation=True)
+    sync = GradSync([buffer], context, sharded=False, overlap=True, weight_gradients=context.weight_gradients)
     seen: list[Tensor] = []
     layer.weight.register_post_accumulate_grad_hook(seen.append)  # type: ignore[no-untyped-call]
     x = torch.randn(3, WIDTH, generator=generator).bfloat16()
@@ -185,9 +189,9 @@ def test_a_weights_gradient_is_added_to_its_sum_without_autograd() -> None:
 @pytest.mark.parametrize("fp8", [Fp8Config(), Fp8Config(fp8_format="e4m3", fp8_recipe="tensorwise")], ids=["", "fp8"])
 def test_gradients_of_recomputed_layers_do_not_wait(fp8: Fp8Config, recomputes: bool) -> None:
     """Until then each product would keep the input that recomputation is there to forget."""
-    context = ParallelContext.single(dtype=torch.float32)
-    context.weight_gradients.may_wait = True
-    context.low_precision.configure(fp8, num_layers=1)
+    gradients, low_precision = WeightGradients(may_wait=True), LowPrecision(fp8, 1)
+    context = ModelContext.single(dtype=torch.float32)
+    context = dataclasses.replace(context, weight_gradients=gradients, low_precision=low_precision)
     layer = RowParallelLinear(16, 16, context.in_layer(0), init=Normal(0.5), bias=False)
     experts = GroupedLinear(Loop(), context)
     weight = nn.Parameter(torch.randn(1, 16, 16))
@@ -205,7 +209,7 @@ def test_gradients_of_recomputed_layers_do_not_wait(fp8: Fp8Config, recomputes: 
     assert (layer.weight.grad is not None) == (weight.grad is not None) == recomputes
 
 
-def rows_there_and_back(context: ParallelContext, count: int) -> tuple[list[float], list[float], int]:
+def rows_there_and_back(context: ModelContext, count: int) -> tuple[list[float], list[float], int]:
     """Each row doubled by the rank that has it, the gradient of all rows, and how many rows this rank has."""
     rows = torch.arange(1.0, count + 1).unsqueeze(1).requires_grad_()
     mine = own_rows(rows, context)

@@ -24,8 +24,10 @@ from megatron.core.optimizer.optimizer import Optimizer
 from megatron.core.parallel.collectives import all_gather
 from megatron.core.parallel.context import ParallelContext
 from megatron.core.parallel.grid import Axis
+from megatron.core.parallel.low_precision import LowPrecision
 from megatron.core.parallel.mesh import Mesh
 from megatron.core.parallel.sharding import ShardedState, Sharding, sharded_parameter
+from megatron.core.parallel.weight_gradients import WeightGradients
 from tests.harness import run_ranks
 
 WIDTH = 24
@@ -99,9 +101,19 @@ class Trainer:
         config, named = OptimizerConfig(clip_grad=0.01, **settings), list(self.model.named_parameters())
         policies = parameter_policies(named, config)
         self.buffers = build_buffers(named, context, grad_dtype=way.grad_dtype, bucket_size=500, policies=policies)
-        self.sync = GradSync(self.buffers, context, sharded=way.sharded, overlap=way.overlap)
+        self.sync = GradSync(
+            self.buffers, context, weight_gradients=WeightGradients(), sharded=way.sharded, overlap=way.overlap
+        )
         precision = PrecisionConfig(bf16=context.dtype == torch.bfloat16, fp16=context.dtype == torch.float16)
-        self.optimizer = Optimizer(self.buffers, config, precision, context, sharded=way.sharded, count_zeros=True)
+        self.optimizer = Optimizer(
+            self.buffers,
+            config,
+            precision,
+            context,
+            low_precision=LowPrecision(),
+            sharded=way.sharded,
+            count_zeros=True,
+        )
         self.optimizer.expect(precision.initial_loss_scale if precision.fp16 else 1.0)
         if way.overlap_forward:
             self.optimizer.gather.overlap_forward(self.model)
@@ -255,7 +267,13 @@ def layout_statistics(context: ParallelContext) -> list[tuple[float, int | None,
     found = []
     for sharded in (False, True):
         optimizer = Optimizer(
-            buffers, OptimizerConfig(clip_grad=0.0), PrecisionConfig(), context, sharded=sharded, count_zeros=True
+            buffers,
+            OptimizerConfig(clip_grad=0.0),
+            PrecisionConfig(),
+            context,
+            low_precision=LowPrecision(),
+            sharded=sharded,
+            count_zeros=True,
         )
         norm = optimizer.parameter_norm()
         result = optimizer.update(count=1.0, lr=0.0, weight_decay=0.0)

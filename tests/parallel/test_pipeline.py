@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import weakref
 from collections.abc import Mapping
 from dataclasses import replace
@@ -15,9 +16,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron.core.parallel.context import ParallelContext
+from megatron.core.parallel.model_context import ModelContext
 from megatron.core.parallel.rng import StreamKey
 from megatron.core.parallel.transport import Transport
+from megatron.core.parallel.weight_gradients import WeightGradients
 from megatron.core.pipeline_parallel.chunk import LossSum, Microbatch, StageInputs, TensorSpec
 from megatron.core.pipeline_parallel.lower import Plan, lower
 from megatron.core.pipeline_parallel.runner import Runner
@@ -44,7 +46,7 @@ class Link:
     Encoder stages pass ``enc``; decoder stages pass ``dec``, hand ``enc`` through and use it; ``number`` is an integer.
     """
 
-    def __init__(self, stage: int, num_stages: int, context: ParallelContext) -> None:
+    def __init__(self, stage: int, num_stages: int, context: ModelContext) -> None:
         generator = torch.Generator().manual_seed(stage)
         self.weight = torch.randn(WIDTH, WIDTH, generator=generator, dtype=torch.float64).requires_grad_()
         self.bias = torch.zeros(WIDTH, dtype=torch.float64, requires_grad=True)
@@ -90,10 +92,10 @@ def batches() -> list[Microbatch]:
     return made
 
 
-def chain(context: ParallelContext, name: str, chunks: int, overlap: bool) -> tuple[dict[int, list[Tensor]], list[int]]:
+def chain(context: ModelContext, name: str, chunks: int, overlap: bool) -> tuple[dict[int, list[Tensor]], list[int]]:
     """Gradients by stage after one step over the ranks, and how many outputs each chunk had alive at a time."""
     settings = PipelineSettings(name, context.mesh.size("pp"), chunks, None, overlap)
-    context.weight_gradients.may_wait = settings.splits_backward
+    context = dataclasses.replace(context, weight_gradients=WeightGradients(may_wait=settings.splits_backward))
     stages = settings.placement.stages_of(context.mesh.rank("pp"))
     links = [Link(stage, settings.placement.num_stages, context) for stage in stages]
     runner = Runner(
@@ -115,7 +117,7 @@ def _grad(parameter: Tensor) -> Tensor:
 
 
 def by_hand(num_stages: int) -> dict[int, list[Tensor]]:
-    links = [Link(stage, num_stages, ParallelContext.single()) for stage in range(num_stages)]
+    links = [Link(stage, num_stages, ModelContext.single()) for stage in range(num_stages)]
     for batch in batches():
         stage_inputs: StageInputs | LossSum = {}
         for link in links:
@@ -156,7 +158,7 @@ def test_sent_outputs_are_freed() -> None:
         assert max(alive) <= 2, "one is being sent while the next is computed"
 
 
-def bytes_sent(context: ParallelContext, flags: str) -> int:
+def bytes_sent(context: ModelContext, flags: str) -> int:
     """By this rank, to other stages, in one step."""
     run = tiny_run(context, flags)
     with mock.patch.object(dist, "isend", wraps=dist.isend) as isend:
@@ -177,7 +179,7 @@ def test_stages_send_one_activation_each_way() -> None:
     assert run_ranks(bytes_sent, chunks, pp=2) == [3 * microbatches * boundary] * 2
 
 
-def failing(context: ParallelContext) -> str:
+def failing(context: ModelContext) -> str:
     """Rank 1 hangs at the start of a step; what rank 0 says after a second."""
     members = context.mesh.members("pp")
     context.mesh._groups[members] = dist.new_group(list(members), timeout=timedelta(seconds=1))
@@ -200,7 +202,7 @@ def test_a_failed_neighbour_is_named() -> None:
     assert "of microbatch 0 from stage 0 to stage 1 did not come through" in message and "or hangs" in message
 
 
-def fields_by_rank(context: ParallelContext, flags: str) -> list[str]:
+def fields_by_rank(context: ModelContext, flags: str) -> list[str]:
     run = tiny_run(context, flags)
     batch = next(run.data.training_batches(0))
     train_step(run, batch)
@@ -219,7 +221,7 @@ def test_stages_read_what_they_need() -> None:
     ]
 
 
-def first_loss(context: ParallelContext, flags: str) -> float:
+def first_loss(context: ModelContext, flags: str) -> float:
     run = tiny_run(context, flags)
     batches = run.data.training_batches(0)
     return [train_step(run, next(batches)).losses["lm loss"] for _ in range(2)][1]
@@ -228,14 +230,14 @@ def first_loss(context: ParallelContext, flags: str) -> float:
 def test_stages_without_layers() -> None:
     """An embedding alone needs fewer process groups than the stages with attention, and is tied to the output."""
     flags = "--mock-data --tokenizer-type NullTokenizer --num-layers 2 --hidden-dropout 0 --attention-dropout 0"
-    alone = first_loss(ParallelContext.single(dtype=torch.float64), flags)
+    alone = first_loss(ModelContext.single(dtype=torch.float64), flags)
     flags += " --pipeline-model-parallel-size 2 --pipeline-model-parallel-layout E|ttL"
     flags += " --context-parallel-size 2 --tensor-model-parallel-size 2"
     for loss in run_ranks(first_loss, flags, pp=2, cp=2, tp=2, dtype=torch.float64):
         assert loss == pytest.approx(alone, abs=1e-12)
 
 
-def parameters_counted(context: ParallelContext, flags: str) -> tuple[int, int]:
+def parameters_counted(context: ModelContext, flags: str) -> tuple[int, int]:
     run = tiny_run(context, flags)
     return check_parameter_count(run.config, run.train_spec, list(run.model_state()), context), model_parameters(
         run.config
@@ -264,7 +266,7 @@ LAYOUTS: list[tuple[str, dict[str, Any]]] = [
 """Each loads what the one before it saved; neighbours differ in stages, chunks or both."""
 
 
-def go_on(context: ParallelContext, flags: str) -> tuple[State, State]:
+def go_on(context: ModelContext, flags: str) -> tuple[State, State]:
     """Load if there is something, take a step, save; the state after loading and at the end."""
     run = tiny_run(context, flags)
     if "--load" in flags:

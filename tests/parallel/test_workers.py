@@ -28,9 +28,9 @@ from megatron.core.inference.workers import Leader, follow
 from megatron.core.models.gpt.model import GPTModel
 from megatron.core.models.t5.config import T5Config
 from megatron.core.models.t5.model import T5Model
-from megatron.core.parallel.context import ParallelContext
 from megatron.core.parallel.mesh import Mesh
 from megatron.core.parallel.messages import Messages
+from megatron.core.parallel.model_context import ModelContext
 from megatron.errors import ParallelError
 from tests.harness.ranks import fork_server, run_ranks
 
@@ -65,13 +65,13 @@ REQUESTS = [
 SEARCH = Request(id="search", prompt=(1, 2, 3, 4), max_tokens=9, beams=BeamSearch(width=3))
 
 
-def cached_runner(context: ParallelContext) -> CachedRunner:
+def cached_runner(context: ModelContext) -> CachedRunner:
     stage = stages_of([MODEL.num_layers // context.mesh.size("pp")] * context.mesh.size("pp"))[context.mesh.rank("pp")]
     model = GPTModel(MODEL, context, stage=stage, seed=5).eval()
     return CachedRunner(model, MODEL, context, LIMITS)
 
 
-def generates(context: ParallelContext, num_drafts: int = 0) -> list[tuple[list[int], list[float]]] | str:
+def generates(context: ModelContext, num_drafts: int = 0) -> list[tuple[list[int], list[float]]] | str:
     """With drafts of the model itself, which are always right."""
     stages, messages = [cached_runner(context) for _ in range(2)], Messages(context.mesh)
     if context.mesh.world_rank:
@@ -91,7 +91,7 @@ def generates(context: ParallelContext, num_drafts: int = 0) -> list[tuple[list[
 )
 def test_texts_are_those_of_one_rank(tp: int, pp: int) -> None:
     """Of four tensor-parallel ranks, two share each key and value head."""
-    expected = generates(ParallelContext.single(dtype=torch.float64))
+    expected = generates(ModelContext.single(dtype=torch.float64))
     for num_drafts in (0, 2):
         found, *others = run_ranks(generates, num_drafts, tp=tp, pp=pp, dtype=torch.float64)
         for (ids, scores), (expected_ids, expected_scores) in zip(found, expected, strict=True):
@@ -100,7 +100,7 @@ def test_texts_are_those_of_one_rank(tp: int, pp: int) -> None:
         assert others == [""] * len(others)
 
 
-def answers(context: ParallelContext, layers: Sequence[int], drafts: int = 0) -> list[list[int]] | None:
+def answers(context: ModelContext, layers: Sequence[int], drafts: int = 0) -> list[list[int]] | None:
     """Of a T5 with two layers in its encoder and three in its decoder, in stages of so many ``layers``."""
     config = replace(MODEL, num_layers=2, position_embedding_type="relative", fp32_residual_connection=drafts > 0)
     limits, mesh = replace(LIMITS, max_encoder_length=24), context.mesh
@@ -134,7 +134,7 @@ def test_an_encoder_and_its_decoder_may_lie_on_several_ranks(layers: Sequence[in
 
     Drafts of the model itself are always right, if it has read the encoder's text.
     """
-    expected = answers(ParallelContext.single(dtype=torch.float64), (5,))
+    expected = answers(ModelContext.single(dtype=torch.float64), (5,))
     assert expected is not None and len({tuple(ids) for ids in expected}) > 3
     found, *_ = run_ranks(answers, layers, drafts, tp=tp, pp=len(layers), dtype=torch.float64)
     assert found == expected
@@ -177,7 +177,7 @@ def test_a_killed_rank_is_noticed_without_requests() -> None:
                     process.join()
 
 
-def receives_long(context: ParallelContext) -> list[list[int]]:
+def receives_long(context: ModelContext) -> list[list[int]]:
     messages, lengths = Messages(context.mesh), (1, 1024, 1025, 5000)
     if context.mesh.world_rank == 0:
         for length in lengths:

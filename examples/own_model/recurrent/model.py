@@ -15,8 +15,8 @@ from megatron.config.model import ModelConfig
 from megatron.config.moe import MoEConfig
 from megatron.core.models.gpt.model import GPTModel
 from megatron.core.moe.layer import expert_layers, feed_forward
-from megatron.core.parallel.context import ParallelContext
 from megatron.core.parallel.costs import Costs, Workload, total_of
+from megatron.core.parallel.model_context import ModelContext
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.initialization import input_init, output_init
 from megatron.core.transformer.inputs import LayerInputs
@@ -57,7 +57,7 @@ class Recurrence(nn.Module):
         return total_of((self.linear_in, self.linear_out), workload) + Costs(kept=kept)
 
 
-def recurrent_model(config: ModelConfig, groups: Sequence[object], context: ParallelContext, **part: Any) -> GPTModel:
+def recurrent_model(config: ModelConfig, groups: Sequence[object], context: ModelContext, **part: Any) -> GPTModel:
     """A GPT of layers of a recurrence and an MLP or experts; ``part``: see ``GPTModel``."""
     build = partial(Recurrence, forget_floor=RecurrentConfig.among(groups).forget_floor)
     recurrence, moe = Branch("recurrence", "pre_recurrence_layernorm", "recurrence", build), MoEConfig.among(groups)

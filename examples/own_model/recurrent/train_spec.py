@@ -11,7 +11,7 @@ from typing_extensions import override
 from megatron.config.model import ModelConfig
 from megatron.core.models.gpt.train_spec import GPTSpec
 from megatron.core.models.train_spec import TrainSpec
-from megatron.core.parallel.context import ParallelContext
+from megatron.core.parallel.model_context import ModelContext
 from recurrent.model import recurrent_model
 
 
@@ -24,7 +24,7 @@ class RecurrentSpec(GPTSpec):
 
     @override
     def build_model(
-        self, model: ModelConfig, groups: Sequence[object], context: ParallelContext, **part: Any
+        self, model: ModelConfig, groups: Sequence[object], context: ModelContext, **part: Any
     ) -> nn.Module:
         """Build the model, or one stage of it. ``part``: which stage, what is recomputed, and the seed of initial
         weights.

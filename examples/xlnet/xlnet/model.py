@@ -13,8 +13,8 @@ from typing_extensions import override
 from megatron.config.model import ModelConfig
 from megatron.config.pipeline import Stage
 from megatron.core.ops.dropout import dropout
-from megatron.core.parallel.context import ParallelContext
 from megatron.core.parallel.costs import Costs, Workload, costs_of
+from megatron.core.parallel.model_context import ModelContext
 from megatron.core.parallel.rng import StreamKey
 from megatron.core.parallel.sharding import Sharding
 from megatron.core.parallel.side_losses import SideLosses
@@ -38,7 +38,7 @@ class XLNetModel(nn.Module):
         self,
         config: ModelConfig,
         own: XLNetConfig,
-        context: ParallelContext,
+        context: ModelContext,
         *,
         stage: Stage | None = None,
         recompute: RecomputePlan | None = None,

@@ -18,6 +18,7 @@ from megatron.core.models.stage_inputs import hidden_spec, workload_of
 from megatron.core.models.train_spec import TrainSpec
 from megatron.core.parallel.context import ParallelContext
 from megatron.core.parallel.costs import Workload
+from megatron.core.parallel.model_context import ModelContext
 from megatron.core.pipeline_parallel.chunk import LossSum, Microbatch, StageInputs, TensorSpec
 from megatron.core.tokenizers.base import Tokenizer
 from megatron.core.transformer.output_layer import VocabularyOutput
@@ -57,7 +58,7 @@ class XLNetSpec(TrainSpec):
 
     @override
     def build_model(
-        self, model: ModelConfig, groups: Sequence[object], context: ParallelContext, **part: Any
+        self, model: ModelConfig, groups: Sequence[object], context: ModelContext, **part: Any
     ) -> nn.Module:
         """Build the model, or one stage of it; ``part``: see ``XLNetModel``."""
         return XLNetModel(model, XLNetConfig.among(groups), context, **part)

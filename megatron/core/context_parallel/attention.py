@@ -26,7 +26,7 @@ from megatron.core.context_parallel.key_exchange import Gather, KeyExchange, Rin
 from megatron.core.context_parallel.merged_attention import Expand, merged_attention
 from megatron.core.context_parallel.slicing import by_rank, in_order
 from megatron.core.context_parallel.visible import Documents
-from megatron.core.ops.attention import AttentionOptions, AttentionRequest
+from megatron.core.ops.attention import AttentionOptions, AttentionRequest, LayerBackend
 from megatron.core.ops.attention import attention as attention_of_one_rank
 from megatron.core.parallel.context import ParallelContext
 from megatron.core.parallel.exchange import RankGroup, all_to_all
@@ -44,7 +44,7 @@ def attention(
     context: ParallelContext,
     comm_type: CpCommType,
     documents: Documents | None = None,
-    backend: str = "auto",
+    backend: str | LayerBackend = "auto",
     expand: Expand | None = None,
     weight: Tensor | None = None,
 ) -> Tensor:

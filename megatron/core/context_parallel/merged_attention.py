@@ -20,6 +20,7 @@ from megatron.core.context_parallel.slicing import positions, take
 from megatron.core.context_parallel.visible import Documents, Visible, visible, visible_pieces
 from megatron.core.ops.attention.online_softmax import OnlineSoftmax, sinks_gradient, with_sinks
 from megatron.core.ops.attention.partial import partial_attention, partial_attention_gradients
+from megatron.core.ops.attention.registry import LayerBackend
 from megatron.core.ops.attention.request import AttentionOptions, PartialResult
 from megatron.core.ops.dropout import generator_at, generator_state
 
@@ -36,7 +37,7 @@ class _Call:
 
     exchange: KeyExchange
     options: AttentionOptions
-    backend: str
+    backend: str | LayerBackend
     documents: Documents | None
     expand: Expand | None = None
 
@@ -74,7 +75,7 @@ def merged_attention(
     *sent: Tensor,
     exchange: KeyExchange,
     options: AttentionOptions,
-    backend: str,
+    backend: str | LayerBackend,
     documents: Documents | None,
     expand: Expand | None = None,
     weight: Tensor | None = None,

@@ -20,8 +20,8 @@ from megatron.core.checkpointing.boxes import boxes
 from megatron.core.checkpointing.manifest import listed
 from megatron.core.files.remote_path import AnyPath
 from megatron.core.models.registry import family_of
-from megatron.core.parallel.context import ParallelContext
 from megatron.core.parallel.mesh import Mesh
+from megatron.core.parallel.model_context import ModelContext
 from megatron.core.parallel.rng import RngStreams
 from megatron.core.parallel.sharding import ShardedState, Sharding, sharded_parameters
 from megatron.core.tokenizers.chat_settings import ChatSettings
@@ -90,7 +90,7 @@ def parameters_of(model: ModelConfig, groups: Sequence[object] = ()) -> dict[str
     ``groups``: settings of its family alone, which identify the family.
     """
     mesh, cpu = Mesh.single(), torch.device("cpu")
-    context = ParallelContext(mesh=mesh, rng=RngStreams(1, mesh, cpu), device=torch.device("meta"), dtype=torch.float32)
+    context = ModelContext(mesh=mesh, rng=RngStreams(1, mesh, cpu), device=torch.device("meta"), dtype=torch.float32)
     whole = family_of(groups).train_spec.build_model(model, groups, context)
     return {name: sharding for name, _, sharding in sharded_parameters(whole)}
 

@@ -28,8 +28,8 @@ from megatron.core.conversion.portable import PortableModel, fill, layers_of
 from megatron.core.conversion.questions import Answer, Question
 from megatron.core.files.remote_path import AnyPath
 from megatron.core.models.registry import family_of, saved_run
-from megatron.core.parallel.context import ParallelContext
 from megatron.core.parallel.mesh import Mesh
+from megatron.core.parallel.model_context import ModelContext
 from megatron.core.parallel.sharding import ShardedState, sharded_parameters
 from megatron.errors import RESTART_CANNOT_HELP, CheckpointError, MegatronError
 
@@ -109,7 +109,7 @@ def _layer_by_layer(
 ) -> Answer:
     """Our model's answer. ``load`` fills the parameters of a layer."""
     build_model, num_layers = family_of(groups).train_spec.build_model, layers_of(model, groups)
-    context = ParallelContext.single()
+    context = ModelContext.single()
     handed: Mapping[str, Tensor] = {}
     for number in range(num_layers):
         stage = Stage(range(number, number + 1), is_first=number == 0, is_last=number == num_layers - 1)

@@ -6,6 +6,7 @@ import math
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -51,6 +52,13 @@ class _Part:
             found.append((self.weights[begin:end], self.codes[begin:end], place))
         return found
 
+    def matrices(self) -> tuple[list[Quantized], Tensor]:
+        """The matrices of the whole weight in 8 bits, which a gather fills in, and the largest magnitude here."""
+        assert self.buffer.codes is not None
+        codes = self.entry.span.of(self.buffer.codes).view(self.count, *self.shape).view(self.quantizer.weight.fmt)
+        scales = self.scales.reciprocal()
+        return [Quantized(*each, self.block) for each in zip(codes, scales)], self.largest.amax()
+
     def find_largest(self) -> None:
         each = [amax_of_part(part, start, self.shape, self.block) for part, _, start in self.in_matrices()]
         self.largest = torch.stack(each)
@@ -68,26 +76,14 @@ class Fp8Weights:
     Each rank quantizes its shards of the updated weights by scales of the whole tensors, on whose largest values the
     ranks agree, so codes are those of the gathered weights. Then codes are gathered, and ``params`` gives up its
     memory: a rank keeps the codes of all weights, and its shards in the model's type. ``is_released``: whether it does.
+    ``gathered``: where layers look their weights' codes up, see ``LowPrecision``.
     """
 
-    def __init__(self, buffers: Sequence[FlatBuffer], mesh: Mesh) -> None:
-        self._mesh = mesh
+    def __init__(self, buffers: Sequence[FlatBuffer], mesh: Mesh, gathered: dict[Tensor, Any]) -> None:
+        self._mesh, self._gathered = mesh, gathered
         self.buffers = [buffer for buffer in buffers if buffer.codes is not None]
         self.is_released = False
         self._parts = [part for buffer in self.buffers for part in _parts_of(buffer)]
-        self._home = {part.entry.parameter: part for part in self._parts}
-
-    def codes(self, weight: Tensor) -> tuple[list[Quantized], Tensor] | None:
-        """The matrices of a weight in 8 bits, and the largest magnitude in this rank's shard; None while the weight is
-        there as it is.
-        """
-        part = self._home.get(weight) if self.is_released else None  # type: ignore[call-overload]
-        if part is None:
-            return None
-        assert part.buffer.codes is not None
-        codes = part.entry.span.of(part.buffer.codes).view(part.count, *part.shape).view(part.quantizer.weight.fmt)
-        scales = part.scales.reciprocal()
-        return [Quantized(*each, part.block) for each in zip(codes, scales)], part.largest.amax()
 
     @torch.no_grad()
     def quantize(self) -> None:
@@ -107,12 +103,13 @@ class Fp8Weights:
 
     @torch.no_grad()
     def release(self) -> None:
-        """Give up the memory of the weights; a reader finds NaN."""
+        """Give up the memory of the weights; a reader finds NaN, and their codes in ``gathered``."""
         for buffer in self.buffers:
             nothing = buffer.params.new_full((), math.nan)
             buffer.params = nothing.expand(buffer.params.shape)
             for entry in buffer.entries:
                 entry.parameter.data = nothing.expand(entry.parameter.shape)
+        self._gathered.update({part.entry.parameter: part.matrices() for part in self._parts})
         self.is_released = True
 
     @torch.no_grad()
@@ -122,6 +119,7 @@ class Fp8Weights:
             buffer.params = torch.zeros_like(buffer.params, memory_format=torch.contiguous_format)
             for entry in buffer.entries:
                 entry.parameter.data = entry.span.of(buffer.params).view(entry.parameter.shape)
+        self._gathered.clear()
         self.is_released = False
 
     @torch.no_grad()

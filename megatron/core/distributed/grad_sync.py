@@ -27,7 +27,7 @@ from megatron.core.parallel.collectives import (
 from megatron.core.parallel.context import ParallelContext
 from megatron.core.parallel.exchange import RankGroup
 from megatron.core.parallel.grid import Axis
-from megatron.core.parallel.weight_gradients import MainGrad
+from megatron.core.parallel.weight_gradients import MainGrad, WeightGradients
 from megatron.errors import RESTART_CANNOT_HELP, ParallelError
 
 _COALESCE_BELOW = 1 << 16
@@ -58,7 +58,7 @@ class GradSync:
     ``sharded``: this rank's gradients become whole only in its own shard of every bucket (ZeRO 1).
     ``overlap``: each bucket's reduction starts as soon as it has its last gradients, see ``last_backward``.
     ``sums_in_fp32``: 16-bit gradients that become sharded are summed in fp32 and rounded once.
-    ``fuses_accumulation``: linear layers add their weights' gradients to the buffers as they multiply.
+    ``weight_gradients``: of the layers; told where to add their gradients as they multiply, if they do.
     """
 
     def __init__(
@@ -66,10 +66,10 @@ class GradSync:
         buffers: Sequence[FlatBuffer],
         context: ParallelContext,
         *,
+        weight_gradients: WeightGradients,
         sharded: bool,
         overlap: bool,
         sums_in_fp32: bool = False,
-        fuses_accumulation: bool = False,
     ) -> None:
         self._buffers = buffers
         self._mesh = context.mesh
@@ -78,7 +78,7 @@ class GradSync:
         self._sums_in_fp32 = sums_in_fp32
         self._counting = self._counted = False
         self._launched = 0
-        context.weight_gradients.fuses_accumulation = fuses_accumulation
+        self._weight_gradients = weight_gradients
         self._hooks: list[RemovableHandle] = []
         reductions = [_Reduction(buffer, bucket) for buffer in buffers for bucket in buffer.buckets]
         for reduction in reductions:
@@ -86,9 +86,9 @@ class GradSync:
                 collect = partial(self._collect, reduction, entry)
                 hook = entry.parameter.register_post_accumulate_grad_hook(collect)  # type: ignore[no-untyped-call]
                 self._hooks.append(hook)
-                if fuses_accumulation:
+                if weight_gradients.fuses_accumulation:
                     added = partial(self._count, reduction, entry)
-                    context.weight_gradients.main_grads[entry.parameter] = MainGrad(entry.main_grad, added)
+                    weight_gradients.main_grads[entry.parameter] = MainGrad(entry.main_grad, added)
         # Backward completes parameters from the last registered to the first; every rank launches in this same order.
         reductions.sort(key=lambda reduction: -min(entry.order for entry in reduction.bucket.entries))
         self._reductions = [each for each in reductions if each.buffer.num_shards > 1]
@@ -98,6 +98,7 @@ class GradSync:
         """Collect no gradients any more: autograd leaves them in ``parameter.grad``, as usual."""
         for hook in self._hooks:
             hook.remove()
+        self._weight_gradients.forget()
 
     def zero(self) -> None:
         """Forget all gradients, before the first backward pass of a step."""

@@ -15,6 +15,7 @@ from megatron.core.distributed.fp8_weights import Fp8Weights
 from megatron.core.parallel.collectives import Handle, all_gather_into_async
 from megatron.core.parallel.context import ParallelContext
 from megatron.core.parallel.grid import Axis
+from megatron.core.parallel.low_precision import LowPrecision
 
 
 class ParamGather:
@@ -26,11 +27,9 @@ class ParamGather:
     again, before a step.
     """
 
-    def __init__(self, buffers: Sequence[FlatBuffer], context: ParallelContext) -> None:
+    def __init__(self, buffers: Sequence[FlatBuffer], context: ParallelContext, low_precision: LowPrecision) -> None:
         self._mesh = context.mesh
-        self._fp8 = Fp8Weights(buffers, context.mesh)
-        if self._fp8.buffers:
-            context.low_precision.gathered, context.low_precision.at_start = self._fp8.codes, self.release
+        self._fp8 = Fp8Weights(buffers, context.mesh, low_precision.gathered)
         entries = [(buffer, bucket) for buffer in buffers if buffer.num_shards > 1 for bucket in buffer.buckets]
         self._order = sorted(entries, key=lambda entry: min(entry.order for entry in entry[1].entries))
         self._pending: dict[Bucket, Handle[Tensor]] = {}

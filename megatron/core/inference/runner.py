@@ -18,6 +18,7 @@ from megatron.core.ops.attention.cached import AttentionCache, CachedHeads
 from megatron.core.ops.compiled import bodies_are_compiled
 from megatron.core.parallel.collectives import Handle
 from megatron.core.parallel.context import ParallelContext
+from megatron.core.parallel.model_context import ModelContext
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, ReplicatedLinear, RowParallelLinear
 from megatron.core.transformer.output_layer import OutputLayer, VocabularyOutput
 
@@ -71,7 +72,7 @@ class CachedRunner:
         self,
         model: nn.Module,
         config: ModelConfig,
-        context: ParallelContext,
+        context: ModelContext,
         limits: RunnerLimits,
         *,
         is_batch_invariant: bool | None = None,
@@ -141,7 +142,7 @@ class CachedRunner:
     def run(self, plan: StepPlan, received: Sequence[Tensor]) -> list[Tensor]:
         """Compute a plan: hidden states for the next stage, or on the last one the logits."""
         hidden = received[0] if received else None
-        with self._context.products.by(self._multiply), self._context.whole_sequences():
+        with self._context.products.by(self._multiply):
             if any(row.encoder for row in plan.rows):
                 return [self._with_encoder(plan, hidden)]
             return [self._run(plan.rows, hidden)]

@@ -17,6 +17,7 @@ from megatron.core.datasets.splits import SplitSizes
 from megatron.core.models.stage_inputs import hidden_stage_inputs, workload_of
 from megatron.core.parallel.context import ParallelContext
 from megatron.core.parallel.costs import Workload
+from megatron.core.parallel.model_context import ModelContext
 from megatron.core.pipeline_parallel.chunk import LossSum, Microbatch, StageInputs, TensorSpec
 from megatron.core.tokenizers.base import Tokenizer
 from megatron.core.transformer.block import RecomputePlan
@@ -71,7 +72,7 @@ class TrainSpec(ABC):
         self,
         model: ModelConfig,
         groups: Sequence[object],
-        context: ParallelContext,
+        context: ModelContext,
         *,
         stage: Stage | None = None,
         recompute: RecomputePlan | None = None,

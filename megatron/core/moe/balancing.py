@@ -82,7 +82,7 @@ class RouterLosses:
         """A balancing loss times the tokens that it is a mean over, from ``shares`` and ``choices`` [b, E] of this
         rank's tokens.
         """
-        axes: tuple[Axis, ...] = ("cp", "tp") if self.context.sequence_parallel else ("cp",)
+        axes: tuple[Axis, ...] = ("cp", "tp") if self.context.splits_sequence else ("cp",)
         if kind == "global_aux_loss":
             axes = ("dp", *axes)
         if kind != "seq_aux_loss":

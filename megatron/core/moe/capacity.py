@@ -32,7 +32,7 @@ def within_capacity(ids: Tensor, weights: Tensor, moe: MoEConfig, context: Paral
     experts, mesh = moe.num_experts or 1, context.mesh
     both = torch.stack((ids.to(weights.dtype), weights), dim=-1)  # expert numbers are exact in any of the types
     both = both.view(-1, batch, *both.shape[1:])  # [s, b, k, 2]
-    if context.sequence_parallel:
+    if context.splits_sequence:
         both = all_gather(both, mesh, "tp")
     whole = in_order(all_gather(both.unsqueeze(0).contiguous(), mesh, "cp"))  # [S, b, k, 2]
     length, _, choices, _ = whole.shape
@@ -53,6 +53,6 @@ def within_capacity(ids: Tensor, weights: Tensor, moe: MoEConfig, context: Paral
     kept = torch.zeros_like(of_expert, dtype=torch.bool).scatter_(1, order, place < capacity) & is_text
     kept = kept.view(batch, length, choices).transpose(0, 1).contiguous()  # [S, b, k]
     mine = by_rank(kept, mesh.size("cp"))[mesh.rank("cp")]
-    if context.sequence_parallel:
+    if context.splits_sequence:
         mine = mine.chunk(mesh.size("tp"))[mesh.rank("tp")]
     return mine.reshape(ids.shape)

@@ -16,9 +16,9 @@ from megatron.core.moe.fp8_grouped_linear import Fp8GroupedLinear
 from megatron.core.moe.grouped_linear import GroupedLinear, rows_of_groups
 from megatron.core.ops.activation import activation, gated_activation, gated_gradients
 from megatron.core.ops.grouped_matmul import Groups, choose
-from megatron.core.parallel.context import ParallelContext
 from megatron.core.parallel.costs import Costs, Workload
 from megatron.core.parallel.grid import Axis
+from megatron.core.parallel.model_context import ModelContext
 from megatron.core.parallel.sharding import Sharding, sharding_of
 from megatron.core.tensor_parallel.fp8_linear import Fp8Quantizer
 from megatron.core.tensor_parallel.initialize import Constant, Initialization
@@ -40,7 +40,7 @@ class StackedLinear(nn.Module):
         self,
         shape: tuple[int, ...],
         split: dict[int, Axis],
-        context: ParallelContext,
+        context: ModelContext,
         *,
         init: Initialization,
         bias_dims: tuple[int, ...] = (),
@@ -62,7 +62,7 @@ class Experts(nn.Module):
     """
 
     def __init__(
-        self, model: ModelConfig, moe: MoEConfig, context: ParallelContext, *, keeps_activation: bool = True
+        self, model: ModelConfig, moe: MoEConfig, context: ModelContext, *, keeps_activation: bool = True
     ) -> None:
         super().__init__()
         assert moe.num_experts is not None
@@ -150,7 +150,7 @@ class Experts(nn.Module):
         flops = 2.0 * (matrices + 1) * width * hidden * self._choices * workload.all_tokens
         first, second = (layer.weight.numel() * workload.itemsize for layer in (self.linear_fc1, self.linear_fc2))
         quantizer = self.linear_fc1.fp8
-        if quantizer is not None and quantizer.wgrad and workload.context.weight_gradients.fuses_accumulation:
+        if quantizer is not None and quantizer.wgrad and self._context.weight_gradients.fuses_accumulation:
             first, second = (size // len(self.linear_fc1.weight) for size in (first, second))
         again = 0 if self._keeps_activation else each
         freed = 0 if workload.splits_backward else inner

@@ -12,7 +12,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from megatron.core.ops.grouped_matmul import Backend, Groups
-from megatron.core.parallel.context import ParallelContext
+from megatron.core.parallel.model_context import ModelContext
 from megatron.core.parallel.recompute import will_be_recomputed
 from megatron.core.parallel.weight_gradients import Work
 
@@ -41,7 +41,7 @@ class GroupedLinear:
     """
 
     backend: Backend
-    context: ParallelContext
+    context: ModelContext
     sums: dict[Tensor, Tensor] | None = None
 
     def __call__(self, rows: Tensor, weight: Tensor, groups: Groups) -> Tensor:
@@ -92,7 +92,7 @@ class GroupedLinear:
         """
         if not weight.requires_grad:
             return
-        main_grad = self.context.weight_gradients.main_grads.get(weight)
+        main_grad = self.context.weight_gradients.main_grad_of(weight)
         if main_grad is not None and self.sums is None:
 
             def work() -> None:

@@ -18,8 +18,8 @@ from megatron.core.moe.gather import gather_tokens, plan_dispatch_of_all, scatte
 from megatron.core.moe.report import CHOICES, metric_name
 from megatron.core.moe.router import Router
 from megatron.core.moe.routing import Routing
-from megatron.core.parallel.context import ParallelContext
 from megatron.core.parallel.costs import Costs, Workload, costs_of, total_of
+from megatron.core.parallel.model_context import ModelContext
 from megatron.core.parallel.recompute import recomputed
 from megatron.core.tensor_parallel.layers import ReplicatedLinear
 from megatron.core.tensor_parallel.regions import all_rows, own_rows
@@ -33,7 +33,7 @@ from megatron.core.transformer.stack import FEED_FORWARD, Branch
 class SharedExperts(MLP):
     """A dense MLP for every token; with a gate (Qwen2-MoE) multiplied by a learned number between 0 and 1."""
 
-    def __init__(self, model: ModelConfig, moe: MoEConfig, context: ParallelContext) -> None:
+    def __init__(self, model: ModelConfig, moe: MoEConfig, context: ModelContext) -> None:
         width = moe.moe_shared_expert_intermediate_size
         assert width is not None
         super().__init__(dataclasses.replace(model, ffn_hidden_size=width), context)

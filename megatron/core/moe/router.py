@@ -16,8 +16,8 @@ from megatron.core.moe.report import CHOICES, metric_name
 from megatron.core.moe.routing import Routing, choose_experts, scores_of, times_chosen, weights_of
 from megatron.core.moe.sinkhorn import sinkhorn_scores
 from megatron.core.ops.matmul import linear
-from megatron.core.parallel.context import ParallelContext
 from megatron.core.parallel.costs import Costs, Workload
+from megatron.core.parallel.model_context import ModelContext
 from megatron.core.parallel.sharding import Sharding
 from megatron.core.tensor_parallel.initialize import Constant
 from megatron.core.tensor_parallel.layers import make_parameter, partial_under_sequence_parallel
@@ -34,7 +34,7 @@ class Router(nn.Module):
     choice (arXiv:2408.15664); it has no gradient, and moves after each step by the counts of the whole batch.
     """
 
-    def __init__(self, model: ModelConfig, moe: MoEConfig, context: ParallelContext, *, number: int) -> None:
+    def __init__(self, model: ModelConfig, moe: MoEConfig, context: ModelContext, *, number: int) -> None:
         super().__init__()
         assert moe.num_experts is not None
         self.metric_name, self._context = metric_name(CHOICES, number), context

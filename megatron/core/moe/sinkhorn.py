@@ -53,6 +53,6 @@ def is_small(change: Tensor) -> bool:
 def _of_all_ranks(x: Tensor, context: ParallelContext, *, batch: int) -> Tensor:
     """Rows ``[s·b, …]`` of the ranks that divide the sequences, in the order of positions, ``[S·b, …]``."""
     x = torch.unflatten(x, 0, (-1, batch))
-    if context.sequence_parallel:
+    if context.splits_sequence:
         x = all_gather(x.contiguous(), context.mesh, "tp")
     return in_order(all_gather(x.unsqueeze(0).contiguous(), context.mesh, "cp")).flatten(0, 1)

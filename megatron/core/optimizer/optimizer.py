@@ -33,6 +33,7 @@ from megatron.core.optimizer.storage import (
 )
 from megatron.core.optimizer.update_rules import UPDATE_RULES, Step
 from megatron.core.parallel.context import ParallelContext
+from megatron.core.parallel.low_precision import LowPrecision
 from megatron.core.parallel.sharding import ShardedState
 
 # Elements; a step's copies of a chunk stay in a CPU's caches.
@@ -104,7 +105,8 @@ class Optimizer:
     """Update rules over flat buffers, each buffer by that of its parameters' policy.
 
     ``sharded``: own only this rank's shard of every bucket and gather the weights after each update.
-    ``count_zeros``: report zero gradients with every update. ``frozen``: see ``ModelStatistics``.
+    ``count_zeros``: report zero gradients with every update. ``frozen``: see ``ModelStatistics``. ``low_precision``:
+    where layers look for weights that are gathered in 8 bits, if any are.
     """
 
     def __init__(
@@ -114,6 +116,7 @@ class Optimizer:
         precision: PrecisionConfig,
         context: ParallelContext,
         *,
+        low_precision: LowPrecision,
         sharded: bool,
         count_zeros: bool = False,
         frozen: Sequence[Tensor] = (),
@@ -142,7 +145,7 @@ class Optimizer:
         self._step = 0
         self._trained_since: dict[str, int] = {}
         self._seed_divisor = 1.0
-        self.gather = ParamGather(buffers if sharded else [], context)
+        self.gather = ParamGather(buffers if sharded else [], context, low_precision)
 
     def _zeros(self, buffer: FlatBuffer, span: Span, device: torch.device) -> dict[str, PlainStateStorage]:
         """The update rule's state before the first step, for a span of the buffer."""

@@ -19,6 +19,11 @@ class Products:
 
     multiply: Multiply | None = None
 
+    @property
+    def in_generation(self) -> bool:
+        """Whether the running pass is one of generation."""
+        return self.multiply is not None
+
     def by_head(self, x: Tensor, weight: Tensor) -> Tensor:
         """``x·weight`` of each head, without gradient: [s, b, n, in], [n, in, out] -> [s, b, n, out]."""
         if self.multiply is None:
@@ -28,7 +33,7 @@ class Products:
 
     @contextmanager
     def by(self, multiply: Multiply) -> Iterator[None]:
-        """Layers multiply by this function inside the block."""
+        """Mark the passes inside the block as those of generation, which multiply by this function."""
         before, self.multiply = self.multiply, multiply
         try:
             yield

@@ -57,7 +57,7 @@ class SideLosses:
         """
         total = total.to(torch.promote_types(total.dtype, torch.float32))  # fp16 and bf16 can't count tokens
         value = sum_and_count(total, count)
-        if context.sequence_parallel:
+        if context.splits_sequence:
             value = all_reduce(value, context.mesh, "tp")
         self._totals[name] = self._totals[name] + value if name in self._totals else value
         if not torch.is_grad_enabled():
@@ -70,7 +70,7 @@ class SideLosses:
         rank has outside the tensor-parallel regions. They are added over the ranks that hold different tokens; of those
         that hold the same, one reports.
         """
-        reports = context.sequence_parallel or context.mesh.rank("tp") == 0
+        reports = context.splits_sequence or context.mesh.rank("tp") == 0
         numbers = numbers.detach() if reports else torch.zeros_like(numbers)
         self._metrics[name] = self._metrics[name] + numbers if name in self._metrics else numbers
 

@@ -30,13 +30,23 @@ class WeightGradients:
     ``noted``: where the running backward pass notes them down; None when it computes them at once. A layer's input and
     the gradient of its output are kept until the noted gradient is computed.
     ``main_grads``: the weights whose gradients linear layers add to a sum as they multiply. Autograd, which else adds
-    them up, sees nothing of those. ``fuses_accumulation``: whether there are such weights.
+    them up, sees nothing of those. ``fuses_accumulation``: whether gradient sync gives weights such sums.
     """
 
     may_wait: bool = False
     noted: list[Work] | None = None
     fuses_accumulation: bool = False
     main_grads: dict[Tensor, MainGrad] = field(default_factory=dict)
+
+    def main_grad_of(self, weight: Tensor) -> MainGrad | None:
+        """Where the gradients of a weight are summed; None where autograd accumulates them."""
+        assert weight in self.main_grads or not self.fuses_accumulation, "gradient sync adds up elsewhere"
+        return self.main_grads.get(weight)
+
+    def forget(self) -> None:
+        """Let autograd accumulate all gradients from now on."""
+        self.fuses_accumulation = False
+        self.main_grads.clear()
 
     def do(self, work: Work, *, at_once: bool) -> None:
         """Compute the gradient of a weight, or note it down where that is asked for and not ``at_once``: as for a

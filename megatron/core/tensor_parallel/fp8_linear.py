@@ -42,6 +42,7 @@ from megatron.core.parallel.collectives import (
 )
 from megatron.core.parallel.context import ParallelContext
 from megatron.core.parallel.grid import Axis
+from megatron.core.parallel.model_context import ModelContext
 from megatron.core.parallel.recompute import will_be_recomputed
 from megatron.core.tensor_parallel.delayed_scaling import DelayedScaling
 
@@ -75,7 +76,7 @@ class Fp8Quantizer:
     is divided.
     """
 
-    def __init__(self, context: ParallelContext, *, inputs: Axes, weights: Axes, grads: Axes) -> None:
+    def __init__(self, context: ModelContext, *, inputs: Axes, weights: Axes, grads: Axes) -> None:
         settings = context.low_precision.settings
         self._context, self.recipe, self.wgrad = context, settings.fp8_recipe, settings.fp8_wgrad
         self.by = implementation_on(context.device)
@@ -159,7 +160,7 @@ class Fp8Quantizer:
         if kept is not None and weight in kept:
             found: list[Operand] = kept[weight]
             return found
-        gathered = self._context.low_precision.gathered(weight)
+        gathered = self._context.low_precision.gathered.get(weight)
         if gathered is None:
             made = [*self.quantize_each(matrices_of(weight.detach()).unbind(), self.weight)]
         else:
@@ -199,7 +200,7 @@ class Fp8Linear:
     Blocks of tokens have scales of their own: gathering the codes of both directions would save nothing.
     """
 
-    def __init__(self, context: ParallelContext, *, inputs: Axes, weights: Axes, grads: Axes, is_partial: bool) -> None:
+    def __init__(self, context: ModelContext, *, inputs: Axes, weights: Axes, grads: Axes, is_partial: bool) -> None:
         settings = context.low_precision.settings
         one_scale = settings.fp8_recipe in ("tensorwise", "delayed") and settings.fp8_wgrad
         self.reduces = is_partial and context.sequence_parts > 1 and one_scale
@@ -317,7 +318,7 @@ class _Fp8Product(torch.autograd.Function):
 
 
 def fp8_linear(
-    context: ParallelContext, *, inputs: Axes = (), weights: Axes = (), grads: Axes = (), is_partial: bool = False
+    context: ModelContext, *, inputs: Axes = (), weights: Axes = (), grads: Axes = (), is_partial: bool = False
 ) -> Fp8Linear | None:
     """The products of a layer that is built with ``context``; None where they aren't in 8 bits.
 
@@ -329,8 +330,8 @@ def fp8_linear(
     return Fp8Linear(context, inputs=(*inputs, "cp"), weights=weights, grads=(*grads, "cp"), is_partial=is_partial)
 
 
-def delayed_scaling(models: Iterable[nn.Module], context: ParallelContext) -> DelayedScaling | None:
-    """The scales of a rank's models, which from now on change after every step; None for other recipes."""
+def delayed_scaling(models: Iterable[nn.Module], context: ModelContext) -> DelayedScaling | None:
+    """The scales of a rank's models, to be updated after the passes of every step; None for other recipes."""
     settings = context.low_precision.settings
     quantizers = {
         name: found for model in models for name, each in model.named_modules() if (found := _quantizer(each))
@@ -341,7 +342,6 @@ def delayed_scaling(models: Iterable[nn.Module], context: ParallelContext) -> De
     scaling = DelayedScaling(roles, settings, context)
     for place, each in enumerate(quantizers.values()):
         each.scaling = scaling, place * len(each.roles)
-    context.low_precision.at_end = scaling.update
     return scaling
 
 

@@ -9,6 +9,7 @@ from typing_extensions import override
 from megatron.core.parallel.context import ParallelContext
 from megatron.core.parallel.costs import Costs, Workload
 from megatron.core.parallel.grid import Axis
+from megatron.core.parallel.model_context import ModelContext
 from megatron.core.parallel.sharding import Sharding, SharedRows, sharded_parameter, sharding_of
 from megatron.core.tensor_parallel.fp8_linear import Fp8Linear, fp8_linear
 from megatron.core.tensor_parallel.initialize import Constant, Initialization
@@ -39,7 +40,7 @@ class ColumnParallelLinear(nn.Module):
         self,
         in_features: int,
         out_features: int,
-        context: ParallelContext,
+        context: ModelContext,
         *,
         init: Initialization,
         bias: bool,
@@ -65,7 +66,12 @@ class ColumnParallelLinear(nn.Module):
     def costs(self, workload: Workload) -> Costs:
         """Keeps its input: what is gathered for the product isn't kept."""
         return _product(
-            self.weight, workload, kept=workload.rows, fp8=self.fp8, gathers=self._context.sequence_parts > 1
+            self.weight,
+            workload,
+            self._context,
+            kept=workload.rows,
+            fp8=self.fp8,
+            gathers=self._context.sequence_parts > 1,
         )
 
 
@@ -77,7 +83,7 @@ class RowParallelLinear(nn.Module):
     """
 
     def __init__(
-        self, in_features: int, out_features: int, context: ParallelContext, *, init: Initialization, bias: bool
+        self, in_features: int, out_features: int, context: ModelContext, *, init: Initialization, bias: bool
     ) -> None:
         super().__init__()
         self._context = context
@@ -98,7 +104,7 @@ class RowParallelLinear(nn.Module):
 
     def costs(self, workload: Workload) -> Costs:
         """Keeps its input."""
-        return _product(self.weight, workload, kept=workload.tokens, fp8=self.fp8)
+        return _product(self.weight, workload, self._context, kept=workload.tokens, fp8=self.fp8)
 
 
 class ReplicatedLinear(nn.Module):
@@ -111,7 +117,7 @@ class ReplicatedLinear(nn.Module):
         self,
         in_features: int,
         out_features: int,
-        context: ParallelContext,
+        context: ModelContext,
         *,
         init: Initialization,
         partial_grad: tuple[Axis, ...] | None = None,
@@ -133,11 +139,17 @@ class ReplicatedLinear(nn.Module):
 
     def costs(self, workload: Workload) -> Costs:
         """Keeps its input."""
-        return _product(self.weight, workload, kept=workload.rows, fp8=self.fp8)
+        return _product(self.weight, workload, self._context, kept=workload.rows, fp8=self.fp8)
 
 
 def _product(
-    weight: nn.Parameter, workload: Workload, *, kept: int, fp8: Fp8Linear | None = None, gathers: bool = False
+    weight: nn.Parameter,
+    workload: Workload,
+    context: ModelContext,
+    *,
+    kept: int,
+    fp8: Fp8Linear | None = None,
+    gathers: bool = False,
 ) -> Costs:
     """Costs of a product with ``weight`` that keeps ``kept`` rows, and needs memory for the weight's gradient unless it
     is added to others at once.
@@ -146,7 +158,7 @@ def _product(
     width, itemsize = weight.shape[1], workload.itemsize
     flops = 2.0 * outputs * inputs * workload.all_tokens
     rows = kept * width * itemsize if fp8 is None else fp8.bytes_kept(kept, width, itemsize=itemsize, gathers=gathers)
-    fuses = fp8 is None and workload.context.weight_gradients.fuses_accumulation
+    fuses = fp8 is None and context.weight_gradients.fuses_accumulation
     return Costs.of_product(weight, flops, kept=rows, working=0 if fuses else weight.shape[0] * width * itemsize)
 
 
@@ -160,7 +172,7 @@ class VocabParallelEmbedding(nn.Module):
         self,
         vocab_size: int,
         hidden_size: int,
-        context: ParallelContext,
+        context: ModelContext,
         *,
         init: Initialization,
         pad_multiple: int,

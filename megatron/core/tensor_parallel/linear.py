@@ -15,7 +15,7 @@ from typing_extensions import override
 from megatron.core.ops import matmul
 from megatron.core.ops.matmul import add_transposed_times, is_faster_in_fp32, multiplied, transposed_times
 from megatron.core.parallel.collectives import Handle, all_gather, all_gather_async, reduce_scatter_async
-from megatron.core.parallel.context import ParallelContext
+from megatron.core.parallel.model_context import ModelContext
 from megatron.core.parallel.recompute import will_be_recomputed
 from megatron.core.tensor_parallel.fp8_linear import Fp8Linear
 from megatron.core.tensor_parallel.regions import enter
@@ -25,7 +25,7 @@ def linear(
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
-    context: ParallelContext,
+    context: ModelContext,
     *,
     gathers: bool = False,
     fp8: Fp8Linear | None = None,
@@ -39,7 +39,7 @@ def linear(
     if fp8 is not None and is_in_8_bits(context):
         return fp8(x, weight, bias, gathers=gathers)
     gradients = context.weight_gradients
-    by_hand = gathers or gradients.may_wait or weight in gradients.main_grads or is_faster_in_fp32(x.dtype, x.device)
+    by_hand = gathers or gradients.may_wait or gradients.fuses_accumulation or is_faster_in_fp32(x.dtype, x.device)
     if not (by_hand and torch.is_grad_enabled()):
         return matmul.linear(enter(x, context) if gathers else x, weight, bias, by=context.products.multiply)
     add_gradient = None
@@ -50,7 +50,7 @@ def linear(
     return _Linear.apply(x, bias, weight.detach(), add_gradient, context, gathers)  # type: ignore[no-untyped-call, no-any-return]
 
 
-def is_in_8_bits(context: ParallelContext) -> bool:
+def is_in_8_bits(context: ModelContext) -> bool:
     """Whether a layer with products in 8 bits uses them now."""
     return torch.is_grad_enabled() or context.products.multiply is None
 
@@ -75,7 +75,7 @@ class _Linear(torch.autograd.Function):
         bias: Tensor | None,
         weight: Tensor,
         add_gradient: Callable[[Tensor, Tensor], None] | None,
-        context: ParallelContext,
+        context: ModelContext,
         gathers: bool,
     ) -> Tensor:
         ctx.save_for_backward(*(() if add_gradient is None else (x,)))
@@ -97,9 +97,9 @@ class _Linear(torch.autograd.Function):
 
 
 @torch.no_grad()
-def add_weight_gradient(weight: Tensor, context: ParallelContext, grad_rows: Tensor, rows: Tensor) -> None:
+def add_weight_gradient(weight: Tensor, context: ModelContext, grad_rows: Tensor, rows: Tensor) -> None:
     """Add ``grad_rowsᵀ·rows`` to the weight's sum of gradients, if there is one, or let autograd accumulate it."""
-    main_grad = context.weight_gradients.main_grads.get(weight)
+    main_grad = context.weight_gradients.main_grad_of(weight)
     if main_grad is not None:
         add_transposed_times(main_grad.sum, grad_rows, rows)
         main_grad.added()

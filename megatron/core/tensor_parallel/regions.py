@@ -30,13 +30,13 @@ class _Enter(torch.autograd.Function):
     @override
     def forward(ctx: Any, x: Tensor, context: ParallelContext) -> Tensor:
         ctx.context = context
-        return all_gather(x, context.mesh, "tp") if context.sequence_parallel else x.view_as(x)
+        return all_gather(x, context.mesh, "tp") if context.splits_sequence else x.view_as(x)
 
     @staticmethod
     @override
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         context: ParallelContext = ctx.context
-        if context.sequence_parallel:
+        if context.splits_sequence:
             return reduce_scatter(grad, context.mesh, "tp"), None
         return all_reduce(grad, context.mesh, "tp"), None
 
@@ -46,7 +46,7 @@ class _Leave(torch.autograd.Function):
     @override
     def forward(ctx: Any, x: Tensor, context: ParallelContext) -> Tensor:
         ctx.context = context
-        if context.sequence_parallel:
+        if context.splits_sequence:
             return reduce_scatter(x, context.mesh, "tp")
         return all_reduce(x.detach(), context.mesh, "tp")  # in place: autograd would notice if it had kept x
 
@@ -54,7 +54,7 @@ class _Leave(torch.autograd.Function):
     @override
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         context: ParallelContext = ctx.context
-        return (all_gather(grad, context.mesh, "tp") if context.sequence_parallel else grad), None
+        return (all_gather(grad, context.mesh, "tp") if context.splits_sequence else grad), None
 
 
 class _OwnRows(torch.autograd.Function):
@@ -140,20 +140,20 @@ def own_rows(x: Tensor, context: ParallelContext) -> Tensor:
     """This rank's share of rows ``[t, …]`` that every tensor-parallel rank holds, equally many on each; the last ranks'
     may end with zeros. With sequence parallelism a rank holds its own anyway. Gradients are gathered on the way back.
     """
-    if context.sequence_parallel or context.mesh.size("tp") == 1:
+    if context.splits_sequence or context.mesh.size("tp") == 1:
         return x
     return _OwnRows.apply(x, context)  # type: ignore[no-untyped-call, no-any-return]
 
 
 def all_rows(x: Tensor, context: ParallelContext, *, rows: int) -> Tensor:
     """The ``rows`` of all ranks, of which this one has its ``own_rows``: the way back."""
-    if context.sequence_parallel or context.mesh.size("tp") == 1:
+    if context.splits_sequence or context.mesh.size("tp") == 1:
         return x
     return _AllRows.apply(x, context, rows)  # type: ignore[no-untyped-call, no-any-return]
 
 
 def sequence_slice(x: Tensor, context: ParallelContext, *, dim: int = 0) -> Tensor:
     """This rank's part of something every rank holds along the sequence, such as positions. No gradient is summed."""
-    if not context.sequence_parallel:
+    if not context.splits_sequence:
         return x
     return x.chunk(context.mesh.size("tp"), dim=dim)[context.mesh.rank("tp")]

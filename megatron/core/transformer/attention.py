@@ -13,7 +13,7 @@ from typing_extensions import override
 from megatron.config.parallel import CpCommType
 from megatron.core.context_parallel.attention import attention, heads_split_over
 from megatron.core.context_parallel.visible import Documents
-from megatron.core.ops.attention import AttentionOptions, AttentionRequest
+from megatron.core.ops.attention import AttentionOptions, AttentionRequest, LayerBackend
 from megatron.core.ops.attention.cached import AttentionCache, CachedHeads
 from megatron.core.ops.attention.chunked import bytes_of_scores
 from megatron.core.ops.attention.masks import alibi_slopes
@@ -64,6 +64,7 @@ class Attention(nn.Module):
         self._head_dim = config.kv_channels
         self._width = self._value_width = config.num_attention_heads * config.kv_channels
         self._scale = 1.0 / math.sqrt(config.kv_channels) if config.softmax_scale is None else config.softmax_scale
+        self._backend = LayerBackend(config.attention_backend)
         self._window: tuple[int, int] | None = None
         self._slopes: Tensor | None = None
         self._cached_options: AttentionOptions | None = None
@@ -132,7 +133,7 @@ class Attention(nn.Module):
             context=self._context,
             comm_type=self._context.cp_comm_type(self.number),
             documents=scope.documents,
-            backend=self._config.attention_backend,
+            backend=self._backend,
             **self._expansion(),
         )
 

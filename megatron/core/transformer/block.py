@@ -16,8 +16,8 @@ from typing_extensions import override
 
 from megatron.config.training import RecomputeModule, TrainingConfig
 from megatron.core.parallel.activation_offload import Offload
-from megatron.core.parallel.context import ParallelContext
 from megatron.core.parallel.costs import Costs, Workload, costs_of
+from megatron.core.parallel.model_context import ModelContext
 from megatron.core.parallel.recompute import recomputed
 from megatron.core.transformer.inputs import LayerInputs
 from megatron.core.transformer.layer import TransformerLayer
@@ -75,7 +75,7 @@ class TransformerBlock(nn.Module):
     def __init__(
         self,
         stack: StackConfig,
-        context: ParallelContext,
+        context: ModelContext,
         *,
         layer_numbers: Sequence[int],
         final_norm: bool,

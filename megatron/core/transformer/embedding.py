@@ -10,8 +10,8 @@ from typing_extensions import override
 from megatron.config.model import ModelConfig
 from megatron.core.context_parallel.slicing import take
 from megatron.core.ops.dropout import dropout
-from megatron.core.parallel.context import ParallelContext
 from megatron.core.parallel.costs import Costs, Workload, total_of
+from megatron.core.parallel.model_context import ModelContext
 from megatron.core.parallel.rng import StreamKey
 from megatron.core.parallel.sharding import Sharding
 from megatron.core.tensor_parallel.layers import (
@@ -31,7 +31,7 @@ POSITION_EMBEDDINGS = "embedding.position_embeddings.weight"
 class PositionEmbedding(nn.Module):
     """A learned vector for each position, held whole by every rank, behind ``position_embedding_offset`` other rows."""
 
-    def __init__(self, config: ModelConfig, context: ParallelContext, *, tied: str | None = None) -> None:
+    def __init__(self, config: ModelConfig, context: ModelContext, *, tied: str | None = None) -> None:
         super().__init__()
         assert config.max_position_embeddings is not None
         self._context, self._offset = context, config.position_embedding_offset
@@ -56,7 +56,7 @@ class PositionEmbedding(nn.Module):
 class TokenTypeEmbedding(nn.Module):
     """A learned vector for each kind of token, such as first and second sentence, held whole by every rank."""
 
-    def __init__(self, count: int, config: ModelConfig, context: ParallelContext) -> None:
+    def __init__(self, count: int, config: ModelConfig, context: ModelContext) -> None:
         super().__init__()
         self._context = context
         sharding = Sharding((count, config.hidden_size), partial_grad=partial_under_sequence_parallel(context))
@@ -68,9 +68,7 @@ class TokenTypeEmbedding(nn.Module):
         return F.embedding(sequence_slice(types.t(), self._context), self.weight)
 
 
-def word_projection(
-    inputs: int, outputs: int, config: ModelConfig, context: ParallelContext
-) -> ReplicatedLinear | None:
+def word_projection(inputs: int, outputs: int, config: ModelConfig, context: ModelContext) -> ReplicatedLinear | None:
     """The matrix between word vectors and hidden states, ``[…, inputs] -> […, outputs]``, where their widths differ."""
     if inputs == outputs:
         return None
@@ -85,7 +83,7 @@ class LanguageModelEmbedding(nn.Module):
     """
 
     def __init__(
-        self, config: ModelConfig, context: ParallelContext, *, token_types: int = 0, copied: bool = False
+        self, config: ModelConfig, context: ModelContext, *, token_types: int = 0, copied: bool = False
     ) -> None:
         super().__init__()
         assert config.vocab_size is not None, "the tokenizer's vocabulary is known before a model is built"

@@ -9,8 +9,8 @@ from typing_extensions import override
 
 from megatron.config.training import RecomputeModule
 from megatron.core.ops.dropout import dropout
-from megatron.core.parallel.context import ParallelContext
 from megatron.core.parallel.costs import Costs, Workload, costs_of
+from megatron.core.parallel.model_context import ModelContext
 from megatron.core.parallel.recompute import recomputed, with_recomputed_inputs
 from megatron.core.transformer.inputs import LayerInputs
 from megatron.core.transformer.norm import Norm
@@ -30,7 +30,7 @@ class TransformerLayer(nn.Module):
     def __init__(
         self,
         stack: StackConfig,
-        context: ParallelContext,
+        context: ModelContext,
         *,
         number: int,
         recompute: frozenset[RecomputeModule] = frozenset(),

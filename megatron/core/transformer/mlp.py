@@ -9,8 +9,8 @@ from typing_extensions import override
 
 from megatron.config.model import ModelConfig
 from megatron.core.ops.activation import gated_activation, plain_activation
-from megatron.core.parallel.context import ParallelContext
 from megatron.core.parallel.costs import Costs, Workload, costs_of
+from megatron.core.parallel.model_context import ModelContext
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.initialization import input_init, output_init
 from megatron.core.transformer.inputs import LayerInputs
@@ -19,7 +19,7 @@ from megatron.core.transformer.inputs import LayerInputs
 class MLP(nn.Module):
     """Two matmuls around an activation, optionally gated (SwiGLU, GEGLU: arXiv:2002.05202)."""
 
-    def __init__(self, config: ModelConfig, context: ParallelContext) -> None:
+    def __init__(self, config: ModelConfig, context: ModelContext) -> None:
         super().__init__()
         self._kind, self._context = config.nonlinearity, context
         self._gated = config.gated

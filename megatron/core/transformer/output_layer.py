@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from megatron.config.model import ModelConfig
 from megatron.core.ops.matmul import linear
 from megatron.core.parallel.collectives import all_gather
-from megatron.core.parallel.context import ParallelContext
 from megatron.core.parallel.costs import Costs, Workload
+from megatron.core.parallel.model_context import ModelContext
 from megatron.core.parallel.sharding import Sharding
 from megatron.core.tensor_parallel.cross_entropy import (
     DEVICE_CHUNK,
@@ -43,7 +43,7 @@ class VocabularyOutput:
     hidden: Tensor
     weight: Tensor
     vocab_size: int
-    context: ParallelContext
+    context: ModelContext
     bias: Tensor | None = None
     cap: float | None = None
     later: tuple[VocabularyOutput, ...] = ()
@@ -152,7 +152,7 @@ class OutputLayer(nn.Module):
     """
 
     def __init__(
-        self, config: ModelConfig, context: ParallelContext, *, has_weight: bool = True, bias: bool = False
+        self, config: ModelConfig, context: ModelContext, *, has_weight: bool = True, bias: bool = False
     ) -> None:
         super().__init__()
         assert config.vocab_size is not None
@@ -179,7 +179,7 @@ def vocabulary_costs(weight: Tensor, workload: Workload, config: ModelConfig) ->
 
 
 def vocabulary_output(
-    x: Tensor, weight: Tensor, config: ModelConfig, context: ParallelContext, *, bias: Tensor | None = None
+    x: Tensor, weight: Tensor, config: ModelConfig, context: ModelContext, *, bias: Tensor | None = None
 ) -> VocabularyOutput:
     """Final hidden states ``[s, b, h]`` as an output over the whole vocabulary. ``bias`` is added to the logits after
     they are multiplied.

@@ -7,7 +7,7 @@ from typing import Protocol
 
 from megatron.config.model import ModelConfig
 from megatron.config.training import RecomputeModule
-from megatron.core.parallel.context import ParallelContext
+from megatron.core.parallel.model_context import ModelContext
 
 
 class StackSettings(Protocol):
@@ -30,6 +30,6 @@ class BranchPlace:
     """
 
     stack: StackSettings
-    context: ParallelContext
+    context: ModelContext
     number: int
     recompute: frozenset[RecomputeModule] = frozenset()

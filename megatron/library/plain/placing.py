@@ -15,15 +15,16 @@ from megatron.core.parallel.context import ParallelContext
 from megatron.core.parallel.costs import Costs, Workload
 from megatron.core.parallel.grid import Axis
 from megatron.core.parallel.mesh import Mesh
+from megatron.core.parallel.model_context import ModelContext
 from megatron.core.parallel.sharding import Sharding, persistent_buffers, sharded_parameters
 from megatron.core.tensor_parallel.initialize import initialize_parameters
 from megatron.errors import ConfigError
 
-ModuleMaker = Callable[[ParallelContext], nn.Module]
+ModuleMaker = Callable[[ModelContext], nn.Module]
 """Makes this rank's part of a module, such as ``lambda context: Net(width=64)``."""
 
 
-def made(source: nn.Module | ModuleMaker, context: ParallelContext, *, seed: int | None) -> nn.Module:
+def made(source: nn.Module | ModuleMaker, context: ModelContext, *, seed: int | None) -> nn.Module:
     """The module, or what the function makes with torch's global generator seeded."""
     if not isinstance(source, nn.Module):
         if seed is not None:

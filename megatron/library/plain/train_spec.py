@@ -18,6 +18,7 @@ from megatron.core.datasets.map_style import PADDING, MapStyleDataset, length_of
 from megatron.core.datasets.splits import SplitName, SplitSizes, parse_split
 from megatron.core.models.train_spec import TrainSpec
 from megatron.core.parallel.context import ParallelContext
+from megatron.core.parallel.model_context import ModelContext
 from megatron.core.parallel.rng import seed_global_generators
 from megatron.core.pipeline_parallel.chunk import LossSum, Microbatch, StageInputs
 from megatron.core.tokenizers.base import Tokenizer
@@ -77,7 +78,7 @@ class PlainSpec(TrainSpec):
         self,
         model: ModelConfig,
         groups: Sequence[object],
-        context: ParallelContext,
+        context: ModelContext,
         *,
         stage: Stage | None = None,
         recompute: RecomputePlan | None = None,

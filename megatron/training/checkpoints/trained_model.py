@@ -29,6 +29,7 @@ from megatron.core.models.train_spec import TrainSpec
 from megatron.core.parallel.context import ParallelContext
 from megatron.core.parallel.environment import LaunchEnvironment, errors_once_per_node
 from megatron.core.parallel.launch import parallel_context
+from megatron.core.parallel.model_context import ModelContext
 from megatron.core.tokenizers.base import Tokenizer
 from megatron.core.tokenizers.build import build_tokenizer
 from megatron.core.tokenizers.chat_settings import ChatSettings
@@ -47,7 +48,7 @@ class PlacedModel:
 
     config: RunConfig
     train_spec: TrainSpec
-    context: ParallelContext
+    context: ModelContext
     tokenizer: Tokenizer
     stages: list[Stage]
     models: list[nn.Module]
@@ -100,7 +101,8 @@ def load_model(
         )
     config = with_stages(config.with_vocab_size(tokenizer.vocab_size), train_spec)
     check_same_model(state, folder, model_name=train_spec.name, config=config, tokenizer=tokenizer)
-    stages, models = build_stages(config, train_spec, context)
+    on = ModelContext.plain(context)
+    stages, models = build_stages(config, train_spec, on)
     for model in models:
         model.eval()
         if not has_gradients:
@@ -110,7 +112,7 @@ def load_model(
     return TrainedModel(
         config=config,
         train_spec=train_spec,
-        context=context,
+        context=on,
         tokenizer=tokenizer,
         folder=folder,
         stages=stages,

@@ -40,7 +40,7 @@ def evaluate(run: Run, batches: Iterator[list[Microbatch]]) -> GlobalLoss:
             total = loss if total is None else total.plus(loss)
     for model in run.models:
         model.train()
-    return global_loss(total, run.train_spec.loss_names(run.config), run.context)
+    return global_loss(total, run.loss_names, run.context)
 
 
 class Evaluator(Generic[AnyModel]):

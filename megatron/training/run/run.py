@@ -21,8 +21,12 @@ from megatron.core.optimizer.optimizer import Optimizer
 from megatron.core.optimizer.schedule import Schedule
 from megatron.core.parallel.collectives import all_reduce, barrier, gather_objects
 from megatron.core.parallel.context import ParallelContext
+from megatron.core.parallel.low_precision import LowPrecision
+from megatron.core.parallel.model_context import ModelContext
+from megatron.core.parallel.products import Products
 from megatron.core.parallel.sharding import ShardedState
 from megatron.core.parallel.transport import Transport
+from megatron.core.parallel.weight_gradients import WeightGradients
 from megatron.core.pipeline_parallel.runner import Runner
 from megatron.core.pipeline_parallel.settings import PipelineSettings
 from megatron.core.tensor_parallel.delayed_scaling import DelayedScaling
@@ -61,8 +65,8 @@ class Progress:
 @dataclass(kw_only=True)
 class Run:
     """A run on one rank. ``schedule``: None for a run that only evaluates. ``loaded_from``: its checkpoint, if any.
-    ``scaling``: with --fp8-recipe delayed. ``chat_before``: what the model that this one is made of had learned of
-    conversations.
+    ``loss_names``, ``layer_metric_widths``: what every step reports, as the train spec lists it. ``scaling``: with
+    --fp8-recipe delayed. ``chat_before``: what the model that this one is made of had learned of conversations.
 
     ``evaluated``: called on every rank after each evaluation, with the results on each data set by name. ``stepped``:
     called on every rank after each step.
@@ -70,7 +74,7 @@ class Run:
 
     config: RunConfig
     train_spec: TrainSpec
-    context: ParallelContext
+    context: ModelContext
     reporter: Reporter
     exit_watch: ExitWatch
     tokenizer: Tokenizer
@@ -82,6 +86,8 @@ class Run:
     runner: Runner
     plans: Plans
     data: TrainingData
+    loss_names: tuple[str, ...]
+    layer_metric_widths: Mapping[str, int]
     scaling: DelayedScaling | None = None
     progress: Progress = field(default_factory=Progress)
     loaded_from: str | None = None
@@ -132,10 +138,9 @@ def build_run(
     data = TrainingData(config, train_spec, context, tokenizer)
 
     plans = Plans(PipelineSettings.of(config), context.mesh.rank("pp"))
-    context.weight_gradients.may_wait = plans.settings.splits_backward
-    context.low_precision.configure(config.fp8, num_layers=config.num_layers)
-    stages, models = build_stages(config, train_spec, context)
-    scaling = delayed_scaling(models, context)
+    model_context = build_model_context(config, context, splits_backward=plans.settings.splits_backward)
+    stages, models = build_stages(config, train_spec, model_context)
+    scaling = delayed_scaling(models, model_context)
     parallel, sharded = config.parallel, config.parallel.use_distributed_optimizer
     policies = parameter_policies(named_parameters(models), config.optimizer)
     buffers = build_buffers(
@@ -154,7 +159,7 @@ def build_run(
         sharded=sharded,
         overlap=parallel.overlap_grad_reduce,
         sums_in_fp32=parallel.ddp_reduce_scatter_with_fp32_accumulation,
-        fuses_accumulation=parallel.fuses_accumulation(is_faster=is_fusion_faster(context.dtype, context.device)),
+        weight_gradients=model_context.weight_gradients,
     )
     optimizer = Optimizer(
         buffers,
@@ -164,13 +169,14 @@ def build_run(
         sharded=sharded,
         count_zeros=config.reporting.log_num_zeros_in_grad,
         frozen=frozen_parts(named_parameters(models), policies, context),
+        low_precision=model_context.low_precision,
     )
     for model in models if parallel.overlap_param_gather else ():
         optimizer.gather.overlap_forward(model)
     return Run(
         config=config,
         train_spec=train_spec,
-        context=context,
+        context=model_context,
         reporter=reporter,
         exit_watch=build_exit_watch(config, context, time.monotonic() if started is None else started),
         tokenizer=tokenizer,
@@ -186,15 +192,32 @@ def build_run(
             ],
             transport=Transport(context.mesh, context.device, routes=routes(plans.settings.placement)),
             last_backward=lambda chunk: grad_sync.last_backward(),
-            weight_gradients=context.weight_gradients,
-            low_precision=context.low_precision,
+            weight_gradients=model_context.weight_gradients,
+            low_precision=model_context.low_precision,
             device=context.device,
             activity=context.mesh.activity,
             around=lambda action: reporter.timers(f"{action.pass_name}-compute", level=2),
         ),
         plans=plans,
         data=data,
+        loss_names=train_spec.loss_names(config),
+        layer_metric_widths=train_spec.layer_metrics(config),
         scaling=scaling,
+    )
+
+
+def build_model_context(config: RunConfig, context: ParallelContext, *, splits_backward: bool) -> ModelContext:
+    """The services of the run's layers, on this rank. ``splits_backward``: whether the schedule leaves gradients of
+    weights for later.
+    """
+    is_faster = is_fusion_faster(context.dtype, context.device)
+    return ModelContext.on(
+        context,
+        weight_gradients=WeightGradients(
+            may_wait=splits_backward, fuses_accumulation=config.parallel.fuses_accumulation(is_faster=is_faster)
+        ),
+        low_precision=LowPrecision(config.fp8, config.num_layers),
+        products=Products(),
     )
 
 

@@ -10,6 +10,7 @@ from megatron.config.pipeline import Stage, model_stages
 from megatron.config.run import RunConfig
 from megatron.core.models.train_spec import TrainSpec
 from megatron.core.parallel.context import ParallelContext
+from megatron.core.parallel.model_context import ModelContext
 from megatron.core.parallel.sharding import ShardedState, Sharding, persistent_buffers, sharded_parameters, sharding_of
 from megatron.core.transformer.block import RecomputePlan
 from megatron.training.run.agreement import check_stages
@@ -20,9 +21,7 @@ def stages_here(run: RunConfig, context: ParallelContext) -> list[Stage]:
     return [stage for stage in model_stages(run) if stage.rank == context.mesh.rank("pp")]
 
 
-def build_stages(
-    run: RunConfig, train_spec: TrainSpec, context: ParallelContext
-) -> tuple[list[Stage], list[nn.Module]]:
+def build_stages(run: RunConfig, train_spec: TrainSpec, context: ModelContext) -> tuple[list[Stage], list[nn.Module]]:
     """This rank's stages and their models with initial weights, recomputing what ``--recompute-…`` asks for.
 
     Models on one rank share tied parameters. A collective, which checks that the ranks hold the whole model.

@@ -67,8 +67,8 @@ FAULTS = (
     Fault(
         "side_loss_of_one_tensor_rank",
         "megatron/core/parallel/side_losses.py",
-        old=('        if context.sequence_parallel:\n            value = all_reduce(value, context.mesh, "tp")'),
-        new=('        if context.sequence_parallel:\n            value = value * context.mesh.size("tp")'),
+        old=('        if context.splits_sequence:\n            value = all_reduce(value, context.mesh, "tp")'),
+        new=('        if context.splits_sequence:\n            value = value * context.mesh.size("tp")'),
         suffers="With sequence parallelism the log shows the balancing loss of one rank's tokens as that of all.",
         first=("unit/parallel/test_side_losses.py", "equivalence/test_experts.py"),
     ),

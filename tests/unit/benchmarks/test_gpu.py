@@ -21,7 +21,7 @@ from benchmarks.gpu_plain import SIZES, PlainLlama, Size
 from benchmarks.gpu_ranks import WorkerError, WorkerMemoryError, on_ranks
 from benchmarks.gpu_steps import SPEC, Taken, run_of, scale_of, ways
 from megatron.core.ops.attention.registry import BACKENDS
-from megatron.core.parallel.context import ParallelContext
+from megatron.core.parallel.model_context import ModelContext
 from megatron.errors import ConfigError
 from megatron.rehearsal.accelerator import unavailable
 from tests.harness.sentences import expect_error
@@ -33,7 +33,7 @@ TINY = SIZES["tiny"]
 def both(size: Size) -> tuple[nn.Module, PlainLlama]:
     """Ours and the plain one, with the same weights in fp64."""
     run = run_of([*size.flags, "--micro-batch-size", "2", "--global-batch-size", "2"], 1)
-    ours = SPEC.build_model(run.model, run.extra, ParallelContext.single(dtype=torch.float64))
+    ours = SPEC.build_model(run.model, run.extra, ModelContext.single(dtype=torch.float64))
     plain = PlainLlama(size, CPU, dtype=torch.float64).double()
     weights = dict(plain.named_parameters())
     with torch.no_grad():

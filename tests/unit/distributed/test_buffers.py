@@ -14,6 +14,7 @@ from megatron.core.parallel.context import ParallelContext
 from megatron.core.parallel.mesh import Mesh
 from megatron.core.parallel.rng import RngStreams
 from megatron.core.parallel.sharding import Sharding, sharded_parameter
+from megatron.core.parallel.weight_gradients import WeightGradients
 
 SHAPES = {"embedding": (50, 8), "norm": (8,), "fc1": (24, 8), "fc1_bias": (24,), "fc2": (8, 24)}
 
@@ -170,6 +171,7 @@ def test_no_gradient_outlives_its_step() -> None:
     sync = GradSync(
         build_buffers(made.items(), ParallelContext.single(), grad_dtype=torch.float32),
         ParallelContext.single(),
+        weight_gradients=WeightGradients(),
         sharded=False,
         overlap=False,
     )

@@ -15,8 +15,10 @@ from megatron.core.distributed.grad_sync import GradSync
 from megatron.core.distributed.parameter_policy import matches, parameter_policies
 from megatron.core.optimizer.optimizer import Optimizer
 from megatron.core.parallel.context import ParallelContext
+from megatron.core.parallel.low_precision import LowPrecision
 from megatron.core.parallel.mesh import Mesh
 from megatron.core.parallel.sharding import Sharding, sharded_parameter
+from megatron.core.parallel.weight_gradients import WeightGradients
 from tests.unit.distributed.test_buffers import forward, parameters
 
 CPU = torch.device("cpu")
@@ -74,7 +76,9 @@ def test_tables_move_at_their_own_rate() -> None:
     named = {"words": made(Sharding((4, 4), pad_multiple=4, split={0: "tp"})), "matrix": made(Sharding((4, 4)))}
     policies = parameter_policies(named.items(), OptimizerConfig(decoupled_lr=0.5))
     buffers = build_buffers(named.items(), context, grad_dtype=torch.float32, policies=policies)
-    optimizer = Optimizer(buffers, OptimizerConfig(clip_grad=0), PrecisionConfig(), context, sharded=False)
+    optimizer = Optimizer(
+        buffers, OptimizerConfig(clip_grad=0), PrecisionConfig(), context, low_precision=LowPrecision(), sharded=False
+    )
     for parameter in named.values():
         parameter.main_grad.fill_(1.0)  # type: ignore[attr-defined]
     optimizer.update(count=1, lr=0.125, weight_decay=0.0, decoupled_lr=0.5)
@@ -101,7 +105,7 @@ def test_multipliers_of_the_learning_rate_are_found_by_name() -> None:
     context = ParallelContext.single(dtype=torch.float64)
     policies = parameter_policies(named.items(), config)
     buffers = build_buffers(named.items(), context, grad_dtype=torch.float64, policies=policies)
-    optimizer = Optimizer(buffers, config, PrecisionConfig(), context, sharded=False)
+    optimizer = Optimizer(buffers, config, PrecisionConfig(), context, low_precision=LowPrecision(), sharded=False)
     for parameter in named.values():
         parameter.main_grad.fill_(1.0)  # type: ignore[attr-defined]
     optimizer.update(count=1, lr=0.1, weight_decay=0.1, decoupled_lr=0.5)
@@ -135,12 +139,13 @@ def test_frozen_parameters_have_no_buffer_and_count_in_the_norm_of_weights() -> 
     policies = parameter_policies(p.items(), OptimizerConfig(freeze=("embedding", "fc1*")))
     buffers = build_buffers(p.items(), context, grad_dtype=torch.float32, policies=policies)
     assert {entry.name for buffer in buffers for entry in buffer.entries} == {"norm", "fc2"}
-    GradSync(buffers, context, sharded=False, overlap=False)
+    GradSync(buffers, context, weight_gradients=WeightGradients(), sharded=False, overlap=False)
     optimizer = Optimizer(
         buffers,
         OptimizerConfig(),
         PrecisionConfig(),
         context,
+        low_precision=LowPrecision(),
         sharded=False,
         count_zeros=True,
         frozen=frozen_parts(p.items(), policies, context),
@@ -162,7 +167,14 @@ def test_parameters_of_two_types_have_buffers_of_two_types() -> None:
     context: Any = ParallelContext.single(dtype=torch.bfloat16)
     narrow, wide = made(Sharding((4, 4)), torch.bfloat16), made(Sharding((4, 4)))
     buffers = build_buffers([("narrow", narrow), ("wide", wide)], context, grad_dtype=torch.bfloat16)
-    optimizer = Optimizer(buffers, OptimizerConfig(clip_grad=0), PrecisionConfig(bf16=True), context, sharded=False)
+    optimizer = Optimizer(
+        buffers,
+        OptimizerConfig(clip_grad=0),
+        PrecisionConfig(bf16=True),
+        context,
+        low_precision=LowPrecision(),
+        sharded=False,
+    )
     for parameter in (narrow, wide):
         parameter.main_grad.fill_(1.0)  # type: ignore[attr-defined]
     optimizer.update(count=1, lr=1e-4, weight_decay=0.0)
@@ -184,8 +196,8 @@ def test_matrices_and_the_rest_may_have_two_update_rules() -> None:
         for name, policy in parameter_policies(p.items(), config).items()
     }
     buffers = build_buffers(p.items(), context, grad_dtype=torch.float32, policies=policies)
-    GradSync(buffers, context, sharded=False, overlap=False)
-    optimizer = Optimizer(buffers, config, PrecisionConfig(), context, sharded=False)
+    GradSync(buffers, context, weight_gradients=WeightGradients(), sharded=False, overlap=False)
+    optimizer = Optimizer(buffers, config, PrecisionConfig(), context, low_precision=LowPrecision(), sharded=False)
     copies = {name: torch.nn.Parameter(parameter.detach().clone()) for name, parameter in p.items()}
     matrices = [name for name in p if policies[name].decays]
     others = [name for name in p if not policies[name].decays]

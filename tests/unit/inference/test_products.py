@@ -15,7 +15,7 @@ from megatron.core.inference.products import BLOCKED, INT8, Form, GenerationProd
 from megatron.core.inference.runner import CachedRunner
 from megatron.core.inference.step_plan import PlanRow, RunnerLimits, StepPlan
 from megatron.core.models.gpt.model import GPTModel
-from megatron.core.parallel.context import ParallelContext
+from megatron.core.parallel.model_context import ModelContext
 
 LIMITS = RunnerLimits(num_blocks=5, block_size=16, max_requests=2, max_length=64, vocabulary=200)
 
@@ -172,7 +172,7 @@ def test_a_model_with_int8_weights(is_tied: bool) -> None:
         attention_dropout=0.0,
         init_method_std=0.1,
     )
-    model = GPTModel(config, ParallelContext.single(dtype=torch.bfloat16), seed=5).eval().requires_grad_(False)
+    model = GPTModel(config, ModelContext.single(dtype=torch.bfloat16), seed=5).eval().requires_grad_(False)
     row = PlanRow(slot=0, start=0, tokens=tuple(range(40)), blocks=(1, 2, 3), logits_from=0)
     found = [
         CachedRunner(model, config, model._context, LIMITS, form=form).start(StepPlan((row,))).logits()
@@ -202,7 +202,7 @@ def test_weights_with_copies_give_up_their_memory(dtype: torch.dtype, is_tied: b
         hidden_dropout=0.0,
         attention_dropout=0.0,
     )
-    model = GPTModel(config, ParallelContext.single(dtype=dtype), seed=5).eval().requires_grad_(False)
+    model = GPTModel(config, ModelContext.single(dtype=dtype), seed=5).eval().requires_grad_(False)
     row = PlanRow(slot=0, start=0, tokens=tuple(range(10)), blocks=(2, 3), logits_from=0)
     before = CachedRunner(model, config, model._context, LIMITS).start(StepPlan((row,))).logits()
     runner = CachedRunner(model, config, model._context, LIMITS)

@@ -20,7 +20,7 @@ from megatron.core.inference.runner import CachedRunner
 from megatron.core.inference.sampling import Sampling
 from megatron.core.inference.step_plan import RunnerLimits
 from megatron.core.models.registry import family_of
-from megatron.core.parallel.context import ParallelContext
+from megatron.core.parallel.model_context import ModelContext
 from tests.harness.published import fp64_model, in_fp64, without_dropout
 from tests.published import FIRST, MODELS
 from tests.tiers import tiers
@@ -36,7 +36,7 @@ def test_greedy_tokens_are_those_of_transformers(name: str) -> None:
     """A cache that forgets a window, an offset or a layer's positions says something else after a few tokens."""
     theirs = fp64_model(*MODELS[name])
     portable = from_transformers(theirs)
-    context = ParallelContext.single(dtype=torch.float64)
+    context = ModelContext.single(dtype=torch.float64)
     config = without_dropout(portable.model)
     ours = family_of(portable.groups).train_spec.build_model(config, portable.groups, context).eval()
     load_weights(ours, portable, context.mesh)

@@ -21,7 +21,7 @@ from megatron.core.models.t5.model import T5Model
 from megatron.core.ops.attention import AttentionOptions
 from megatron.core.ops.attention.cached import AttentionCache
 from megatron.core.ops.compiled import compile_bodies
-from megatron.core.parallel.context import ParallelContext
+from megatron.core.parallel.model_context import ModelContext
 from tests.unit.inference.test_runner import LIMITS, VARIANTS, VOCABULARY, gpt
 
 MATRIX = torch.randn(4, 6, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
@@ -169,7 +169,7 @@ def test_bf16_is_recorded(is_batch_invariant: bool) -> None:
 
 def test_experts_that_count_their_tokens_are_not_recorded() -> None:
     config = replace(gpt(VARIANTS["rotary"])._config, num_layers=1)
-    context = ParallelContext.single(dtype=torch.float64)
+    context = ModelContext.single(dtype=torch.float64)
     stack = decoder_stack(config, (MoEConfig(num_experts=4, moe_router_topk=2, moe_ffn_hidden_size=16),))
     model = GPTModel(config, context, stack=stack, seed=5).eval().requires_grad_(False)
     check_bits(lambda: CachedRunner(model, config, context, LIMITS), is_recorded=False)
@@ -178,7 +178,7 @@ def test_experts_that_count_their_tokens_are_not_recorded() -> None:
 @pytest.mark.parametrize("positions", ["relative", "learned_absolute"])
 def test_a_t5_is_recorded(positions: Literal["relative", "learned_absolute"]) -> None:
     config = replace(gpt(VARIANTS["learned positions"])._config, position_embedding_type=positions)
-    context = ParallelContext.single(dtype=torch.float64)
+    context = ModelContext.single(dtype=torch.float64)
     model = T5Model(config, T5Config(decoder_num_layers=3), context, seed=5).eval().requires_grad_(False)
     limits = replace(LIMITS, max_encoder_length=24)
     check_bits(lambda: CachedRunner(model, config, context, limits), encoder=True)

@@ -21,7 +21,7 @@ from megatron.core.inference.sampling import Sampling
 from megatron.core.inference.step_plan import PlanRow, RunnerLimits, StepPlan
 from megatron.core.models.gpt.model import GPTModel
 from megatron.core.ops.attention.cached import CachedHeads
-from megatron.core.parallel.context import ParallelContext
+from megatron.core.parallel.model_context import ModelContext
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "learned positions": {"position_embedding_type": "learned_absolute"},
@@ -99,7 +99,7 @@ def gpt(settings: dict[str, Any], *, dtype: torch.dtype = torch.float64, max_pos
         init_method_std=0.3,
         **{"hidden_size": 32, **settings},
     )
-    return GPTModel(config, ParallelContext.single(dtype=dtype), seed=5).eval().requires_grad_(False)
+    return GPTModel(config, ModelContext.single(dtype=dtype), seed=5).eval().requires_grad_(False)
 
 
 def runner(model: GPTModel) -> CachedRunner:

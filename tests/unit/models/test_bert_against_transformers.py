@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from megatron.config.model import ModelConfig
 from megatron.core.models.bert.model import BertModel, BertOutput
-from megatron.core.parallel.context import ParallelContext
+from megatron.core.parallel.model_context import ModelContext
 
 transformers = pytest.importorskip("transformers", reason="parity needs the dev extra's transformers")
 
@@ -36,7 +36,7 @@ def config_of_the_original(*, dropout: float = 0.0, **settings: Any) -> ModelCon
 
 def ours(**settings: Any) -> BertModel:
     """A BERT of the test's size in fp64."""
-    return BertModel(config_of_the_original(**settings), ParallelContext.single(dtype=torch.float64), seed=1)
+    return BertModel(config_of_the_original(**settings), ModelContext.single(dtype=torch.float64), seed=1)
 
 
 def body_weights(reference: Any) -> dict[str, Tensor]:
@@ -131,7 +131,7 @@ def test_padding_changes_nothing(residual_behind_norm: bool) -> None:
         num_layers=2, hidden_size=HIDDEN, num_attention_heads=HEADS, max_position_embeddings=LENGTH,
         vocab_size=VOCABULARY, apply_residual_connection_post_layernorm=residual_behind_norm,
     )  # fmt: skip
-    model = BertModel(config, ParallelContext.single(dtype=torch.float64), seed=1, binary_head=False).eval()
+    model = BertModel(config, ModelContext.single(dtype=torch.float64), seed=1, binary_head=False).eval()
     given, length = batch(), 13
     padded = model(given["tokens"][1:2], given["types"][1:2], attention_mask=given["real"][1:2])
     short = model(given["tokens"][1:2, :length], given["types"][1:2, :length])

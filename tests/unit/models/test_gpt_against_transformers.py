@@ -10,7 +10,7 @@ from torch import Tensor
 
 from megatron.config.model import ModelConfig
 from megatron.core.models.gpt.model import GPTModel
-from megatron.core.parallel.context import ParallelContext
+from megatron.core.parallel.model_context import ModelContext
 from megatron.core.transformer.output_layer import VocabularyOutput
 
 transformers = pytest.importorskip("transformers", reason="parity needs the dev extra's transformers")
@@ -31,7 +31,7 @@ def ours(**settings: Any) -> GPTModel:
         hidden_dropout=0.0,
         **settings,
     )
-    return GPTModel(config, ParallelContext.single(dtype=torch.float64), seed=1)
+    return GPTModel(config, ModelContext.single(dtype=torch.float64), seed=1)
 
 
 def fused_qkv(query: Tensor, key: Tensor, value: Tensor, groups: int) -> Tensor:

@@ -13,7 +13,7 @@ from megatron.config.model import ModelConfig
 from megatron.core.models.gpt.model import GPTModel
 from megatron.core.models.gpt.multi_token import shifted_fields
 from megatron.core.models.gpt.train_spec import GPTSpec
-from megatron.core.parallel.context import ParallelContext
+from megatron.core.parallel.model_context import ModelContext
 from megatron.core.parallel.rng import StreamKey
 from megatron.core.parallel.side_losses import SideLosses
 from megatron.core.pipeline_parallel.chunk import Microbatch
@@ -76,7 +76,7 @@ def test_fields_stay_within_the_sequence_and_the_document(documents: bool) -> No
 
 def plain_loss(model: Any, config: ModelConfig, batch: dict[str, Tensor]) -> Tensor:
     """Mean of the next token, and the factor times the mean over depths of the means of later ones."""
-    context, embedding = ParallelContext.single(dtype=torch.float64), model.embedding
+    context, embedding = ModelContext.single(dtype=torch.float64), model.embedding
     hidden = embedding(batch["tokens"], None, StreamKey(0))
     inputs = LayerInputs(StreamKey(0), SideLosses(), RotaryPositions(config, context)(hidden, None))
     hidden = model.decoder(hidden, inputs)
@@ -105,7 +105,7 @@ def plain_loss(model: Any, config: ModelConfig, batch: dict[str, Tensor]) -> Ten
 @pytest.mark.parametrize("untied", [True, False])
 def test_equals_a_loop_over_its_modules(untied: bool, recompute: RecomputePlan) -> None:
     """A wrong weight of a depth, a lost gradient of the shared embedding or head trains on unnoticed."""
-    config, context, spec = settings(untied=untied), ParallelContext.single(dtype=torch.float64), GPTSpec()
+    config, context, spec = settings(untied=untied), ModelContext.single(dtype=torch.float64), GPTSpec()
     model = GPTModel(config, context, recompute=recompute, seed=5).train()
     batch = batch_of(documents=False)
     expected = plain_loss(model, config, batch)
@@ -130,7 +130,7 @@ def test_equals_a_loop_over_its_modules(untied: bool, recompute: RecomputePlan) 
 def test_without_future_tokens_only_the_next_is_predicted() -> None:
     """Scoring and generation have no future tokens, and pay for no depth."""
     config = settings()
-    model = GPTModel(config, ParallelContext.single(dtype=torch.float64), seed=5)
+    model = GPTModel(config, ModelContext.single(dtype=torch.float64), seed=5)
     output = model(batch_of(documents=False)["tokens"])
     assert not isinstance(output, Tensor)
     assert output.later == ()

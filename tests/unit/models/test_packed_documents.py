@@ -11,8 +11,8 @@ from torch import Tensor
 from megatron.config.model import ModelConfig
 from megatron.core.models.gpt.model import GPTModel
 from megatron.core.parallel.collectives import all_reduce
-from megatron.core.parallel.context import ParallelContext
 from megatron.core.parallel.mesh import Mesh
+from megatron.core.parallel.model_context import ModelContext
 from megatron.core.parallel.sharding import sharded_parameters
 from megatron.core.transformer.output_layer import VocabularyOutput
 from tests.harness import run_ranks
@@ -25,7 +25,7 @@ POSITIONS = ("learned_absolute", "rope")
 BACKENDS = ("eager", "sdpa", "chunked")
 
 
-def build(context: ParallelContext, *, positions: str, backend: str = "auto", **settings: Any) -> GPTModel:
+def build(context: ModelContext, *, positions: str, backend: str = "auto", **settings: Any) -> GPTModel:
     settings |= {"position_embedding_type": positions, "attention_backend": backend}
     config = ModelConfig(
         num_layers=2,
@@ -77,7 +77,7 @@ def gradients_of(model: GPTModel, loss: Tensor, mesh: Mesh) -> dict[str, Tensor]
 @pytest.mark.parametrize("positions", POSITIONS)
 def test_a_packed_document_is_computed_as_if_it_were_alone(positions: str, backend: str) -> None:
     """With --reset-attention-mask and --reset-position-ids a document would see its neighbours, or the wrong places."""
-    context, batch = ParallelContext.single(dtype=torch.float64), packed()
+    context, batch = ModelContext.single(dtype=torch.float64), packed()
     model = build(context, positions=positions, backend=backend)
     for row, start, stop in DOCUMENTS:
         mask = torch.zeros(2, LENGTH, dtype=torch.float64)
@@ -97,7 +97,7 @@ def test_rotary_angles_follow_the_position_ids_of_each_sample() -> None:
     """Within a document only distances count; with --reset-position-ids alone, attention crosses documents and sees
     wrong distances when the ids are not used. Here sample 0 has distances doubled, which a factor of 2 halves again.
     """
-    context, tokens = ParallelContext.single(dtype=torch.float64), packed()["tokens"]
+    context, tokens = ModelContext.single(dtype=torch.float64), packed()["tokens"]
     plain = build(context, positions="rope")
     stretched = build(context, positions="rope", rotary_seq_len_interpolation_factor=2.0)
     steps = torch.arange(LENGTH)
@@ -107,7 +107,7 @@ def test_rotary_angles_follow_the_position_ids_of_each_sample() -> None:
     assert (logits[1] - run(plain, tokens).logits()[1]).abs().max() > 1e-3
 
 
-def packed_loss(context: ParallelContext, positions: str) -> tuple[Tensor, dict[str, Tensor]]:
+def packed_loss(context: ModelContext, positions: str) -> tuple[Tensor, dict[str, Tensor]]:
     """Token losses of the packed samples, and the gradients of parameters that every rank holds whole."""
     model, batch = build(context, positions=positions), packed()
     output = run(model, batch["tokens"], position_ids=batch["position_ids"], document_ids=batch["document_ids"])
@@ -120,7 +120,7 @@ def packed_loss(context: ParallelContext, positions: str) -> tuple[Tensor, dict[
 @pytest.mark.parametrize("positions", POSITIONS)
 def test_packed_documents_under_sequence_parallelism(positions: str) -> None:
     """Each rank holds half of the sequence and must look up the positions of that half, not of the first."""
-    expected, gradients = packed_loss(ParallelContext.single(dtype=torch.float64), positions)
+    expected, gradients = packed_loss(ModelContext.single(dtype=torch.float64), positions)
     assert ("embedding.position_embeddings.weight" in gradients) == (positions == "learned_absolute")
     for losses, found in run_ranks(packed_loss, positions, tp=2, dtype=torch.float64, sequence_parallel=True):
         torch.testing.assert_close(losses, expected, rtol=0, atol=TOLERANCE)

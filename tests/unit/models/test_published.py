@@ -15,7 +15,7 @@ pytest.importorskip("transformers", reason="parity needs the dev extra's transfo
 from megatron.core.conversion.huggingface.reading import from_transformers
 from megatron.core.conversion.portable import load_weights
 from megatron.core.models.registry import family_of
-from megatron.core.parallel.context import ParallelContext
+from megatron.core.parallel.model_context import ModelContext
 from megatron.core.parallel.rng import StreamKey
 from megatron.core.parallel.sharding import sharded_parameters
 from megatron.core.pipeline_parallel.chunk import Microbatch
@@ -64,7 +64,7 @@ def check(model_type: str, settings: dict[str, Any]) -> None:
     """Compare a random model of transformers with ours of its weights."""
     theirs = fp64_model(model_type, settings)
     portable = from_transformers(theirs)
-    context = ParallelContext.single(dtype=torch.float64)
+    context = ModelContext.single(dtype=torch.float64)
     config = without_dropout(portable.model)
     spec = family_of(portable.groups).train_spec
     ours = spec.build_model(config, portable.groups, context)

@@ -16,7 +16,7 @@ from megatron.core.models.t5.config import T5Config
 from megatron.core.models.t5.model import T5Model
 from megatron.core.models.t5.train_spec import T5Spec
 from megatron.core.models.train_spec import TrainSpec
-from megatron.core.parallel.context import ParallelContext
+from megatron.core.parallel.model_context import ModelContext
 from megatron.core.parallel.rng import StreamKey
 from megatron.core.parallel.side_losses import SideLosses
 from megatron.core.pipeline_parallel.chunk import Microbatch
@@ -28,7 +28,7 @@ from tasks.fine_tuning.train_spec import ClassificationSpec, LabelledData
 def test_every_layer_is_given_the_microbatch_s_collector() -> None:
     """BERT, T5 and fine-tuned models gave their layers a collector that nobody read: a router's loss was lost."""
     config = ModelConfig(num_layers=2, hidden_size=16, num_attention_heads=2, vocab_size=50, max_position_embeddings=8)
-    context, ids = ParallelContext.single(), torch.ones(3, 8, dtype=torch.long)
+    context, ids = ModelContext.single(), torch.ones(3, 8, dtype=torch.long)
     choices = ids[:, None].expand(3, 2, 8)
     texts = {"text": ids, "types": ids, "attention_mask": ids}
     cases: list[tuple[TrainSpec, nn.Module, dict[str, Any], int]] = [

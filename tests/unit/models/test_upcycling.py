@@ -19,12 +19,12 @@ from megatron.core.conversion.portable import LazyTensor, PortableModel, load_we
 from megatron.core.models.gpt import upcycling
 from megatron.core.models.gpt.train_spec import TRAIN_SPEC
 from megatron.core.models.gpt.upcycling import upcycled
-from megatron.core.parallel.context import ParallelContext
+from megatron.core.parallel.model_context import ModelContext
 from megatron.errors import CheckpointError, ConfigError
 from tests.harness.sentences import expect_error
 from tools.checkpoint import upcycle
 
-CONTEXT = ParallelContext.single(dtype=torch.float64)
+CONTEXT = ModelContext.single(dtype=torch.float64)
 CONFIG = ModelConfig(
     num_layers=2,
     hidden_size=16,

@@ -24,7 +24,7 @@ from megatron.core.moe.routing import Routing, choose_experts, chosen, scores_of
 from megatron.core.ops import matmul
 from megatron.core.ops.attention.cached import AttentionCache
 from megatron.core.ops.grouped_matmul import BACKENDS, Groups, choose
-from megatron.core.parallel.context import ParallelContext
+from megatron.core.parallel.model_context import ModelContext
 from megatron.core.parallel.recompute import recomputed
 from megatron.core.parallel.rng import StreamKey
 from megatron.core.parallel.side_losses import SideLosses
@@ -59,7 +59,7 @@ def route(logits: Tensor, scores: Tensor, moe: MoEConfig, *, bias: Tensor | None
 
 
 def layer(model: ModelConfig, moe: MoEConfig, *, dtype: torch.dtype = torch.float64, number: int = 0) -> MoELayer:
-    context = ParallelContext.single(dtype=dtype)
+    context = ModelContext.single(dtype=dtype)
     built = MoELayer(moe, BranchPlace(StackConfig(model, causal=True), context, number))
     initialize(built, context.mesh, seed=3)
     generator = torch.Generator().manual_seed(5)
@@ -272,7 +272,7 @@ def test_products_in_fp32_of_bf16_experts(monkeypatch: pytest.MonkeyPatch) -> No
     assert choose(torch.float32, torch.device("meta"), (HIDDEN, HIDDEN)).name == "loop", "rehearsals take a GPU's"
     assert choose(torch.bfloat16, device, (HIDDEN, HIDDEN), "grouped_mm").name == "grouped_mm"
     rows, weight = (torch.randn(*shape, generator=generator).bfloat16() for shape in ((160, 512), (2, 96, 512)))
-    groups, context = Groups(torch.tensor([80, 80])), ParallelContext.single(dtype=torch.bfloat16)
+    groups, context = Groups(torch.tensor([80, 80])), ModelContext.single(dtype=torch.bfloat16)
     layers = GroupedLinear(choice.backend, context)
     by_expert = [(part, matrix.t()) for part, matrix in zip(groups.parts(rows), weight)]
     wide = torch.cat([(part.float() @ matrix.float()).bfloat16() for part, matrix in by_expert])
@@ -452,7 +452,7 @@ def test_rounding_does_not_decide_which_of_equal_tokens_is_dropped(rounding: flo
     weights = torch.tensor([0.3, 0.6, 0.3, 0.3], dtype=torch.float64) + rounding * torch.tensor([0, 0, 1, 2])
     moe = moe_config(num_experts=2, moe_expert_capacity_factor=1.0)
     ids = torch.zeros(4, 1, dtype=torch.int64)
-    kept = within_capacity(ids, weights[:, None], moe, ParallelContext.single(), batch=1)
+    kept = within_capacity(ids, weights[:, None], moe, ModelContext.single(), batch=1)
     assert kept.flatten().tolist() == [True, True, False, False]
 
 
@@ -463,7 +463,7 @@ def test_capacity_of_a_sequence() -> None:
         moe = moe_config(num_experts=3, moe_expert_capacity_factor=0.7, moe_token_drop_policy=policy)
         ids = torch.rand(10 * 2, 3, generator=generator).argsort(1)[:, :2]  # 10 positions of 2 sequences
         weights = torch.rand(10 * 2, 2, generator=generator, dtype=torch.float64)
-        kept = within_capacity(ids, weights, moe, ParallelContext.single(), batch=2)
+        kept = within_capacity(ids, weights, moe, ModelContext.single(), batch=2)
         for sequence, expert in itertools.product(range(2), range(3)):
             choices = [
                 (token, place) for token in range(sequence, 20, 2) for place in range(2) if ids[token, place] == expert

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -13,7 +14,8 @@ from typing_extensions import override
 from megatron.config.fp8 import Fp8Config
 from megatron.core.moe.fp8_grouped_linear import Fp8GroupedLinear
 from megatron.core.ops.grouped_matmul import BACKENDS, Groups
-from megatron.core.parallel.context import ParallelContext
+from megatron.core.parallel.low_precision import LowPrecision
+from megatron.core.parallel.model_context import ModelContext
 from megatron.core.tensor_parallel.fp8_linear import Fp8Quantizer
 from megatron.rehearsal import recorder
 from megatron.training.step import train_step
@@ -30,7 +32,7 @@ def test_steps_in_bf16_are_those_of_fp32_but_for_rounding(more: str) -> None:
     """Autograd called the hooks of experts' weights a second time, without a gradient: a run in bf16 ended there."""
     losses = {}
     for flags, dtype in (("", torch.float32), ("--bf16", torch.bfloat16)):
-        run = tiny_run(ParallelContext.single(dtype=dtype), f"{FLAGS} {more} {flags}")
+        run = tiny_run(ModelContext.single(dtype=dtype), f"{FLAGS} {more} {flags}")
         batches = run.data.training_batches(0)
         losses[dtype] = [train_step(run, next(batches)).losses["lm loss"] for _ in range(3)]
     assert losses[torch.bfloat16] == pytest.approx(losses[torch.float32], rel=0.02)
@@ -38,7 +40,7 @@ def test_steps_in_bf16_are_those_of_fp32_but_for_rounding(more: str) -> None:
 
 def test_hooks_of_weights_run_once_a_backward_pass() -> None:
     """The overlapped reduction of gradients counts them."""
-    run = tiny_run(ParallelContext.single(), FLAGS)
+    run = tiny_run(ModelContext.single(), FLAGS)
     calls: dict[str, int] = {}
     for name, parameter in run.models[0].named_parameters():
 
@@ -70,8 +72,10 @@ def test_products_in_8_bits_are_held_one_at_a_time(monkeypatch: pytest.MonkeyPat
     """Those of all experts were held twice, in a list and joined: a rank's largest tensors, at its peak."""
     monkeypatch.setattr(recorder, "DEVICE_TYPE", "cpu")
     experts, width, rows = 32, 64, torch.randn(32 * 64, 64, dtype=torch.bfloat16)
-    context = ParallelContext.single(dtype=torch.bfloat16)
-    context.low_precision.configure(Fp8Config(fp8_format="e4m3", fp8_recipe="tensorwise"), num_layers=2)
+    context = ModelContext.single(dtype=torch.bfloat16)
+    context = dataclasses.replace(
+        context, low_precision=LowPrecision(Fp8Config(fp8_format="e4m3", fp8_recipe="tensorwise"), 2)
+    )
     weight = torch.randn(experts, width, width, dtype=torch.bfloat16)
     quantizer = Fp8Quantizer(context.in_layer(0), inputs=(), weights=(), grads=())
     linear = Fp8GroupedLinear(BACKENDS["loop"], context, quantizers={weight: quantizer})

@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor
 
 from megatron.core.ops import matmul
-from megatron.core.ops.attention import AttentionOptions, AttentionRequest, choose, chunked, sdpa
+from megatron.core.ops.attention import (
+    AttentionOptions,
+    AttentionRequest,
+    LayerBackend,
+    choose,
+    chunked,
+    registry,
+    sdpa,
+)
 from megatron.core.ops.attention import attention as attention_with
 from megatron.core.ops.attention.masks import alibi_slopes
 from megatron.core.ops.attention.registry import EVERYWHERE
@@ -390,3 +400,23 @@ def test_slopes_of_heads_that_are_no_power_of_two() -> None:
     powers_of_eight, powers_of_sixteen = range(1, 9), (0.5, 1.5, 2.5, 3.5)
     assert alibi_slopes(8).tolist() == [2.0**-each for each in powers_of_eight]
     assert alibi_slopes(12).tolist() == [2.0**-each for each in (*powers_of_eight, *powers_of_sixteen)]
+
+
+def test_a_layer_chooses_once_for_each_kind_of_call() -> None:
+    """Start-up knows which backend serves a layer; the request was made and compared again at every call."""
+    backend, q = LayerBackend("auto"), torch.randn(4, 2, 2, 8, requires_grad=True)
+    options = AttentionOptions(causal=True, scale=1.0)
+    with mock.patch.object(registry, "choose", wraps=registry.choose) as chosen:
+        for _ in range(3):
+            whole = attention_with(q, q, q, options, backend=backend)
+        assert chosen.call_count == 1
+        shorter = attention_with(q[:2], q[:2], q[:2], options, backend=backend)
+        padded = dataclasses.replace(options, attention_mask=torch.ones(2, 4, dtype=torch.bool))
+        masked = attention_with(q, q, q, padded, backend=backend)
+        with torch.no_grad():
+            attention_with(q.detach(), q.detach(), q.detach(), options, backend=backend)
+        assert chosen.call_count == 4
+    torch.testing.assert_close(shorter, whole[:2])
+    torch.testing.assert_close(masked, whole)
+    with pytest.raises(ConfigError, match="--attention-backend fast is unknown"):
+        attention_with(q, q, q, options, backend=LayerBackend("fast"))

@@ -19,8 +19,10 @@ from megatron.core.optimizer import update_rules
 from megatron.core.optimizer.grad_norm import nonfinite_gradients
 from megatron.core.optimizer.optimizer import Optimizer
 from megatron.core.parallel.context import ParallelContext
+from megatron.core.parallel.low_precision import LowPrecision
 from megatron.core.parallel.mesh import Mesh
 from megatron.core.parallel.sharding import Sharding, sharded_parameter
+from megatron.core.parallel.weight_gradients import WeightGradients
 
 SHAPES = {"matrix": (33, 8), "bias": (33,), "other": (8, 33)}
 COUNT = 12.0
@@ -52,12 +54,13 @@ class Setup:
             bucket_size=300,
             policies=parameter_policies(self.parameters.items(), config),
         )
-        self.sync = GradSync(self.buffers, context, sharded=False, overlap=False)
+        self.sync = GradSync(self.buffers, context, weight_gradients=WeightGradients(), sharded=False, overlap=False)
         self.optimizer = Optimizer(
             self.buffers,
             config,
             precision or PrecisionConfig(bf16=dtype == torch.bfloat16),
             context,
+            low_precision=LowPrecision(),
             sharded=False,
             count_zeros=True,
         )

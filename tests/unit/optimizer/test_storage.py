@@ -15,6 +15,7 @@ from megatron.core.distributed.buffers import FlatBuffer, Span, build_buffers
 from megatron.core.optimizer.optimizer import Optimizer
 from megatron.core.optimizer.storage import PlainStateStorage, Remainders, StochasticallyRounded
 from megatron.core.parallel.context import ParallelContext
+from megatron.core.parallel.low_precision import LowPrecision
 from megatron.core.parallel.sharding import Sharding, sharded_parameter
 
 SIZE = 1 << 16
@@ -81,7 +82,14 @@ def buffers_of(dtype: torch.dtype, *, grad_dtype: torch.dtype = torch.float32) -
 def optimizer_of(buffers: list[FlatBuffer], **settings: Any) -> Optimizer:
     """Over bf16 weights, with the settings' formats."""
     config = OptimizerConfig(clip_grad=0.0, **settings)
-    return Optimizer(buffers, config, PrecisionConfig(bf16=True), ParallelContext.single(), sharded=False)
+    return Optimizer(
+        buffers,
+        config,
+        PrecisionConfig(bf16=True),
+        ParallelContext.single(),
+        low_precision=LowPrecision(),
+        sharded=False,
+    )
 
 
 def take_steps(buffers: list[FlatBuffer], optimizer: Optimizer, steps: range) -> None:

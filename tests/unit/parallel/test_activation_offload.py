@@ -15,7 +15,7 @@ from typing_extensions import override
 
 from megatron.core.parallel import activation_offload
 from megatron.core.parallel.activation_offload import Offload
-from megatron.core.parallel.context import ParallelContext
+from megatron.core.parallel.model_context import ModelContext
 from megatron.core.parallel.rng import StreamKey
 from megatron.core.transformer.block import RecomputePlan
 from tests.unit.planning.test_estimate import ARCHITECTURES, run_with, train_spec
@@ -36,7 +36,7 @@ NAMES = ("gpt2", "attention dropout", "head norms, rotary, grouped", "parallel, 
 def gradients(name: str, plan: RecomputePlan, *, bf16: bool = True) -> tuple[list[Tensor], list[int]]:
     """Gradients of a model's weights, and bytes of the groups that its forward pass sent to main memory."""
     run = run_with(ARCHITECTURES[name], {"bf16": bf16})
-    context = ParallelContext.single(dtype=torch.bfloat16 if bf16 else torch.float32)
+    context = ModelContext.single(dtype=torch.bfloat16 if bf16 else torch.float32)
     model = train_spec(run).build_model(run.model, run.extra, context, recompute=plan).train()
     generator = torch.Generator().manual_seed(1)
     for each in model.parameters():

@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from megatron.core.parallel.context import ParallelContext
+from megatron.core.parallel.model_context import ModelContext
 from megatron.core.parallel.rng import StreamKey
+from megatron.core.parallel.weight_gradients import WeightGradients
 from megatron.core.pipeline_parallel.actions import Placement
 from megatron.core.pipeline_parallel.chunk import LossSum, Microbatch, StageInputs, TensorSpec
 from megatron.core.pipeline_parallel.lower import lower
@@ -70,7 +71,7 @@ def test_evaluation_builds_no_graph() -> None:
 class Link:
     """One matrix product of a chain; hands an integer tensor and an untouched one through beside the hidden state."""
 
-    def __init__(self, place: str, context: ParallelContext) -> None:
+    def __init__(self, place: str, context: ModelContext) -> None:
         generator = torch.Generator().manual_seed(len(place))
         self.weight = torch.randn(4, 4, generator=generator, dtype=torch.float64).requires_grad_()
         self.place, self.context = place, context
@@ -94,8 +95,8 @@ class Link:
 
 def chain_gradients(schedule: str) -> tuple[list[Tensor], float]:
     """Gradients of two chained products under a schedule, and the loss."""
-    context = ParallelContext.single(dtype=torch.float64)
-    context.weight_gradients.may_wait = schedule.startswith("zb")
+    context = ModelContext.single(dtype=torch.float64)
+    context = dataclasses.replace(context, weight_gradients=WeightGradients(may_wait=schedule.startswith("zb")))
     links = [Link("first", context), Link("last", context)]
     generator = torch.Generator().manual_seed(1)
     batches = [
@@ -135,8 +136,8 @@ def test_chunks_of_one_rank_hand_over(schedule: str) -> None:
 
 def test_weights_wait_for_their_own_action() -> None:
     """Zero-bubble schedules would fill no bubble if the whole backward pass ran at once."""
-    context = ParallelContext.single(dtype=torch.float64)
-    context.weight_gradients.may_wait = True
+    context = ModelContext.single(dtype=torch.float64)
+    context = dataclasses.replace(context, weight_gradients=WeightGradients(may_wait=True))
     weight = torch.ones(2, 2, requires_grad=True)
     seen: list[str] = []
 
@@ -165,7 +166,7 @@ def test_weights_wait_for_their_own_action() -> None:
 
 def test_outputs_are_freed_once_they_are_handed_on() -> None:
     """A stage would keep every output it has sent until the backward pass: as much again as its inputs."""
-    context = ParallelContext.single()
+    context = ModelContext.single()
 
     class Adder(Link):
         @override

@@ -15,8 +15,9 @@ from megatron.config import Fp8Config, ModelConfig, OptimizerConfig, ParallelCon
 from megatron.core.models.bert.config import BertConfig
 from megatron.core.models.registry import family_of
 from megatron.core.models.train_spec import TrainSpec
-from megatron.core.parallel.context import ParallelContext
+from megatron.core.parallel.low_precision import LowPrecision
 from megatron.core.parallel.mesh import Mesh
+from megatron.core.parallel.model_context import ModelContext
 from megatron.core.parallel.rng import RngStreams
 from megatron.core.parallel.sharding import sharding_of
 from megatron.core.tensor_parallel.fp8_linear import delayed_scaling
@@ -128,16 +129,16 @@ def what_fits(run: RunConfig, **device: Any) -> list[Fit]:
     return fitting.what_fits(run, train_spec(run), **device)
 
 
-def context(dtype: torch.dtype, mesh: Mesh | None = None) -> ParallelContext:
+def context(dtype: torch.dtype, mesh: Mesh | None = None) -> ModelContext:
     mesh, device = mesh or Mesh.single(), torch.device("cpu")
     rng = RngStreams(1, mesh, device)
-    return ParallelContext(mesh=mesh, rng=rng, device=device, dtype=dtype, sequence_parallel=False)
+    return ModelContext(mesh=mesh, rng=rng, device=device, dtype=dtype, sequence_parallel=False)
 
 
 def build(run: RunConfig, mesh: Mesh | None = None) -> nn.Module:
     dtype = torch.bfloat16 if run.precision.bf16 else torch.float32
     plan, here = RecomputePlan.of(run.training), context(dtype, mesh)
-    here.low_precision.configure(run.fp8, num_layers=run.num_layers)
+    here = dataclasses.replace(here, low_precision=LowPrecision(run.fp8, run.num_layers))
     model = train_spec(run).build_model(run.model, run.extra, here, recompute=plan).train()
     delayed_scaling([model], here)
     return model

@@ -13,7 +13,7 @@ from megatron.config import ModelConfig, ParallelConfig, PrecisionConfig, RunCon
 from megatron.config.moe import MoEConfig
 from megatron.config.training import RecomputeModule
 from megatron.core.models.gpt.train_spec import TRAIN_SPEC
-from megatron.core.parallel.context import ParallelContext
+from megatron.core.parallel.model_context import ModelContext
 from megatron.core.pipeline_parallel.settings import PipelineSettings
 from megatron.core.transformer.block import RecomputePlan
 from megatron.planning import estimate
@@ -135,7 +135,7 @@ def test_activations_with_recomputed_modules(modules: tuple[RecomputeModule, ...
 
 def measured(run: RunConfig) -> int:
     """Bytes that torch keeps of a microbatch."""
-    context = ParallelContext.single(dtype=torch.bfloat16 if run.precision.bf16 else torch.float32)
+    context = ModelContext.single(dtype=torch.bfloat16 if run.precision.bf16 else torch.float32)
     plan = RecomputePlan.of(run.training)
     model = TRAIN_SPEC.build_model(run.model, run.extra, context, recompute=plan, seed=1).train()
     tokens = torch.randint(100, (run.training.micro_batch_size, run.data.seq_length))

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from megatron.core.parallel.context import ParallelContext
+from megatron.core.parallel.model_context import ModelContext
 from megatron.core.parallel.rng import StreamKey
 from tasks.fine_tuning.model import AnswerLogits, BertClassifier
 from tests.unit.models.test_bert_against_transformers import (
@@ -25,7 +25,7 @@ CLASSES, CHOICES = 3, 3
 
 
 def ours(classes: int, **settings: Any) -> BertClassifier:
-    context = ParallelContext.single(dtype=torch.float64)
+    context = ModelContext.single(dtype=torch.float64)
     return BertClassifier(config_of_the_original(**settings), context, classes=classes, seed=1)
 
 

@@ -7,13 +7,13 @@ import math
 import pytest
 import torch
 
-from megatron.core.parallel.context import ParallelContext
+from megatron.core.parallel.model_context import ModelContext
 from megatron.core.parallel.rng import StreamKey
 from megatron.core.pipeline_parallel.chunk import Microbatch
 from tasks.fine_tuning.model import AnswerLogits
 from tasks.fine_tuning.train_spec import ACCURACY, LOSS, ClassificationSpec, LabelledData
 
-CONTEXT = ParallelContext.single(dtype=torch.float64)
+CONTEXT = ModelContext.single(dtype=torch.float64)
 TRAIN_SPEC = ClassificationSpec("MNLI", LabelledData())
 
 

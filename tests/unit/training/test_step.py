@@ -168,3 +168,15 @@ def test_gradients_are_accumulated_in_the_type_asked_for(flags: str, dtype: torc
     config = parse_run([*FLAGS.split(), *flags.split()], extra_groups=GPT_GROUPS)
     run = build_run(config, GPTSpec(), ParallelContext.single(dtype=dtype), started=time.monotonic())
     assert {buffer.grads.dtype for buffer in run.buffers} == {expected}
+
+
+def test_a_step_updates_delayed_scales() -> None:
+    """--fp8-recipe delayed: scales that no step sets stay 1, and numbers beyond the format's range are cut off."""
+    run = tiny_run("--bf16", "--fp8-format", "e4m3", "--fp8-recipe", "delayed")
+    scaling, batches = run.scaling, run.data.training_batches(0)
+    assert scaling is not None
+    first = [each.tensor.clone() for each in scaling.state() if each.name.endswith(".scale")]
+    assert all(each.item() == 1.0 for each in first)
+    train_step(run, next(batches))
+    second = [each.tensor.item() for each in scaling.state() if each.name.endswith(".scale")]
+    assert len(second) == 4 * 3 and all(each != 1.0 for each in second)

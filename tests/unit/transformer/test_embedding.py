@@ -6,14 +6,14 @@ import torch
 from torch import Tensor
 
 from megatron.config.model import ModelConfig
-from megatron.core.parallel.context import ParallelContext
+from megatron.core.parallel.model_context import ModelContext
 from megatron.core.parallel.rng import StreamKey
 from megatron.core.tensor_parallel.initialize import initialize
 from megatron.core.transformer.embedding import LanguageModelEmbedding
 from tests.harness import run_ranks
 
 
-def embedded(context: ParallelContext) -> tuple[Tensor, Tensor, Tensor]:
+def embedded(context: ModelContext) -> tuple[Tensor, Tensor, Tensor]:
     """Hidden states of this rank's part of six places, of which three hold no word; gradients of vector and words."""
     config = ModelConfig(
         num_layers=1, hidden_size=4, num_attention_heads=2, vocab_size=20, position_embedding_type="none"
@@ -31,7 +31,7 @@ def embedded(context: ParallelContext) -> tuple[Tensor, Tensor, Tensor]:
 
 def test_places_without_a_word_hold_the_vector_that_is_given() -> None:
     """A family that puts vectors among its tokens had to add them after sequence parallelism had divided the rows."""
-    whole, vector, first_word = embedded(ParallelContext.single(dtype=torch.float64))
+    whole, vector, first_word = embedded(ModelContext.single(dtype=torch.float64))
     assert (whole.transpose(0, 1)[0, [0, 2, 5]] == 9).all() and (whole != 9).sum() == 7 * 4
     assert vector.tolist() == [5] * 4
     assert first_word.tolist() == [0]  # the id that stands where no word is

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from megatron.config.model import ModelConfig
-from megatron.core.parallel.context import ParallelContext
+from megatron.core.parallel.model_context import ModelContext
 from megatron.core.parallel.rng import StreamKey
 from megatron.core.parallel.side_losses import SideLosses
 from megatron.core.tensor_parallel.initialize import initialize
@@ -98,7 +98,7 @@ def test_equals_transformers(name: str) -> None:
         out = theirs(x.transpose(0, 1), position_embeddings=angles, attention_mask=hidden)[0].transpose(0, 1)
         found_theirs = torch.autograd.grad(out, [x, *weights.values()], upstream)
 
-    context, config = ParallelContext.single(dtype=torch.float64), ours(scales, more)
+    context, config = ModelContext.single(dtype=torch.float64), ours(scales, more)
     layer = LatentAttention(BranchPlace(StackConfig(config, causal=True), context, 0))
     pairs = dict(layer.named_parameters())
     renamed = {name: f"{NAMES[name.split('.')[0]]}.{name.split('.')[1]}" for name in pairs}
@@ -116,7 +116,7 @@ def test_equals_transformers(name: str) -> None:
 
 def test_a_given_scale_replaces_that_of_yarn() -> None:
     """--softmax-scale is the whole factor of scores, without the one for longer contexts."""
-    context, found = ParallelContext.single(dtype=torch.float64), []
+    context, found = ModelContext.single(dtype=torch.float64), []
     usual = score_factor_of(ours({}, {})) / math.sqrt(OURS["qk_head_dim"] + OURS["qk_pos_emb_head_dim"])
     x = torch.randn(LENGTH, 2, HIDDEN, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     for scale in (None, usual, usual / 2):
@@ -131,7 +131,7 @@ def test_a_given_scale_replaces_that_of_yarn() -> None:
 
 def test_a_window_hides_earlier_tokens() -> None:
     """With --window-size 3 0 a token sees itself and three before it, as in other attention."""
-    context, config = ParallelContext.single(dtype=torch.float64), dataclasses.replace(ours({}, {}), window_size=(3, 0))
+    context, config = ModelContext.single(dtype=torch.float64), dataclasses.replace(ours({}, {}), window_size=(3, 0))
     layer = LatentAttention(BranchPlace(StackConfig(config, causal=True), context, 0))
     initialize(layer, context.mesh, seed=3)
     x = torch.randn(LENGTH, 1, HIDDEN, generator=torch.Generator().manual_seed(1), dtype=torch.float64)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron.config.model import ModelConfig
-from megatron.core.parallel.context import ParallelContext
+from megatron.core.parallel.model_context import ModelContext
 from megatron.core.parallel.rng import StreamKey
 from megatron.core.parallel.side_losses import SideLosses
 from megatron.core.tensor_parallel.initialize import initialize
@@ -65,7 +65,7 @@ def expected(name: str, layer: nn.Module, x: Tensor, inputs: LayerInputs) -> Ten
 def test_arrangements_of_branches(stream: torch.dtype) -> None:
     """Each arrangement is its paper's formula; the residual stream keeps its type, and branches compute in theirs."""
     config = ModelConfig(num_layers=1, hidden_size=16, num_attention_heads=2, hidden_dropout=0, attention_dropout=0)
-    context = ParallelContext.single(dtype=torch.bfloat16 if stream == torch.float32 else stream)
+    context = ModelContext.single(dtype=torch.bfloat16 if stream == torch.float32 else stream)
     inputs = LayerInputs(StreamKey(0), SideLosses())
     found = {}
     for name, branches in LAYERS.items():
@@ -90,12 +90,12 @@ def test_modules_of_a_layer_have_different_names() -> None:
     ):
         stack = StackConfig(config, causal=True, pattern=(branches,))
         with pytest.raises(AssertionError, match="need different names"):
-            TransformerLayer(stack, ParallelContext.single(), number=0)
+            TransformerLayer(stack, ModelContext.single(), number=0)
 
 
 def test_every_dropout_of_a_layer_has_a_stream_of_its_own() -> None:
     """Scores of self-attention and cross-attention would lose the same places, and nothing else show it."""
-    config, context = ModelConfig(num_layers=1, hidden_size=16, num_attention_heads=2), ParallelContext.single()
+    config, context = ModelConfig(num_layers=1, hidden_size=16, num_attention_heads=2), ModelContext.single()
     pattern = ((SELF_ATTENTION, CROSS_ATTENTION, FEED_FORWARD),)
     layer = TransformerLayer(StackConfig(config, causal=True, pattern=pattern), context, number=0)
     initialize(layer, context.mesh, seed=1)

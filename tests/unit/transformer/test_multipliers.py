@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from megatron.config.model import ModelConfig
-from megatron.core.parallel.context import ParallelContext
+from megatron.core.parallel.model_context import ModelContext
 from megatron.core.parallel.rng import StreamKey
 from megatron.core.transformer.embedding import LanguageModelEmbedding
 from megatron.core.transformer.output_layer import vocabulary_output
@@ -21,7 +21,7 @@ def test_embeddings_are_multiplied_as_gemma_multiplies_them() -> None:
         position_embedding_type="rope",
         embedding_multiplier=3072**0.5,
     )
-    embedding = LanguageModelEmbedding(config, ParallelContext.single(dtype=torch.bfloat16)).eval()
+    embedding = LanguageModelEmbedding(config, ModelContext.single(dtype=torch.bfloat16)).eval()
     weight = embedding.word_embeddings.weight
     torch.nn.init.normal_(weight)
     found = embedding(torch.arange(32).view(1, 32), None, StreamKey(0)).squeeze(1)
@@ -38,7 +38,7 @@ def test_logits_are_multiplied_and_then_capped() -> None:
         logits_multiplier=0.5,
         final_logit_softcapping=2.0,
     )
-    context = ParallelContext.single(dtype=torch.float64)
+    context = ModelContext.single(dtype=torch.float64)
     hidden, weight = torch.randn(5, 1, 8).double(), torch.randn(128, 8).double()
     output = vocabulary_output(hidden, weight, config, context)
     expected = 2.0 * torch.tanh(0.5 * (hidden[:, 0] @ weight[:20].t()) / 2.0)

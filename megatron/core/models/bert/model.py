@@ -13,8 +13,8 @@ from megatron.config.model import ModelConfig
 from megatron.config.pipeline import Stage
 from megatron.core.models.bert.config import TokenTypesConfig
 from megatron.core.ops.activation import activation
-from megatron.core.parallel.context import ParallelContext
 from megatron.core.parallel.costs import Costs, Workload, costs_of, total_of
+from megatron.core.parallel.model_context import ModelContext
 from megatron.core.parallel.rng import StreamKey
 from megatron.core.parallel.side_losses import SideLosses
 from megatron.core.tensor_parallel.initialize import initialize
@@ -47,7 +47,7 @@ class BertBody(nn.Module):
     def __init__(
         self,
         config: ModelConfig,
-        context: ParallelContext,
+        context: ModelContext,
         *,
         stage: Stage,
         token_types: int,
@@ -107,7 +107,7 @@ class BertModel(BertBody):
     def __init__(
         self,
         config: ModelConfig,
-        context: ParallelContext,
+        context: ModelContext,
         *,
         stage: Stage | None = None,
         binary_head: bool = True,
@@ -181,7 +181,7 @@ class BertModel(BertBody):
 class MaskedLMHead(nn.Module):
     """Dense, GELU and norm between the last layer and the output layer; each rank holds all of it."""
 
-    def __init__(self, config: ModelConfig, context: ParallelContext, *, exact: bool, bias: bool) -> None:
+    def __init__(self, config: ModelConfig, context: ModelContext, *, exact: bool, bias: bool) -> None:
         super().__init__()
         self._exact = exact
         self.dense = ReplicatedLinear(
@@ -204,7 +204,7 @@ class MaskedLMHead(nn.Module):
 class Pooler(nn.Module):
     """tanh of a dense layer on the first token: one vector for a sample, the same on every tensor-parallel rank."""
 
-    def __init__(self, config: ModelConfig, context: ParallelContext) -> None:
+    def __init__(self, config: ModelConfig, context: ModelContext) -> None:
         super().__init__()
         self._context = context
         self.dense = ReplicatedLinear(
@@ -217,6 +217,6 @@ class Pooler(nn.Module):
         return torch.tanh(self.dense(first_token(x, self._context)))
 
 
-def head_of_first_token(outputs: int, config: ModelConfig, context: ParallelContext) -> ReplicatedLinear:
+def head_of_first_token(outputs: int, config: ModelConfig, context: ModelContext) -> ReplicatedLinear:
     """A linear layer on the pooler's output; each rank computes all of it and of its gradient."""
     return ReplicatedLinear(config.hidden_size, outputs, context, init=input_init(config), partial_grad=())

@@ -22,6 +22,7 @@ from megatron.core.models.stage_inputs import workload_of
 from megatron.core.models.train_spec import TrainSpec
 from megatron.core.parallel.context import ParallelContext
 from megatron.core.parallel.costs import Workload
+from megatron.core.parallel.model_context import ModelContext
 from megatron.core.pipeline_parallel.chunk import LossSum, Microbatch, StageInputs
 from megatron.core.tokenizers.base import MaskingTokenizer, Tokenizer
 from megatron.core.transformer.block import RecomputePlan
@@ -64,7 +65,7 @@ class BertSpec(TrainSpec):
         self,
         model: ModelConfig,
         groups: Sequence[object],
-        context: ParallelContext,
+        context: ModelContext,
         *,
         stage: Stage | None = None,
         recompute: RecomputePlan | None = None,

@@ -14,8 +14,8 @@ from megatron.config.pipeline import Stage
 from megatron.core.models.gpt.multi_token import MultiTokenPrediction
 from megatron.core.moe.layer import expert_layers, feed_forward
 from megatron.core.ops.attention.cached import AttentionCache, CachedHeads
-from megatron.core.parallel.context import ParallelContext
 from megatron.core.parallel.costs import Costs, Workload, costs_of, total_of
+from megatron.core.parallel.model_context import ModelContext
 from megatron.core.parallel.rng import StreamKey
 from megatron.core.parallel.side_losses import SideLosses
 from megatron.core.tensor_parallel.initialize import initialize
@@ -47,7 +47,7 @@ class GPTModel(nn.Module):
     def __init__(
         self,
         config: ModelConfig,
-        context: ParallelContext,
+        context: ModelContext,
         *,
         stage: Stage | None = None,
         stack: StackConfig | None = None,

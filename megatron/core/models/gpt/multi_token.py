@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from megatron.core.datasets.samples import TEXT_LENGTH
-from megatron.core.parallel.context import ParallelContext
 from megatron.core.parallel.costs import Costs, Workload, total_of
+from megatron.core.parallel.model_context import ModelContext
 from megatron.core.parallel.recompute import recomputed
 from megatron.core.tensor_parallel.layers import RowParallelLinear
 from megatron.core.tensor_parallel.regions import enter
@@ -69,7 +69,7 @@ class MultiTokenLayer(nn.Module):
     ``number``: of its layer, which comes after those of the model and is like the last of them.
     """
 
-    def __init__(self, stack: StackConfig, context: ParallelContext, *, number: int, recompute: RecomputePlan) -> None:
+    def __init__(self, stack: StackConfig, context: ModelContext, *, number: int, recompute: RecomputePlan) -> None:
         super().__init__()
         model = stack.model
         self._context, self._stream_is_fp32 = context, model.fp32_residual_connection
@@ -110,7 +110,7 @@ class MultiTokenLayer(nn.Module):
 class MultiTokenPrediction(nn.Module):
     """All depths, on the last stage. ``layers``: by depth, counted from 0."""
 
-    def __init__(self, stack: StackConfig, context: ParallelContext, *, recompute: RecomputePlan) -> None:
+    def __init__(self, stack: StackConfig, context: ModelContext, *, recompute: RecomputePlan) -> None:
         super().__init__()
         first = stack.model.num_layers
         self.layers = nn.ModuleDict(

@@ -24,6 +24,7 @@ from megatron.core.models.train_spec import TrainSpec
 from megatron.core.moe.layer import layer_metrics
 from megatron.core.moe.report import log_line_and_curves
 from megatron.core.parallel.context import ParallelContext
+from megatron.core.parallel.model_context import ModelContext
 from megatron.core.pipeline_parallel.chunk import LossSum, Microbatch, StageInputs
 from megatron.core.tokenizers.base import Tokenizer
 from megatron.core.transformer.block import RecomputePlan
@@ -105,7 +106,7 @@ class GPTSpec(TrainSpec):
         self,
         model: ModelConfig,
         groups: Sequence[object],
-        context: ParallelContext,
+        context: ModelContext,
         *,
         stage: Stage | None = None,
         recompute: RecomputePlan | None = None,

@@ -14,8 +14,8 @@ from megatron.config.pipeline import Stage
 from megatron.core.models.t5.config import T5Config
 from megatron.core.models.t5.layers import EncoderDecoderLayers
 from megatron.core.ops.attention.cached import AttentionCache, CachedHeads
-from megatron.core.parallel.context import ParallelContext
 from megatron.core.parallel.costs import Costs, Workload, costs_of, total_of
+from megatron.core.parallel.model_context import ModelContext
 from megatron.core.parallel.rng import StreamKey
 from megatron.core.parallel.side_losses import SideLosses
 from megatron.core.tensor_parallel.initialize import initialize
@@ -40,7 +40,7 @@ class T5Model(nn.Module):
         self,
         config: ModelConfig,
         t5: T5Config,
-        context: ParallelContext,
+        context: ModelContext,
         *,
         stage: Stage | None = None,
         recompute: RecomputePlan | None = None,

@@ -22,6 +22,7 @@ from megatron.core.models.t5.model import T5Model
 from megatron.core.models.train_spec import TrainSpec
 from megatron.core.parallel.context import ParallelContext
 from megatron.core.parallel.costs import Workload
+from megatron.core.parallel.model_context import ModelContext
 from megatron.core.pipeline_parallel.chunk import LossSum, Microbatch, StageInputs, TensorSpec
 from megatron.core.tokenizers.base import SpanTokenizer, Tokenizer
 from megatron.core.transformer.block import RecomputePlan
@@ -77,7 +78,7 @@ class T5Spec(TrainSpec):
         self,
         model: ModelConfig,
         groups: Sequence[object],
-        context: ParallelContext,
+        context: ModelContext,
         *,
         stage: Stage | None = None,
         recompute: RecomputePlan | None = None,

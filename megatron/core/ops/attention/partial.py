@@ -8,19 +8,18 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from megatron.core.ops.attention.registry import choose
-from megatron.core.ops.attention.request import AttentionOptions, AttentionRequest, Gradients, PartialResult
+from megatron.core.ops.attention.registry import LayerBackend, choice_for
+from megatron.core.ops.attention.request import AttentionOptions, Gradients, PartialResult
 
 
 def partial_attention(
-    q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions, *, backend: str = "auto"
+    q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions, *, backend: str | LayerBackend = "auto"
 ) -> PartialResult:
     """softmax(q·kᵀ·scale)·v over just these keys, without autograd; shapes as in ``attention``.
 
     Causal calls have as many queries as keys. The caller splits documents: ``options.document_ids`` is None.
     """
-    request = AttentionRequest.of(q, k, options, partial=True)
-    return choose(request, backend).backend.attend_partly(q, k, v, options)
+    return choice_for(q, k, options, backend, partial=True).backend.attend_partly(q, k, v, options)
 
 
 def partial_attention_gradients(
@@ -31,11 +30,11 @@ def partial_attention_gradients(
     whole: PartialResult,
     options: AttentionOptions,
     *,
-    backend: str = "auto",
+    backend: str | LayerBackend = "auto",
 ) -> Gradients:
     """What these keys contribute to the gradients, for ``grad`` [sq, b, n, d] of the result over *all* keys, ``whole``.
 
     ``options.generator`` must have the state that it had at the call of ``partial_attention`` that is differentiated.
     """
-    request = AttentionRequest.of(q, k, options, partial=True)
-    return choose(request, backend).backend.gradients_of_part(grad, q, k, v, whole, options)
+    chosen = choice_for(q, k, options, backend, partial=True)
+    return chosen.backend.gradients_of_part(grad, q, k, v, whole, options)

@@ -132,6 +132,42 @@ def choose(request: AttentionRequest, backend: str = "auto") -> Choice:
     return Choice(backend, BACKENDS[backend])
 
 
+class LayerBackend:
+    """The backend of one layer's calls, chosen once for each kind of them. ``name``: of ``--attention-backend``.
+
+    Calls of a layer differ in their lengths, in what masks them, and in whether they need gradients; everything else
+    about them is fixed when the layer is built.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name, self._choices = name, dict[tuple[object, ...], Choice]()
+
+    def choose(self, q: Tensor, k: Tensor, options: AttentionOptions, *, partial: bool) -> Choice:
+        """As ``choose`` for the request of this call."""
+        kind = (
+            *(q.shape[0], k.shape[0], q.dtype, q.requires_grad, partial),
+            *(options.causal, options.window, options.dropout),
+            *(options.document_ids is None, options.attention_mask is None, options.bias is None),
+        )
+        found = self._choices.get(kind)
+        if found is None:
+            request = AttentionRequest.of(q, k, options, partial=partial)
+            found = self._choices[kind] = choose(request, self._name)
+        return found
+
+
+def choice_for(
+    q: Tensor, k: Tensor, options: AttentionOptions, backend: str | LayerBackend, *, partial: bool = False
+) -> Choice:
+    """The backend of a call. ``backend``: a name, or that of the layer which makes the call.
+
+    Raises ConfigError as ``choose`` does.
+    """
+    if isinstance(backend, LayerBackend):
+        return backend.choose(q, k, options, partial=partial)
+    return choose(AttentionRequest.of(q, k, options, partial=partial), backend)
+
+
 def takes_sinks(name: str) -> bool:
     """Whether the ``attend`` of a backend computes sinks."""
     return KERNELS[name].takes_sinks if name in KERNELS else name == "eager"

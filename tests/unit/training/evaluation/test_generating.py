@@ -18,9 +18,9 @@ from megatron.core.inference.products import INT8
 from megatron.core.inference.request import Request, Result
 from megatron.core.inference.sampling import Sampling
 from megatron.core.models.gpt.train_spec import GPTSpec
-from megatron.core.parallel.context import ParallelContext
 from megatron.core.parallel.environment import launch_environment
 from megatron.core.parallel.mesh import Mesh
+from megatron.core.parallel.model_context import ModelContext
 from megatron.errors import ConfigError
 from megatron.training.checkpoints.trained_model import TrainedModel, _for_inference, trained_model
 from megatron.training.evaluation import generating
@@ -187,7 +187,7 @@ def test_a_model_in_16_bits_is_computed_in_fp32_on_request(flags: str) -> None:
 def test_a_processor_without_bf16_says_what_is_faster(trained: TrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever wondered why a small model was slow was told nothing."""
     monkeypatch.setattr(generating, "lacks_bf16", lambda: True)
-    narrow = replace(trained, context=ParallelContext.single(dtype=torch.bfloat16))
+    narrow = replace(trained, context=ModelContext.single(dtype=torch.bfloat16))
     check_line(exactness(narrow, InferenceConfig()), "--fp32")
     assert "--fp32" not in exactness(trained, InferenceConfig())
     monkeypatch.setattr(generating, "lacks_bf16", lambda: False)
