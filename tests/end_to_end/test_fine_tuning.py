@@ -207,6 +207,7 @@ def test_the_body_is_the_pretrained_one(precision: str, folder: Path, tmp_path: 
         assert torch.equal(mine[name], before[f"model.{name}"]), name
 
 
+@pytest.mark.slow  # tests/parallel/test_freezing.py freezes and resumes
 def test_a_frozen_body_and_then_a_trained_one(folder: Path, tmp_path: Path) -> None:
     """The head alone, then everything: weights that should have stayed moved, or the second run stopped for state of
     the optimizer that the first had no reason to save.

@@ -81,6 +81,7 @@ def is_running(process: int) -> bool:
         return False
 
 
+@pytest.mark.slow  # two servers; tests/unit/serving has each process alone
 def test_the_engine_and_http_are_two_processes_that_end_together(checkpoints: str, tmp_path: Path) -> None:
     """HTTP took time from the engine, or one of both was left alone: a port that nobody answers, a model that nobody
     can ask. The HTTP server needs no torch, and so little memory.

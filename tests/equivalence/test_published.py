@@ -17,7 +17,7 @@ from tests.equivalence.flags import CP2, PP2, SMALL, SP, TP2, ZERO
 from tests.equivalence.test_equivalence import check
 from tests.equivalence.training import train_alone, train_at
 from tests.harness.published import random_model, without_dropout
-from tests.published import FIRST, MODELS
+from tests.published import FIRST, LIKE_ANOTHER, MODELS
 from tests.tiers import pairs
 
 LAYOUTS: dict[str, str] = {
@@ -45,39 +45,6 @@ def row_of(name: str) -> str:
 def reference(name: str) -> Observed:
     """Three steps on one rank."""
     return train_alone(row_of(name), published=model_of(name))
-
-
-LIKE_ANOTHER = [
-    *(
-        "mistral",
-        "qwen2",
-        "qwen3 with windows",
-        "starcoder2",
-        "smollm3",
-        "granite",
-        "glm",
-        "glm4",
-        "gemma",
-        "gemma2",
-        "olmo",
-    ),
-    *(
-        "olmo2",
-        "olmoe",
-        "qwen3_moe",
-        "mixtral",
-        "deepseek_v2",
-        "glm4_moe",
-        "gptj",
-        "nemotron",
-        "stablelm",
-        "phi3",
-        "gpt2",
-    ),
-    *("olmo3", "qwen2_moe", "gpt_neox", "cohere", "phi", "bloom", "roberta"),
-    *("camembert", "xlm-roberta", "megatron-bert", "bert", "t5", "falcon newer", "opt"),
-]
-"""Types whose layers another type has, too, or the equivalence table's own variants."""
 
 
 @pytest.mark.parametrize(

@@ -83,7 +83,7 @@ def draw_pair(number: int) -> tuple[str, list[tuple[dict[str, Any], str]]]:
     return list(MODELS)[number % len(MODELS)], [draw_layout(rng), draw_layout(rng)]
 
 
-@pytest.mark.parametrize("number", tiers(range(PAIRS), first=range(len(MODELS))))
+@pytest.mark.parametrize("number", tiers(range(PAIRS), first=(0, 3)))
 def test_what_another_layout_writes_is_the_same(number: int, tmp_path: Path) -> None:
     """Weights, fp32 main_params and moments, element by element, of whatever split into whatever other one."""
     model, ((saved, first), (loaded, second)) = draw_pair(number)

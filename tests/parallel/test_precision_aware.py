@@ -20,7 +20,7 @@ OFFLOADED = "--optimizer-cpu-offload --optimizer-offload-fraction 0.4"
     ("first", "second"),
     [
         pytest.param(AWARE, "", id="remainders", marks=pytest.mark.slow),  # below with main memory
-        pytest.param("", AWARE, id="into remainders"),
+        pytest.param("", AWARE, id="into remainders", marks=pytest.mark.slow),
         pytest.param(AWARE, OFFLOADED, id="remainders to main memory"),
         pytest.param(OFFLOADED, "", id="main memory", marks=pytest.mark.slow),
     ],

@@ -187,6 +187,8 @@ SLOW = (
     "pipeline, bf16, SGD",  # there with a zero-bubble schedule
     "ramp-up of the batch, warm-up, cosine, rising weight decay",  # there, too
     "a step of the batch size cut in two, two more after it",  # the case before it is like it
+    "ZeRO, tensor and data parallel",  # there with overlap
+    "fp16, ZeRO",  # both are there
     "weights gathered in FP8",  # as is the case after it
     "FP8 with scales of iterations before, pipeline",  # and that one, whose scales are saved as these are
 )
@@ -295,6 +297,7 @@ def test_finetuning_begins_anew(runs: Runs) -> None:
     runs.assert_same_end("tuned", "cut")
 
 
+@pytest.mark.slow  # test_layout_pairs.py and tests/end_to_end/test_resume.py change it, too
 def test_data_parallel_size_may_change(runs: Runs) -> None:
     """A cluster grows and shrinks: the same samples in the same order, dropout too, so the same run but for rounding.
 

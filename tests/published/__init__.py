@@ -18,3 +18,44 @@ for _module in sorted(each.name for each in iter_modules(__path__)):
 
 FIRST = {settings[0]: name for name, settings in [*MODELS.items()][::-1]}
 """The first case of each ``model_type``."""
+
+LIKE_ANOTHER = (
+    "mistral",
+    "qwen2",
+    "qwen3 with windows",
+    "starcoder2",
+    "smollm3",
+    "granite",
+    "glm",
+    "glm4",
+    "gemma",
+    "gemma2",
+    "olmo",
+    "olmo2",
+    "olmo3",
+    "olmoe",
+    "qwen2_moe",
+    "qwen3_moe",
+    "mixtral",
+    "deepseek_v2",
+    "glm4_moe",
+    "gptj",
+    "gpt_neox",
+    "gpt2",
+    "nemotron",
+    "stablelm",
+    "phi",
+    "phi3",
+    "cohere",
+    "bloom",
+    "falcon newer",
+    "opt",
+    "bert",
+    "roberta",
+    "camembert",
+    "xlm-roberta",
+    "megatron-bert",
+    "t5",
+)
+"""First cases of types whose layers another type has, too, or the equivalence table's own variants."""
+assert {*LIKE_ANOTHER} <= {*FIRST.values()}
