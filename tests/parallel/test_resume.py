@@ -188,7 +188,6 @@ SLOW = (
     "ramp-up of the batch, warm-up, cosine, rising weight decay",  # there, too
     "a step of the batch size cut in two, two more after it",  # the case before it is like it
     "ZeRO, tensor and data parallel",  # there with overlap
-    "fp16, ZeRO",  # both are there
     "weights gathered in FP8",  # as is the case after it
     "FP8 with scales of iterations before, pipeline",  # and that one, whose scales are saved as these are
 )
