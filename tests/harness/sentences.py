@@ -30,6 +30,7 @@ _ORIGIN = re.compile(r"^(DEBUG|INFO|WARNING|ERROR) +[\w.]+:\w+\.py:\d+ ", re.MUL
 """Where a line of ``caplog.text`` comes from."""
 _OF_ONE_RUN = {
     r"\bprocess \d+ on \S+, since \d{4}-\d\d-\d\d \d\d:\d\d:\d\d": "process * on *, since *",
+    r"\b127\.0\.0\.1:\d{4,5}\b": "127.0.0.1:PORT",
     r"(?<=iter_\d{7}-)[0-9a-f]{8}\b": "*",
     r"(?<=\.partial-)[0-9a-f]{8}\b": "*",
     r"largest difference \S+ between logits of up to \S+,": "largest difference * between logits of up to *,",
