@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 import pytest
@@ -174,6 +173,4 @@ def test_templates_that_loop_refuse_or_reach_out_are_a_400() -> None:
             assert (reply.status, reply.json["error"]["param"]) == (400, "chat_template"), (template, reply.body)
             assert words in reply.message, (template, reply.message)
             assert said(running).json["choices"] == before
-        started = time.monotonic()
         assert said(running, chat_template="{{ messages[0].content }}").status == 200
-        assert time.monotonic() - started < 5

@@ -44,7 +44,7 @@ def looping(table: SlowTable, compiled: Any = None) -> Iterator[tuple[EngineLoop
 
 def updates_of(connection: Connection, *, requests: int = 1) -> list[Update]:
     """Updates until so many requests have ended."""
-    found, end = list[Update](), time.monotonic() + 5
+    found, end = list[Update](), time.monotonic() + 60
     while sum(update.finish is not None for update in found) < requests:
         assert connection.poll(end - time.monotonic()), "no report came"
         report: Report = connection.recv()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import threading
-import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -67,15 +66,14 @@ def test_a_refused_grammar_does_not_go_on_compiling(running: Running, monkeypatc
     clients = [threading.Thread(target=ask_slow, args=(number,)) for number in range(4)]
     for client in clients:
         client.start()
-    quick, longest = 0, 0.0
+    quick = 0
     while any(client.is_alive() for client in clients):
-        started = time.monotonic()
         assert constrained(running, json=NUMBER).status == 200  # kept: it waits for nobody
-        quick, longest = quick + 1, max(longest, time.monotonic() - started)
+        quick += 1
         assert len(processes(running)) <= 2
     for client in clients:
         client.join()
-    assert {reply.status for reply in replies} == {400} and quick > 3 and longest < 2
+    assert {reply.status for reply in replies} == {400} and quick > 3
     assert all("takes more than 0.5 s: make it simpler" in reply.message for reply in replies)
     assert not running.server.grammars.pool._busy and threading.active_count() <= before + 6  # of asyncio.to_thread
     for pid in processes(running):
