@@ -43,10 +43,6 @@ SERVER_LIBRARIES = {"prometheus_client", "starlette", "uvicorn"}  # megatron/ser
 # Installed, but slow to load, and not every run needs them.
 HEAVY_LIBRARIES = {"nltk", "sentencepiece", "tensorboard", "yaml", "zstandard"}
 NOTE_TO_SELF = re.compile(r"\b(TO" r"DO|FIX" r"ME|XX" r"X|HA" r"CK)\b")
-RIDDLE = re.compile(
-    r"\b(does not|do not|doesn't|don't) divide (by|over)\b|exclude each other|\bas (it|they) likes?\b"
-    r"|\bstands? behind\b|\bmend (the|it)\b"
-)
 DOCUMENTED = ("megatron/", "tools/", "tasks/", "benchmarks/", "examples/", "pretrain_")
 FRAGMENT = re.compile(r"(See|Of|Those|That|As|Its|Their|The same)\b|``[A-Za-z_]\w*``:\s")
 # Sentences may begin so as well; in them a comma or a colon follows.
@@ -375,13 +371,6 @@ def note_to_self(path: str, text: str) -> list[str]:
 def machine_path(path: str, text: str) -> list[str]:
     """A path of one machine works on that machine."""
     return [f"{path}:{number} {line.strip()[:80]}" for number, line in _lines(text) if MACHINE_PATH.search(line)]
-
-
-def riddle(path: str, text: str) -> list[str]:
-    """Texts for users are in the field's words: is not divisible by, are mutually exclusive."""
-    if path.startswith("tests/"):
-        return []
-    return [f"{path}:{number} {line.strip()[:80]}" for number, line in _lines(text) if RIDDLE.search(line)]
 
 
 def _lines(text: str) -> Iterable[tuple[int, str]]:

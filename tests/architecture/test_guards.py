@@ -173,14 +173,12 @@ def test_no_notes_to_self_and_no_machine_paths() -> None:
     for path in files(*TEXT_SUFFIXES):
         text = path.read_text(encoding="utf-8")
         found += guards.note_to_self(relative(path), text) + guards.machine_path(relative(path), text)
-        found += guards.riddle(relative(path), text)
     assert not found, "\n".join(found)
 
 
 def test_notes_to_self_and_machine_paths_are_seen() -> None:
     """Both patterns match what they are meant for, and not what is like it."""
     assert guards.note_to_self("a.py", "# " + "todo".upper())
-    assert guards.riddle("a.md", "--hidden-size 65 does not divide by 4")
     assert guards.machine_path("a.sh", "cd /" + "home/me")
     assert not guards.machine_path("a.md", "results land in ../work/x, $ROOT/home/y and https://example.org/opt/z")
 
