@@ -123,7 +123,7 @@ class SegmentDatasets:
         if (tokens := int(lengths.sum(dtype=np.int64))) < needed:
             raise ShortSplitError(
                 f"{source.documents.prefix}: the {part.split} split has {tokens} tokens, but a sample takes {needed} "
-                f"(--segments-per-sample x --seq-length, and one more): give {remedy}, or smaller ones"
+                f"(--segments-per-sample x --seq-length, and one more): give {remedy}, or a smaller --seq-length"
             )
         order = stream_order(
             part, run.data, seed=run.training.seed, seq_length=run.tokens_per_sample, num_samples=num_samples
