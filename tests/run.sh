@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # All checks and the default tier of the tests; arguments go to pytest: bash tests/run.sh tests/unit -k rotary
 # With --all [SECONDS] first the whole tier, in random order; no test begins after SECONDS, and those that did not are listed.
-# Makes .venv when there is none. TEST_WORKERS sets the number of test processes (default 2).
+# Makes .venv when there is none. TEST_WORKERS sets the number of test processes (default: one more than cores, at most 9, since
+# ranks, servers and disks are waited for).
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 started=$SECONDS
@@ -17,7 +18,8 @@ step() { # step NAME COMMAND...: prints the name and how long it took, and on fa
 export OMP_NUM_THREADS=1 # tests share few cores, and results must repeat
 export PYTHONDONTWRITEBYTECODE=
 bin=.venv/bin
-pytest=("$bin/python" -m pytest -q -n "${TEST_WORKERS:-2}" --dist worksteal --durations=10 --durations-min=5)
+cores=$(getconf _NPROCESSORS_ONLN)
+pytest=("$bin/python" -m pytest -q -n "${TEST_WORKERS:-$(((cores < 8 ? cores : 8) + 1))}" --dist worksteal --durations=10 --durations-min=5)
 if [[ "${1:-}" == --all ]]; then
     shift
     if [[ "${1:-}" =~ ^[0-9]+$ ]]; then pytest+=("--all=$1") && shift; else pytest+=(--all=inf); fi
