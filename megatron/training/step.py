@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from megatron.core.optimizer.grad_norm import GradientStatistics, nonfinite_gradients
 from megatron.core.parallel.collectives import all_reduce, on_host
 from megatron.core.parallel.context import ParallelContext
-from megatron.core.parallel.side_losses import UpdatedFromCounts
+from megatron.core.parallel.side_losses import update_from_layer_metrics
 from megatron.core.pipeline_parallel.chunk import LossSum, Microbatch
 from megatron.errors import ConfigError
 from megatron.training.reporting.metrics import StepRecord
@@ -97,14 +97,6 @@ def global_layer_metrics(
     flat = [here.get(name, torch.zeros(width, device=device)).double() for name, width in widths.items()]
     totals = all_reduce(torch.cat(flat), context.mesh, "pp", "dp", "cp", "tp")
     return dict(zip(widths, torch.split(totals, [*widths.values()])))
-
-
-def update_from_layer_metrics(models: Iterable[nn.Module], layer_metrics: Mapping[str, Tensor]) -> None:
-    """Let each module that adjusts itself by a step's counts, not by a gradient, do so."""
-    for model in models if layer_metrics else ():
-        for module in model.modules():
-            if isinstance(module, UpdatedFromCounts):
-                module.update_from_counts(layer_metrics[module.metric_name])
 
 
 def total_counts(

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, Protocol, runtime_checkable
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from typing_extensions import override
 
 from megatron.core.parallel.collectives import all_reduce
@@ -24,6 +24,14 @@ class UpdatedFromCounts(Protocol):
     def update_from_counts(self, counts: Tensor) -> None:
         """Adjust itself by the counts of the whole global batch, after the step's update and before the next pass."""
         ...
+
+
+def update_from_layer_metrics(models: Iterable[nn.Module], layer_metrics: Mapping[str, Tensor]) -> None:
+    """Let each module that adjusts itself by a step's counts, not by a gradient, do so."""
+    for model in models if layer_metrics else ():
+        for module in model.modules():
+            if isinstance(module, UpdatedFromCounts):
+                module.update_from_counts(layer_metrics[module.metric_name])
 
 
 class SideLosses:

@@ -15,7 +15,7 @@ from megatron.core.conversion.portable import load_weights
 from megatron.core.conversion.proof import compare
 from megatron.core.conversion.questions import question_for
 from megatron.core.models import registry
-from megatron.core.parallel.context import ParallelContext
+from megatron.core.parallel.model_context import ModelContext
 from megatron.errors import CheckpointError
 from tests.end_to_end.commands import ROOT
 from tests.harness.runs import tiny_config
@@ -103,8 +103,8 @@ def test_logits_and_gradients_are_those_of_transformers(memory: int | None) -> N
     theirs = published(mem_len=memory).eval()
     portable = from_transformers(theirs)
     spec = registry.family_of(portable.groups).train_spec
-    ours: Any = spec.build_model(portable.model, portable.groups, ParallelContext.single(), seed=0).eval()
-    load_weights(ours, portable, ParallelContext.single().mesh)
+    ours: Any = spec.build_model(portable.model, portable.groups, ModelContext.single(), seed=0).eval()
+    load_weights(ours, portable, ModelContext.single().mesh)
     question: Any = question_for(portable.model, portable.groups)
     expected = question.ask_theirs(theirs)
     compare(expected, {"words": question.ask_ours(ours, {})["words"].detach()})
