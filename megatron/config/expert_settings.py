@@ -25,12 +25,13 @@ class ExpertSettings(Settings):
         "Experts of each mixture-of-experts layer; 0: none.", default=None, at_least=0
     )
     moe_layer_freq: str = architecture_flag(
-        "Layers with experts: N for every N-th, the first among them; or a list such as '[0]*3+[1]*58' with a 1 for "
-        "each such layer and a 0 for a dense one.",
+        "Layers with experts: N for every N-th of a stack, the first among them; or a list such as '[0]*3+[1]*58' with "
+        "a 1 for each such layer and a 0 for a dense one, an encoder's layers before the decoder's.",
         default="1",
     )
     first_k_dense_replace: int | None = flag(
-        "Layers without experts at the start (DeepSeek's name); the others have some. It sets --moe-layer-freq.",
+        "Layers without experts at the start of a stack (DeepSeek's name); the others have some. It sets "
+        "--moe-layer-freq.",
         default=None,
         at_least=0,
         at_most=10_000,

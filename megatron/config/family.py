@@ -129,6 +129,7 @@ class FamilyConfig(CheckedSettings):
     ``--tokenizer-type`` unless given; None: it must be given. ``fields_of_others``: architecture in ``ModelConfig``
     that such a model can't have. ``window_sides``: of a query on which it may see keys of ``--window-size``.
     ``varying_counts``: what makes microbatches differ in the number of tokens that have a loss, if anything does.
+    ``pads_samples``: whether samples end with padding whatever the data flags say.
     """
 
     name: ClassVar[str] = ""
@@ -138,6 +139,7 @@ class FamilyConfig(CheckedSettings):
     usual_tokenizer: ClassVar[str | None] = None
     fields_of_others: ClassVar[tuple[str, ...]] = ()
     varying_counts: ClassVar[str | None] = None
+    pads_samples: ClassVar[bool] = False
 
     @override
     def __init_subclass__(cls) -> None:

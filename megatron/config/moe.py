@@ -27,6 +27,11 @@ class MoEConfig(ExpertSettings, PartConfig):
     may_divide_over_expert_ranks: ClassVar[bool] = True
 
     @property
+    def leaves_padding_out(self) -> bool:
+        """Whether layers must be told which rows are text."""
+        return self.has_experts and not self.moe_count_padding
+
+    @property
     @override
     def divides_over_expert_ranks(self) -> bool:
         """Whether any layer may have experts."""

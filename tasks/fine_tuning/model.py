@@ -9,9 +9,10 @@ from torch import Tensor
 from typing_extensions import override
 
 from megatron.config.model import ModelConfig
+from megatron.config.moe import MoEConfig
 from megatron.config.pipeline import Stage
 from megatron.core.models.bert.config import TokenTypesConfig
-from megatron.core.models.bert.model import BertBody, Pooler, head_of_first_token
+from megatron.core.models.bert.model import NO_EXPERTS, BertBody, Pooler, head_of_first_token
 from megatron.core.ops.dropout import dropout
 from megatron.core.parallel.costs import Costs, Workload, total_of
 from megatron.core.parallel.model_context import ModelContext
@@ -42,12 +43,13 @@ class BertClassifier(BertBody):
         *,
         classes: int,
         token_types: int = TokenTypesConfig.num_tokentypes,
+        moe: MoEConfig = NO_EXPERTS,
         stage: Stage | None = None,
         recompute: RecomputePlan | None = None,
         seed: int | None = None,
     ) -> None:
         stage = stage or Stage(range(config.num_layers), is_first=True, is_last=True)
-        super().__init__(config, context, stage=stage, token_types=token_types, recompute=recompute)
+        super().__init__(config, context, stage=stage, token_types=token_types, moe=moe, recompute=recompute)
         self.pooler = Pooler(config, context) if stage.is_last else None
         head = head_of_first_token(classes, config, context) if stage.is_last else None
         self.classification_head = head if classes > 1 else None
@@ -65,9 +67,10 @@ class BertClassifier(BertBody):
         rng_key: StreamKey | None = None,
         hidden: Tensor | None = None,
         side_losses: SideLosses | None = None,
+        text_mask: Tensor | None = None,
     ) -> AnswerLogits | Tensor:
         """Token ids and types ``[b, choices, S]`` (None after the first stage) to logits ``[b, answers]``, before the
-        last stage to hidden states ``[s, b·choices, h]``; ``attention_mask`` is ``[b, choices, S]``. See BertModel.
+        last stage to hidden states ``[s, b·choices, h]``; masks are ``[b, choices, S]``. See BertModel.
         """
         rng_key = rng_key or StreamKey(0)
         hidden = self.hidden_states(
@@ -77,6 +80,7 @@ class BertClassifier(BertBody):
             rng_key=rng_key,
             hidden=hidden,
             side_losses=side_losses,
+            text_mask=None if text_mask is None else text_mask.flatten(0, 1),
         )
         head = self.classification_head or self.multichoice_head
         if self.pooler is None or head is None:

@@ -12,15 +12,17 @@ from torch.nn.functional import cross_entropy
 from typing_extensions import override
 
 from megatron.config.model import ModelConfig
+from megatron.config.moe import MoEConfig
 from megatron.config.pipeline import Stage
 from megatron.config.run import RunConfig
 from megatron.core.datasets.build import DatasetSplits
 from megatron.core.datasets.splits import SplitSizes
 from megatron.core.models.bert.config import TokenTypesConfig
 from megatron.core.models.bert.data import check_marks_texts
-from megatron.core.models.bert.train_spec import run_bert
+from megatron.core.models.bert.train_spec import TEXT_MASK, run_bert, with_text_mask
 from megatron.core.models.stage_inputs import hidden_stage_inputs, workload_of
 from megatron.core.models.train_spec import TrainSpec
+from megatron.core.moe.balancing import router_counts
 from megatron.core.parallel.context import ParallelContext
 from megatron.core.parallel.costs import Workload
 from megatron.core.parallel.model_context import ModelContext
@@ -60,6 +62,7 @@ class ClassificationSpec(TrainSpec):
         "attention_mask": None,
         "label": None,
         "number": None,
+        TEXT_MASK: 2,
     }
 
     def __init__(self, task: str, data: LabelledData, *, note: Callable[[Tensor, Tensor], None] | None = None) -> None:
@@ -68,16 +71,26 @@ class ClassificationSpec(TrainSpec):
 
     @override
     def loss_names(self, run: RunConfig) -> tuple[str, ...]:
-        """The loss and the accuracy."""
-        return (LOSS, ACCURACY)
+        """The loss, the accuracy, and the losses of routers."""
+        return (LOSS, ACCURACY, *run.part(MoEConfig).loss_names)
 
     @override
     def fields(self, run: RunConfig, stages: Sequence[Stage]) -> frozenset[str]:
         """Tokens and types for the embedding, label and number for the answer, and what is padding for every layer."""
         first, last = any(stage.is_first for stage in stages), any(stage.is_last for stage in stages)
         return frozenset(
-            {"attention_mask", *(["text", "types"] if first else []), *(["label", "number"] if last else [])}
+            {
+                "attention_mask",
+                *([TEXT_MASK] if run.part(MoEConfig).leaves_padding_out else []),
+                *(["text", "types"] if first else []),
+                *(["label", "number"] if last else []),
+            }
         )
+
+    @override
+    def completed(self, batch: Mapping[str, Tensor], run: RunConfig) -> Mapping[str, Tensor]:
+        """The batch with the tokens that are sent to experts: all but padding."""
+        return with_text_mask(batch, run)
 
     @override
     def stage_inputs(self, run: RunConfig, stage: Stage, context: ParallelContext) -> dict[str, TensorSpec]:
@@ -102,6 +115,7 @@ class ClassificationSpec(TrainSpec):
             context,
             classes=classes,
             token_types=TokenTypesConfig.among(groups).num_tokentypes,
+            moe=MoEConfig.among(groups),
             stage=stage,
             recompute=recompute,
             seed=seed,
@@ -133,10 +147,13 @@ class ClassificationSpec(TrainSpec):
 
     @override
     def counts(self, microbatch: Microbatch, context: ParallelContext) -> dict[str, Tensor]:
-        """Number of labelled samples."""
+        """Number of labelled samples, and of the tokens that routers' losses are means over."""
         if "label" not in microbatch.tensors:
             return {}
-        return dict.fromkeys((LOSS, ACCURACY), _counted(microbatch.tensors["label"], context).sum())
+        tensors = microbatch.tensors
+        found = dict.fromkeys((LOSS, ACCURACY), _counted(tensors["label"], context).sum())
+        here = tensors["attention_mask"][..., : tensors["attention_mask"].shape[-1] // context.mesh.size("cp")]
+        return found | router_counts(tensors.get(TEXT_MASK), here)
 
     @override
     def build_datasets(self, run: RunConfig, tokenizer: Tokenizer, sizes: SplitSizes) -> DatasetSplits:

@@ -13,10 +13,12 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from megatron.config.model import ModelConfig
+from megatron.config.moe import MoEConfig
 from megatron.config.run import RunConfig
 from megatron.core.datasets.build import DatasetSplits
 from megatron.core.datasets.samples import Sample
 from megatron.core.datasets.splits import SplitSizes
+from megatron.core.models.bert.config import TokenTypesConfig
 from megatron.core.models.bert.train_spec import BertSpec
 from megatron.core.models.gpt.model import GPTModel
 from megatron.core.models.gpt.train_spec import GPTSpec
@@ -149,6 +151,7 @@ def span_batch(step: int) -> dict[str, Tensor]:
         "text_dec": torch.randint(VOCABULARY, answers, generator=generator) * spoken,
         "labels": torch.where(spoken, torch.randint(VOCABULARY, answers, generator=generator), -1),
         "loss_mask": mask.long(),
+        "dec_mask": spoken.long(),
     }
 
 
@@ -257,19 +260,20 @@ class AnswerSpec(ClassificationSpec):
 
 @dataclass(frozen=True)
 class Family:
-    """A kind of run. ``groups``: of its flags, ``flags``: those of every row; ``settings``: in place of ``groups``,
-    where its command has rules about files.
+    """A kind of run. ``groups``: of its flags, ``flags``: those of every row; ``settings``: of its command, which has
+    rules about files.
     """
 
     train_spec: TrainSpec
     groups: tuple[type, ...] = FAMILIES["gpt"].groups
     flags: str = ""
-    settings: tuple[object, ...] | None = None
+    settings: tuple[object, ...] = ()
 
 
-def fine_tuning(task: Literal["MNLI", "RACE"]) -> tuple[object, ...]:
-    """The settings of a BERT that learns to answer."""
-    return TaskConfig(task=task, epochs=1), FineTunedBertConfig()
+def fine_tuning(task: Literal["MNLI", "RACE"]) -> Family:
+    """A BERT that learns to answer."""
+    groups = (FineTunedBertConfig, TokenTypesConfig, MoEConfig)
+    return Family(AnswerSpec(task, LabelledData()), groups, settings=(TaskConfig(task=task, epochs=1),))
 
 
 ROW_FAMILIES: Mapping[str, Family] = {
@@ -277,8 +281,8 @@ ROW_FAMILIES: Mapping[str, Family] = {
     "gated": Family(GatedSpec()),
     "arranged": Family(ArrangedSpec()),
     "bert": Family(MaskedSpec(), FAMILIES["bert"].groups),
-    "classes": Family(AnswerSpec("MNLI", LabelledData()), settings=fine_tuning("MNLI")),
-    "choices": Family(AnswerSpec("RACE", LabelledData()), settings=fine_tuning("RACE")),
+    "classes": fine_tuning("MNLI"),
+    "choices": fine_tuning("RACE"),
     "t5": Family(
         SpanSpec(),
         FAMILIES["t5"].groups,

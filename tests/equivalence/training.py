@@ -49,8 +49,8 @@ def run_of(row: str, layout: str = "", *, published: PortableModel | None = None
     named, _, flags = row.rpartition(": ")
     family = ROW_FAMILIES[named or "gpt"]
     words = shlex.split(f"{EVERY_ROW} {family.flags} {flags} {fitted(layout, row)}")
-    config = parse_run(words, extra_groups=family.groups if family.settings is None else ())
-    extra = config.extra if family.settings is None else family.settings
+    config = parse_run(words, extra_groups=family.groups)
+    extra = (*family.settings, *config.extra)
     model = config.model
     if published is not None:
         model, extra = published.model, tuple(published.groups)

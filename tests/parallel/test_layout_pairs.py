@@ -93,6 +93,19 @@ def test_what_another_layout_writes_is_the_same(number: int, tmp_path: Path) -> 
     assert_same_tensors(tmp_path / "a" / "iter_0000001", tmp_path / "b" / "iter_0000001")
 
 
+@pytest.mark.parametrize("model", tiers(["t5", "bert"], first=["t5"]))
+def test_experts_that_another_layout_writes_are_the_same(model: str, tmp_path: Path) -> None:
+    """Experts, routers and biases of both stacks of a T5, and of a BERT, divided over other ranks than before."""
+    experts = "--num-experts 4 --moe-router-score-function sigmoid --moe-router-enable-expert-bias"
+    flags = f"{BASE} {MODELS[model]} {experts}"
+    first = f"{flags} --expert-model-parallel-size 2 --save {tmp_path / 'a'}"
+    run_ranks(step_and_save, model, first, dp=2, ep=2)
+    second = f"{flags} --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --use-distributed-optimizer"
+    second += f" --expert-tensor-parallel-size 1 --load {tmp_path / 'a'} --save {tmp_path / 'b'}"
+    run_ranks(load_and_save, model, second, tp=2, pp=2, etp=1)
+    assert_same_tensors(tmp_path / "a" / "iter_0000001", tmp_path / "b" / "iter_0000001")
+
+
 @pytest.mark.parametrize("model", MODELS)
 def test_pairs_of_each_model_are_of_every_way(model: str) -> None:
     """A family that is only ever copied between replicas would look proven."""

@@ -14,7 +14,7 @@ from typing_extensions import override
 from megatron.config.model import ModelConfig
 from megatron.config.moe import MoEConfig
 from megatron.core.models.gpt.model import GPTModel
-from megatron.core.moe.layer import expert_layers, feed_forward
+from megatron.core.moe.layer import expert_layers, layers_with
 from megatron.core.parallel.costs import Costs, Workload, total_of
 from megatron.core.parallel.model_context import ModelContext
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
@@ -61,5 +61,6 @@ def recurrent_model(config: ModelConfig, groups: Sequence[object], context: Mode
     """A GPT of layers of a recurrence and an MLP or experts; ``part``: see ``GPTModel``."""
     build = partial(Recurrence, forget_floor=RecurrentConfig.among(groups).forget_floor)
     recurrence, moe = Branch("recurrence", "pre_recurrence_layernorm", "recurrence", build), MoEConfig.among(groups)
-    layers = ((recurrence, feed_forward(moe, has_experts=marked)) for marked in expert_layers(moe, config))
-    return GPTModel(config, context, stack=StackConfig(config, causal=True, pattern=tuple(layers)), **part)
+    marked = expert_layers(moe, (config.num_layers,), later=config.mtp_num_layers)
+    stack = StackConfig(config, causal=True, pattern=layers_with((recurrence,), moe, marked))
+    return GPTModel(config, context, stack=stack, **part)

@@ -271,7 +271,7 @@ REMARKS: tuple[Rule, ...] = (
         lambda run: (
             run.group(ExpertSettings).moe_count_padding
             and run.group(ExpertSettings).has_experts
-            and not run.data.may_pad
+            and not (run.data.may_pad or run.family.pads_samples)
             and not run.model.mtp_num_layers
         ),
     ),

@@ -18,6 +18,7 @@ class SentenceConfig(FamilyConfig):
     """Fields of the families that learn from sentences."""
 
     usual_tokenizer: ClassVar[str | None] = "BertWordPieceLowerCase"  # whole texts need tokens that begin and end them
+    pads_samples: ClassVar[bool] = True
     varying_counts: ClassVar[str | None] = "masked tokens"
     # Biases of outputs are part of the families' own heads.
     fields_of_others: ClassVar[tuple[str, ...]] = (

@@ -10,11 +10,13 @@ from typing import Any
 from torch import Tensor, nn
 
 from megatron.config.model import ModelConfig
+from megatron.config.moe import MoEConfig
 from megatron.config.pipeline import Stage
 from megatron.config.run import RunConfig
 from megatron.core.datasets.build import DatasetSplits
 from megatron.core.datasets.splits import SplitSizes
 from megatron.core.models.stage_inputs import hidden_stage_inputs, workload_of
+from megatron.core.moe.layer import describe_metrics, expert_layers, layer_metrics
 from megatron.core.parallel.context import ParallelContext
 from megatron.core.parallel.costs import Workload
 from megatron.core.parallel.model_context import ModelContext
@@ -46,14 +48,22 @@ class TrainSpec(ABC):
         """
 
     def layer_metrics(self, run: RunConfig) -> Mapping[str, int]:
-        """What layers report (``SideLosses.add_metric``) over all stages: how many numbers each has, by name."""
-        return {}
+        """What layers report (``SideLosses.add_metric``) over all stages: how many numbers each has, by name.
+
+        By default choices of experts and, where they are asked for, losses of each router.
+        """
+        moe = run.part(MoEConfig)
+        if not moe.has_experts:
+            return {}
+        return layer_metrics(moe, expert_layers(moe, run.stacks, later=run.model.mtp_num_layers))
 
     def describe_layer_metrics(
         self, run: RunConfig, layer_metrics: Mapping[str, Sequence[float]]
     ) -> tuple[str, Mapping[str, float]]:
-        """A log line about the sums of ``layer_metrics`` over some steps, and numbers for curves."""
-        return "", {}
+        """A log line about the sums of ``layer_metrics`` over some steps, and numbers for curves: by default how evenly
+        experts are used, and losses of layers.
+        """
+        return describe_metrics(run.part(MoEConfig), layer_metrics, ranks=run.parallel.expert_model_parallel_size)
 
     @abstractmethod
     def fields(self, run: RunConfig, stages: Sequence[Stage]) -> frozenset[str]:

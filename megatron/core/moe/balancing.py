@@ -25,11 +25,12 @@ from megatron.core.parallel.side_losses import SideLosses, sum_and_count
 
 @dataclass(frozen=True)
 class RouterLosses:
-    """The losses of the router of layer ``number``."""
+    """The losses of the router of layer ``number``. ``stack``: begins their names, where a model has several stacks."""
 
     moe: MoEConfig
     context: ParallelContext
     number: int
+    stack: str = ""
 
     def attach(
         self,
@@ -65,7 +66,7 @@ class RouterLosses:
         if self.moe.moe_per_layer_logging:
             pair = sum_and_count(total, tokens).double()
             losses.add_metric(metric_name(name, self.number), pair, context=self.context)
-        return losses.add(weights, name, total, tokens, context=self.context, coefficient=coefficient)
+        return losses.add(weights, self.stack + name, total, tokens, context=self.context, coefficient=coefficient)
 
     def _choices(self, routing: Routing, scores: Tensor, *, batch: int, text: Tensor | None) -> Tensor:
         """How often this rank's tokens of each sequence prefer each expert [b, E], whatever biases and groups say."""
@@ -94,3 +95,13 @@ class RouterLosses:
 def _of_text(x: Tensor, text: Tensor | None) -> Tensor:
     """Numbers ``x`` [t, …] of tokens, with zeros for padding."""
     return x if text is None else x.masked_fill(~text.view(-1, *[1] * (x.dim() - 1)), 0)
+
+
+def router_counts(text: Tensor | None, tokens: Tensor, *, stack: str = "") -> dict[str, Tensor]:
+    """The number of tokens that each loss of a stack's routers is a mean over.
+
+    They are those in the mask ``text``, or all of ``tokens``, a tensor with an element for each. ``stack``: see
+    ``RouterLosses``.
+    """
+    count = torch.full((), tokens.numel(), device=tokens.device) if text is None else text.sum()
+    return {stack + name: count for name in (*LOSS_NAMES.values(), Z_LOSS)}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 import torch
@@ -15,7 +15,7 @@ from megatron.config.moe import MoEConfig
 from megatron.core.moe.dispatch import DispatchPlan, combine, dispatch, plan_dispatch
 from megatron.core.moe.experts import Experts
 from megatron.core.moe.gather import gather_tokens, plan_dispatch_of_all, scatter_tokens
-from megatron.core.moe.report import CHOICES, metric_name
+from megatron.core.moe.report import CHOICES, log_line_and_curves, metric_name
 from megatron.core.moe.router import Router
 from megatron.core.moe.routing import Routing
 from megatron.core.parallel.costs import Costs, Workload, costs_of, total_of
@@ -27,7 +27,9 @@ from megatron.core.transformer.initialization import input_init
 from megatron.core.transformer.inputs import LayerInputs
 from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.place import BranchPlace
-from megatron.core.transformer.stack import FEED_FORWARD, Branch
+from megatron.core.transformer.stack import FEED_FORWARD, Branch, Layer
+
+Layers = tuple[Layer, ...]
 
 
 class SharedExperts(MLP):
@@ -62,14 +64,16 @@ class SharedExperts(MLP):
 
 
 class MoELayer(nn.Module):
-    """A mixture-of-experts layer: router, routed experts, and shared experts for every token."""
+    """A mixture-of-experts layer: router, routed experts, and shared experts for every token. ``stack``: see
+    ``RouterLosses``.
+    """
 
-    def __init__(self, moe: MoEConfig, place: BranchPlace) -> None:
+    def __init__(self, moe: MoEConfig, place: BranchPlace, *, stack: str = "") -> None:
         super().__init__()
         model, context = place.stack.model, place.context
         assert moe.num_experts is not None
         self._num_experts, self._choices, self._context = moe.num_experts, moe.moe_router_topk, context
-        self.router = Router(model, moe, context, number=place.number)
+        self.router = Router(model, moe, context, number=place.number, stack=stack)
         self.experts = Experts(model, moe, context, keeps_activation="moe_act" not in place.recompute)
         self._gathers = moe.moe_token_dispatcher_type == "allgather" and context.mesh.size("ep", "etp") > 1
         has_shared = moe.moe_shared_expert_intermediate_size is not None
@@ -142,25 +146,37 @@ class MoELayer(nn.Module):
         return parts + Costs(kept=ids, replayed=ids, exchanged=away * (2 * row + weights))
 
 
-def layer_metrics(moe: MoEConfig, model: ModelConfig) -> dict[str, int]:
+def layer_metrics(moe: MoEConfig, marked: Sequence[bool]) -> dict[str, int]:
     """What the routers of layers report, and how many numbers each has: choices of each expert, and dropped ones; sum
-    and count of each loss, where those of layers are asked for.
+    and count of each loss, where those of layers are asked for. ``marked``: whether each layer has experts.
     """
-    numbers = [number for number, is_marked in enumerate(expert_layers(moe, model)) if is_marked]
+    numbers = [number for number, is_marked in enumerate(marked) if is_marked]
     widths = {CHOICES: (moe.num_experts or 0) + 1}
     if moe.moe_per_layer_logging:
         widths |= dict.fromkeys(moe.loss_names, 2)
     return {metric_name(what, number): width for what, width in widths.items() for number in numbers}
 
 
-def expert_layers(moe: MoEConfig, model: ModelConfig) -> tuple[bool, ...]:
-    """Whether each layer has experts; layers of multi-token prediction are like the last layer."""
-    marked = moe.expert_layers(model.num_layers)
-    return marked + marked[-1:] * model.mtp_num_layers
+def describe_metrics(
+    moe: MoEConfig, metrics: Mapping[str, Sequence[float]], *, ranks: int
+) -> tuple[str, dict[str, float]]:
+    """A log line about the sums of ``layer_metrics`` over some steps, and curves. ``ranks``: that divide experts."""
+    return log_line_and_curves(metrics, ranks=ranks, per_layer=moe.moe_per_layer_logging)
 
 
-def feed_forward(moe: MoEConfig, *, has_experts: bool) -> Branch:
-    """The feed-forward branch of a layer, which has experts or is dense."""
-    if not has_experts:
-        return FEED_FORWARD
-    return dataclasses.replace(FEED_FORWARD, build=partial(MoELayer, moe), recompute_name="moe")
+def expert_layers(moe: MoEConfig, stacks: Sequence[int], *, later: int = 0) -> tuple[bool, ...]:
+    """Whether each layer has experts, one stack after the other, and then ``later`` layers of multi-token prediction,
+    which are like the last layer.
+    """
+    marked = moe.expert_layers(*stacks)
+    return marked + marked[-1:] * later
+
+
+def layers_with(branches: Sequence[Branch], moe: MoEConfig, marked: Sequence[bool], *, stack: str = "") -> Layers:
+    """Layers of ``branches`` and a feed-forward branch, which has experts where the layer is ``marked``, or is dense.
+
+    ``stack``: see ``RouterLosses``.
+    """
+    build = partial(MoELayer, moe, stack=stack)
+    experts = dataclasses.replace(FEED_FORWARD, build=build, recompute_name="moe")
+    return tuple((*branches, experts if is_marked else FEED_FORWARD) for is_marked in marked)

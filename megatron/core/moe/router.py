@@ -30,15 +30,18 @@ _DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
 class Router(nn.Module):
     """A linear layer from hidden states to logits of experts, outside the tensor-parallel regions.
 
-    It has a bias where the experts have (gpt-oss). ``number``: of its layer. ``expert_bias``: added to scores for the
-    choice (arXiv:2408.15664); it has no gradient, and moves after each step by the counts of the whole batch.
+    It has a bias where the experts have (gpt-oss). ``number``: of its layer. ``stack``: see ``RouterLosses``.
+    ``expert_bias``: added to scores for the choice (arXiv:2408.15664); it has no gradient, and moves after each step by
+    the counts of the whole batch.
     """
 
-    def __init__(self, model: ModelConfig, moe: MoEConfig, context: ModelContext, *, number: int) -> None:
+    def __init__(
+        self, model: ModelConfig, moe: MoEConfig, context: ModelContext, *, number: int, stack: str = ""
+    ) -> None:
         super().__init__()
         assert moe.num_experts is not None
         self.metric_name, self._context = metric_name(CHOICES, number), context
-        self._moe, self._losses = moe, RouterLosses(moe, context, number)
+        self._moe, self._losses = moe, RouterLosses(moe, context, number, stack)
         self._dtype = context.dtype
         if moe.moe_router_dtype is not None:
             self._dtype = torch.promote_types(context.dtype, _DTYPES[moe.moe_router_dtype])

@@ -11,8 +11,10 @@ from torch import Tensor, nn
 from megatron.core.context_parallel.visible import Documents
 from megatron.core.ops.attention.cached import AttentionCache
 from megatron.core.ops.rotary import RotaryTables
+from megatron.core.parallel.context import ParallelContext
 from megatron.core.parallel.rng import StreamKey
 from megatron.core.parallel.side_losses import SideLosses
+from megatron.core.tensor_parallel.regions import sequence_slice
 
 
 @dataclass(frozen=True)
@@ -59,3 +61,8 @@ class LayerInputs:
         if "documents" in vars(self):
             vars(other)["documents"] = self.documents
         return other
+
+
+def text_rows(mask: Tensor | None, context: ParallelContext) -> Tensor | None:
+    """What ``mask`` ``[b, S]`` of a context-parallel rank's tokens says of its rows of hidden states ``[s·b]``."""
+    return None if mask is None else sequence_slice(mask.t(), context).flatten()

@@ -33,7 +33,7 @@ class MegatronLMFormat:
     kinds: Mapping[str, Any] = {}
 
     def check(self, args: Arguments) -> None:
-        """Raise CheckpointError for a model that this project doesn't have."""
+        """Raise CheckpointError for a model that this project doesn't have, or can't read."""
 
     def groups_from_arguments(
         self, args: Arguments, model: ModelConfig, stored: Collection[str], *, legacy: bool

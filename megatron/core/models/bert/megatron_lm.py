@@ -9,6 +9,7 @@ import torch
 from typing_extensions import override
 
 from megatron.config.model import ModelConfig
+from megatron.config.moe import MoEConfig
 from megatron.core.conversion.megatron_lm.format import MegatronLMFormat
 from megatron.core.conversion.megatron_lm.names import OUTPUT, POSITIONS, WORDS, Names, both, same, stack
 from megatron.core.conversion.megatron_lm.saved_arguments import Arguments
@@ -43,6 +44,11 @@ class BertFormat(MegatronLMFormat):
         self, args: Arguments, model: ModelConfig, stored: Collection[str], *, legacy: bool
     ) -> tuple[object, ...]:
         """BERT's settings: with the second head where there are tensors of one."""
+        if args("num_experts", 0):
+            raise CheckpointError(
+                f"{args.where} is of a BERT with {args('num_experts')} experts, and a BERT with experts is not "
+                "converted"
+            )
         exact = has_exact_head(args, legacy=legacy) and model.activation != "gelu"
         head = BertConfig(bert_binary_head="binary_head.weight" in stored, exact_gelu_head=exact)
         return (head, TokenTypesConfig())
@@ -65,6 +71,7 @@ class BertFormat(MegatronLMFormat):
         types = TokenTypesConfig.among(portable.groups).num_tokentypes
         positions, is_exact = model.position_embedding_type, model.activation == "gelu" or group.exact_gelu_head
         return {
+            "no BERT with experts (--num-experts)": MoEConfig.among(portable.groups).has_experts,
             f"no BERT with positions of type {positions}": positions != "learned_absolute",
             f"no BERT with --num-tokentypes {types}": types != TokenTypesConfig.num_tokentypes,
             "no head for masked tokens without a bias (--bert-no-head-bias)": not group.head_bias,

@@ -10,8 +10,10 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from megatron.config.model import ModelConfig
+from megatron.config.moe import MoEConfig
 from megatron.config.pipeline import Stage
 from megatron.core.models.bert.config import TokenTypesConfig
+from megatron.core.moe.layer import layers_with
 from megatron.core.ops.activation import activation
 from megatron.core.parallel.costs import Costs, Workload, costs_of, total_of
 from megatron.core.parallel.model_context import ModelContext
@@ -23,11 +25,13 @@ from megatron.core.tensor_parallel.regions import first_token
 from megatron.core.transformer.block import RecomputePlan, TransformerBlock
 from megatron.core.transformer.embedding import LanguageModelEmbedding
 from megatron.core.transformer.initialization import input_init
-from megatron.core.transformer.inputs import LayerInputs
+from megatron.core.transformer.inputs import LayerInputs, text_rows
 from megatron.core.transformer.norm import Norm
 from megatron.core.transformer.output_layer import OutputLayer, VocabularyOutput, vocabulary_costs, vocabulary_output
 from megatron.core.transformer.positions import RotaryPositions
-from megatron.core.transformer.stack import StackConfig
+from megatron.core.transformer.stack import SELF_ATTENTION, StackConfig
+
+NO_EXPERTS = MoEConfig()
 
 
 @dataclass(frozen=True)
@@ -51,14 +55,16 @@ class BertBody(nn.Module):
         *,
         stage: Stage,
         token_types: int,
+        moe: MoEConfig,
         recompute: RecomputePlan | None,
     ) -> None:
         super().__init__()
         self._config, self._context, self._is_last = config, context, stage.is_last
         self._has_types = token_types > 1
         self.embedding = LanguageModelEmbedding(config, context, token_types=token_types) if stage.is_first else None
+        marked = moe.expert_layers(config.num_layers)
         self.encoder = TransformerBlock(
-            StackConfig(config, causal=False),
+            StackConfig(config, causal=False, pattern=layers_with((SELF_ATTENTION,), moe, marked)),
             context,
             layer_numbers=stage.layers,
             final_norm=stage.is_last,
@@ -75,6 +81,7 @@ class BertBody(nn.Module):
         rng_key: StreamKey,
         hidden: Tensor | None,
         side_losses: SideLosses | None,
+        text_mask: Tensor | None,
     ) -> Tensor:
         """What the stage's last layer, and on the last stage the final norm, make of ids or of the stage before:
         ``[s, b, h]``. Arguments are those of ``BertModel.forward``.
@@ -89,6 +96,7 @@ class BertBody(nn.Module):
             rotary=self._rotary(hidden, None),
             attention_mask=attention_mask,
             side_losses=side_losses or SideLosses(),
+            text_mask=text_rows(text_mask, self._context),
         )
         out: Tensor = self.encoder(hidden, inputs)
         return out
@@ -114,11 +122,12 @@ class BertModel(BertBody):
         exact_gelu_head: bool = False,
         head_bias: bool = True,
         token_types: int = TokenTypesConfig.num_tokentypes,
+        moe: MoEConfig = NO_EXPERTS,
         recompute: RecomputePlan | None = None,
         seed: int | None = None,
     ) -> None:
         stage = stage or Stage(range(config.num_layers), is_first=True, is_last=True)
-        super().__init__(config, context, stage=stage, token_types=token_types, recompute=recompute)
+        super().__init__(config, context, stage=stage, token_types=token_types, moe=moe, recompute=recompute)
         shares_embedding = stage.is_first and not config.untie_embeddings_and_output_weights
         exact = config.nonlinearity == "gelu" or exact_gelu_head
         self.lm_head = MaskedLMHead(config, context, exact=exact, bias=head_bias) if stage.is_last else None
@@ -141,17 +150,25 @@ class BertModel(BertBody):
         rng_key: StreamKey | None = None,
         hidden: Tensor | None = None,
         side_losses: SideLosses | None = None,
+        text_mask: Tensor | None = None,
     ) -> BertOutput | Tensor:
         """Token ids and types ``[b, S]`` (None after the first stage) to the output, before the last to hidden states.
 
         With context parallelism both are the rank's slice. ``attention_mask`` ``[b, S]``: True for tokens that are no
         padding, of the whole sequence; None where there is none. ``hidden`` ``[s, b, h]``: what the stage before
         returned. ``rng_key``: the microbatch's random streams, needed only when dropout draws. ``side_losses``: takes
-        the losses of layers.
+        the losses of layers. ``text_mask`` ``[b, S]``: the tokens of the rank's slice that are no padding, which alone
+        are sent to experts; None: all.
         """
         rng_key = rng_key or StreamKey(0)
         hidden = self.hidden_states(
-            tokens, types, attention_mask=attention_mask, rng_key=rng_key, hidden=hidden, side_losses=side_losses
+            tokens,
+            types,
+            attention_mask=attention_mask,
+            rng_key=rng_key,
+            hidden=hidden,
+            side_losses=side_losses,
+            text_mask=text_mask,
         )
         if not self._is_last:
             return hidden

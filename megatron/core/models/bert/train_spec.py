@@ -11,6 +11,7 @@ from torch.nn.functional import cross_entropy
 from typing_extensions import override
 
 from megatron.config.model import ModelConfig
+from megatron.config.moe import MoEConfig
 from megatron.config.pipeline import Stage
 from megatron.config.run import RunConfig
 from megatron.core.datasets.build import DatasetSplits
@@ -20,6 +21,7 @@ from megatron.core.models.bert.data import build_bert_splits
 from megatron.core.models.bert.model import BertModel, BertOutput
 from megatron.core.models.stage_inputs import workload_of
 from megatron.core.models.train_spec import TrainSpec
+from megatron.core.moe.balancing import router_counts
 from megatron.core.parallel.context import ParallelContext
 from megatron.core.parallel.costs import Workload
 from megatron.core.parallel.model_context import ModelContext
@@ -28,6 +30,8 @@ from megatron.core.tokenizers.base import MaskingTokenizer, Tokenizer
 from megatron.core.transformer.block import RecomputePlan
 
 WORDS, ORDER = "lm loss", "sop loss"
+TEXT_MASK = "text_mask"
+"""A field of a batch with experts: which tokens are text, and not padding."""
 
 
 class BertSpec(TrainSpec):
@@ -43,22 +47,29 @@ class BertSpec(TrainSpec):
         "loss_mask": 1,
         "attention_mask": None,
         "is_random": None,
+        TEXT_MASK: 1,
     }
 
     @override
     def loss_names(self, run: RunConfig) -> tuple[str, ...]:
-        """The order of texts only with a head for it."""
-        return (WORDS, ORDER) if run.group(BertConfig).bert_binary_head else (WORDS,)
+        """The order of texts only with a head for it; and the losses of routers."""
+        main = (WORDS, ORDER) if run.group(BertConfig).bert_binary_head else (WORDS,)
+        return (*main, *run.part(MoEConfig).loss_names)
 
     @override
     def fields(self, run: RunConfig, stages: Sequence[Stage]) -> frozenset[str]:
         """Tokens and types for the embedding, labels for the losses, and what is padding for every layer."""
-        found = {"attention_mask"}
+        found = {"attention_mask"} | ({TEXT_MASK} if run.part(MoEConfig).leaves_padding_out else set())
         if any(stage.is_first for stage in stages):
             found |= {"text", "types"}
         if any(stage.is_last for stage in stages):
             found |= {"labels", "loss_mask"} | ({"is_random"} if run.group(BertConfig).bert_binary_head else set())
         return frozenset(found)
+
+    @override
+    def completed(self, batch: Mapping[str, Tensor], run: RunConfig) -> Mapping[str, Tensor]:
+        """The batch with the tokens that are sent to experts: all but padding."""
+        return with_text_mask(batch, run)
 
     @override
     def build_model(
@@ -81,6 +92,7 @@ class BertSpec(TrainSpec):
             exact_gelu_head=group.exact_gelu_head,
             head_bias=group.head_bias,
             token_types=TokenTypesConfig.among(groups).num_tokentypes,
+            moe=MoEConfig.among(groups),
             recompute=recompute,
             seed=seed,
         )
@@ -109,9 +121,11 @@ class BertSpec(TrainSpec):
 
     @override
     def counts(self, microbatch: Microbatch, context: ParallelContext) -> dict[str, Tensor]:
-        """Masked tokens, and samples whose order counts."""
+        """Masked tokens, samples whose order counts, and the tokens that routers' losses are means over."""
         tensors = microbatch.tensors
-        found = {WORDS: tensors["loss_mask"].sum()} if "loss_mask" in tensors else {}
+        found = {}
+        if "loss_mask" in tensors:
+            found = {WORDS: tensors["loss_mask"].sum()} | router_counts(tensors.get(TEXT_MASK), tensors["loss_mask"])
         return found | ({ORDER: _has_order(tensors["is_random"], context).sum()} if "is_random" in tensors else {})
 
     @override
@@ -140,6 +154,13 @@ def _has_order(exchanged: Tensor, context: ParallelContext) -> Tensor:
     return exchanged >= 0 if context.mesh.rank("cp") == 0 else torch.zeros_like(exchanged, dtype=torch.bool)
 
 
+def with_text_mask(batch: Mapping[str, Tensor], run: RunConfig) -> Mapping[str, Tensor]:
+    """The batch of a BERT, whatever its head, with the tokens that are sent to experts: all but padding."""
+    if not batch or not run.part(MoEConfig).leaves_padding_out:
+        return batch
+    return {**batch, TEXT_MASK: batch["attention_mask"].bool()}
+
+
 def run_bert(model: nn.Module, stage_inputs: StageInputs, microbatch: Microbatch) -> Any:
     """Tokens of sentences (or the previous stage's hidden states) through a stage of a BERT, whatever its head."""
     tensors = microbatch.tensors
@@ -150,6 +171,7 @@ def run_bert(model: nn.Module, stage_inputs: StageInputs, microbatch: Microbatch
         rng_key=microbatch.rng_key,
         hidden=stage_inputs.get("hidden"),
         side_losses=microbatch.side_losses,
+        text_mask=tensors.get(TEXT_MASK),
     )
     return {"hidden": output} if isinstance(output, Tensor) else output
 

@@ -12,18 +12,17 @@ from megatron.config.model import ModelConfig
 from megatron.config.moe import MoEConfig
 from megatron.config.pipeline import Stage
 from megatron.core.models.gpt.multi_token import MultiTokenPrediction
-from megatron.core.moe.layer import expert_layers, feed_forward
+from megatron.core.moe.layer import expert_layers, layers_with
 from megatron.core.ops.attention.cached import AttentionCache, CachedHeads
 from megatron.core.parallel.costs import Costs, Workload, costs_of, total_of
 from megatron.core.parallel.model_context import ModelContext
 from megatron.core.parallel.rng import StreamKey
 from megatron.core.parallel.side_losses import SideLosses
 from megatron.core.tensor_parallel.initialize import initialize
-from megatron.core.tensor_parallel.regions import sequence_slice
 from megatron.core.transformer.attention import cached_layers
 from megatron.core.transformer.block import RecomputePlan, TransformerBlock
 from megatron.core.transformer.embedding import LanguageModelEmbedding, word_projection
-from megatron.core.transformer.inputs import LayerInputs
+from megatron.core.transformer.inputs import LayerInputs, text_rows
 from megatron.core.transformer.output_layer import OutputLayer, VocabularyOutput, vocabulary_costs, vocabulary_output
 from megatron.core.transformer.positions import RotaryPositions
 from megatron.core.transformer.stack import SELF_ATTENTION, StackConfig
@@ -34,8 +33,8 @@ def decoder_stack(model: ModelConfig, groups: Sequence[object]) -> StackConfig:
     last. ``groups``: settings that only a decoder has.
     """
     moe = MoEConfig.among(groups)
-    layers = ((SELF_ATTENTION, feed_forward(moe, has_experts=has_experts)) for has_experts in expert_layers(moe, model))
-    return StackConfig(model, causal=True, pattern=tuple(layers))
+    marked = expert_layers(moe, (model.num_layers,), later=model.mtp_num_layers)
+    return StackConfig(model, causal=True, pattern=layers_with((SELF_ATTENTION,), moe, marked))
 
 
 class GPTModel(nn.Module):
@@ -113,7 +112,7 @@ class GPTModel(nn.Module):
             document_ids=document_ids,
             side_losses=side_losses or SideLosses(),
             cache=cache,
-            text_mask=None if text_mask is None else self._rows(text_mask),
+            text_mask=text_rows(text_mask, self._context),
         )
         hidden = self.decoder(hidden, inputs)
         if not self._stage.is_last:
@@ -126,15 +125,11 @@ class GPTModel(nn.Module):
         texts = [None] * len(self.mtp.layers) if future_text_mask is None else future_text_mask.unbind(1)
         for depth, ids, text in zip(self.mtp.layers, future_tokens.unbind(1), texts):
             embedded = self.embedding(ids, position_ids, rng_key, stream=f"mtp {depth} embedding")
-            of_depth = inputs if text is None else inputs.with_text(self._rows(text))
+            of_depth = inputs if text is None else inputs.with_text(text_rows(text, self._context))
             hidden = self.mtp.layers[depth](hidden, embedded, of_depth)
             coefficient = self._config.mtp_loss_scaling_factor / len(self.mtp.layers)
             later.append(dataclasses.replace(self._output(hidden), coefficient=coefficient))
         return dataclasses.replace(output, later=tuple(later))
-
-    def _rows(self, mask: Tensor) -> Tensor:
-        """What ``mask`` ``[b, S]`` says of this rank's rows of hidden states, ``[s·b]``."""
-        return sequence_slice(mask.t(), self._context).flatten()
 
     def _output(self, hidden: Tensor) -> VocabularyOutput:
         bias = None if self.output_layer is None else self.output_layer.bias

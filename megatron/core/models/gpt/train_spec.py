@@ -5,11 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
-from megatron.config.expert_settings import LOSS_NAMES, Z_LOSS
 from megatron.config.model import ModelConfig
 from megatron.config.moe import MoEConfig
 from megatron.config.pipeline import Stage
@@ -21,8 +19,7 @@ from megatron.core.models.gpt.data import build_gpt_splits
 from megatron.core.models.gpt.model import GPTModel, decoder_stack
 from megatron.core.models.gpt.multi_token import LABELS, MASK, TEXT, TOKENS, loss_name, shifted_fields, text_mask
 from megatron.core.models.train_spec import TrainSpec
-from megatron.core.moe.layer import layer_metrics
-from megatron.core.moe.report import log_line_and_curves
+from megatron.core.moe.balancing import router_counts
 from megatron.core.parallel.context import ParallelContext
 from megatron.core.parallel.model_context import ModelContext
 from megatron.core.pipeline_parallel.chunk import LossSum, Microbatch, StageInputs
@@ -58,25 +55,12 @@ class GPTSpec(TrainSpec):
         return ("lm loss", *later, *run.part(MoEConfig).loss_names)
 
     @override
-    def layer_metrics(self, run: RunConfig) -> Mapping[str, int]:
-        """Choices of experts, and losses of routers."""
-        return layer_metrics(run.part(MoEConfig), run.model)
-
-    @override
-    def describe_layer_metrics(
-        self, run: RunConfig, layer_metrics: Mapping[str, Sequence[float]]
-    ) -> tuple[str, Mapping[str, float]]:
-        """How evenly experts are used, and losses of layers."""
-        per_layer = run.part(MoEConfig).moe_per_layer_logging
-        return log_line_and_curves(layer_metrics, ranks=run.parallel.expert_model_parallel_size, per_layer=per_layer)
-
-    @override
     def fields(self, run: RunConfig, stages: Sequence[Stage]) -> frozenset[str]:
         """Tokens for the embedding, labels for the loss; positions and documents wherever they matter, and where there
         may be padding for experts, which rows are text.
         """
         rotary, moe = run.model.is_rotary, run.part(MoEConfig)
-        leaves_out, is_last = moe.has_experts and not moe.moe_count_padding, any(stage.is_last for stage in stages)
+        leaves_out, is_last = moe.leaves_padding_out, any(stage.is_last for stage in stages)
         later = run.model.mtp_num_layers > 0 and is_last
         needed = {
             "tokens": any(stage.is_first for stage in stages),
@@ -153,8 +137,7 @@ class GPTSpec(TrainSpec):
             return {}
         mask, later = tensors["loss_mask"], tensors[MASK].sum((0, 2)) if MASK in tensors else ()
         found = {"lm loss": mask.sum()} | {loss_name(depth): count for depth, count in enumerate(later)}
-        text = tensors[TEXT_MASK].sum() if TEXT_MASK in tensors else torch.full((), mask.numel(), device=mask.device)
-        return found | dict.fromkeys((*LOSS_NAMES.values(), Z_LOSS), text)
+        return found | router_counts(tensors.get(TEXT_MASK), mask)
 
     @override
     def build_datasets(self, run: RunConfig, tokenizer: Tokenizer, sizes: SplitSizes) -> DatasetSplits:

@@ -14,6 +14,7 @@ from typing import Any
 from typing_extensions import override
 
 from megatron.config.model import Activation, ModelConfig
+from megatron.config.moe import MoEConfig
 from megatron.core.conversion.bounds import Layers, Width
 from megatron.core.conversion.huggingface.config_reader import GELUS, ConfigReader
 from megatron.core.conversion.huggingface.format import HuggingFaceFormat, ModelType
@@ -179,7 +180,9 @@ class T5Format(HuggingFaceFormat):
 
     @override
     def differences(self, model_type: str, model: ModelConfig, groups: Sequence[object]) -> list[str]:
-        """An output that no T5 has."""
+        """Experts, and an output that no T5 has."""
+        if MoEConfig.among(groups).has_experts:
+            return ["it has experts"]
         if not T5Config.among(groups).scale_output:
             return []
         if model_type == "mt5":

@@ -9,6 +9,7 @@ from typing import Any
 from typing_extensions import override
 
 from megatron.config.model import ModelConfig
+from megatron.config.moe import MoEConfig
 from megatron.core.conversion.bounds import Count, Layers, Width
 from megatron.core.conversion.megatron_lm.format import MegatronLMFormat
 from megatron.core.conversion.megatron_lm.names import (
@@ -81,6 +82,10 @@ class T5Format(MegatronLMFormat):
         self, args: Arguments, model: ModelConfig, stored: Collection[str], *, legacy: bool
     ) -> tuple[object, ...]:
         """A decoder of as many layers as there are tensors of."""
+        if args("num_experts", 0):
+            raise CheckpointError(
+                f"{args.where} is of a T5 with {args('num_experts')} experts, and a T5 with experts is not converted"
+            )
         group = T5Config(decoder_num_layers=depths_of(stored)["decoder"])
         return (dataclasses.replace(group, **{name: args(name, getattr(group, name)) for name in _SAME_FIELDS}),)
 
@@ -91,6 +96,7 @@ class T5Format(MegatronLMFormat):
         tied, depth = not model.untie_embeddings_and_output_weights, group.decoder_num_layers
         unequal = f"a T5 with equally many layers in encoder and decoder only, not {depth} and {model.num_layers}"
         return {
+            "no T5 with experts (--num-experts)": MoEConfig.among(portable.groups).has_experts,
             unequal: depth != model.num_layers,
             "no scale of a T5's output (--scale-output)": group.scale_output,
             "no T5 whose heads share keys and values": model.num_query_groups != model.num_attention_heads,

@@ -10,9 +10,11 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from megatron.config.model import ModelConfig
+from megatron.config.moe import MoEConfig
 from megatron.config.pipeline import Stage
 from megatron.core.models.t5.config import T5Config
 from megatron.core.models.t5.layers import EncoderDecoderLayers
+from megatron.core.moe.layer import layers_with
 from megatron.core.ops.attention.cached import AttentionCache, CachedHeads
 from megatron.core.parallel.costs import Costs, Workload, costs_of, total_of
 from megatron.core.parallel.model_context import ModelContext
@@ -22,11 +24,14 @@ from megatron.core.tensor_parallel.initialize import initialize
 from megatron.core.transformer.attention import cached_layers
 from megatron.core.transformer.block import RecomputePlan, TransformerBlock
 from megatron.core.transformer.embedding import LanguageModelEmbedding
-from megatron.core.transformer.inputs import LayerInputs
+from megatron.core.transformer.inputs import LayerInputs, text_rows
 from megatron.core.transformer.output_layer import OutputLayer, VocabularyOutput, vocabulary_costs, vocabulary_output
 from megatron.core.transformer.positions import RotaryPositions
 from megatron.core.transformer.relative import RelativeBias
-from megatron.core.transformer.stack import CROSS_ATTENTION, FEED_FORWARD, SELF_ATTENTION, StackConfig
+from megatron.core.transformer.stack import CROSS_ATTENTION, SELF_ATTENTION, StackConfig
+
+DECODER = "decoder_"
+"""How the names of losses of the decoder's routers begin."""
 
 
 class T5Model(nn.Module):
@@ -42,6 +47,7 @@ class T5Model(nn.Module):
         t5: T5Config,
         context: ModelContext,
         *,
+        moe: MoEConfig | None = None,
         stage: Stage | None = None,
         recompute: RecomputePlan | None = None,
         seed: int | None = None,
@@ -56,10 +62,12 @@ class T5Model(nn.Module):
         self.embedding = LanguageModelEmbedding(config, context, copied=True) if has_embedding else None
         has_encoder, has_decoder = len(held.encoder) > 0, len(held.decoder) > 0
         self.encoder_positions = self._relative_bias("encoder_positions") if has_encoder else None
-        plan = recompute or RecomputePlan()
+        plan, moe = recompute or RecomputePlan(), moe or MoEConfig()
+        marked = moe.expert_layers(layers, t5.decoder_num_layers)
+        attention = (SELF_ATTENTION, CROSS_ATTENTION)
         self.encoder = (
             TransformerBlock(
-                StackConfig(config, causal=False),
+                StackConfig(config, causal=False, pattern=layers_with((SELF_ATTENTION,), moe, marked[:layers])),
                 context,
                 layer_numbers=held.encoder,
                 final_norm=held.closes_encoder,
@@ -75,7 +83,7 @@ class T5Model(nn.Module):
                     dataclasses.replace(config, num_layers=t5.decoder_num_layers),
                     causal=True,
                     first=layers,
-                    pattern=((SELF_ATTENTION, CROSS_ATTENTION, FEED_FORWARD),),
+                    pattern=layers_with(attention, moe, marked[layers:], stack=DECODER),
                 ),
                 context,
                 layer_numbers=held.decoder,
@@ -114,6 +122,8 @@ class T5Model(nn.Module):
         hidden: Tensor | None = None,
         encoder_hidden_states: Tensor | None = None,
         side_losses: SideLosses | None = None,
+        encoder_text_mask: Tensor | None = None,
+        decoder_text_mask: Tensor | None = None,
     ) -> VocabularyOutput | dict[str, Tensor]:
         """Token ids ``[b, S]`` for the first stage and ``[b, D]`` for the one with the decoder's first layer, to the
         output; before the last stage to what the next is given as ``hidden`` and, once the decoder is open,
@@ -122,7 +132,8 @@ class T5Model(nn.Module):
         With context parallelism tokens are the rank's slices. ``attention_mask`` ``[b, S]``: True for the encoder's
         tokens that are no padding, of the whole sequence; None where there is none. The decoder's padding comes last,
         where no real token sees it. ``rng_key``: the microbatch's random streams, needed only when dropout draws.
-        ``side_losses``: takes the losses of layers.
+        ``side_losses``: takes the losses of layers. ``encoder_text_mask`` ``[b, S]``, ``decoder_text_mask`` ``[b, D]``:
+        the tokens of the rank's slices that are no padding, which alone are sent to experts; None: all.
         """
         rng_key, side_losses = rng_key or StreamKey(0), side_losses or SideLosses()
         if self._stage.is_first:
@@ -136,6 +147,7 @@ class T5Model(nn.Module):
                 attention_mask=attention_mask,
                 bias=bias,
                 side_losses=side_losses,
+                text_mask=text_rows(encoder_text_mask, self._context),
             )
             hidden = self.encoder(hidden, inputs)
         if self._opens_decoder:
@@ -151,6 +163,7 @@ class T5Model(nn.Module):
             side_losses=side_losses,
             encoder_hidden_states=encoder_hidden_states,
             encoder_attention_mask=attention_mask,
+            text_mask=text_rows(decoder_text_mask, self._context),
         )
         hidden = self.decoder(hidden, inputs)
         return (

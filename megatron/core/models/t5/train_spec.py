@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from megatron.config.model import ModelConfig
+from megatron.config.moe import MoEConfig
 from megatron.config.pipeline import Stage
 from megatron.config.run import RunConfig
 from megatron.core.datasets.build import DatasetSplits
@@ -18,8 +19,9 @@ from megatron.core.models.stage_inputs import hidden_spec, workload_of
 from megatron.core.models.t5.config import T5Config
 from megatron.core.models.t5.data import build_t5_splits
 from megatron.core.models.t5.layers import EncoderDecoderLayers
-from megatron.core.models.t5.model import T5Model
+from megatron.core.models.t5.model import DECODER, T5Model
 from megatron.core.models.train_spec import TrainSpec
+from megatron.core.moe.balancing import router_counts
 from megatron.core.parallel.context import ParallelContext
 from megatron.core.parallel.costs import Workload
 from megatron.core.parallel.model_context import ModelContext
@@ -27,6 +29,9 @@ from megatron.core.pipeline_parallel.chunk import LossSum, Microbatch, StageInpu
 from megatron.core.tokenizers.base import SpanTokenizer, Tokenizer
 from megatron.core.transformer.block import RecomputePlan
 from megatron.core.transformer.output_layer import VocabularyOutput
+
+ENCODER_TEXT, DECODER_TEXT = "encoder_text_mask", "decoder_text_mask"
+"""Fields of a batch with experts: which tokens of each stack are text, and not padding."""
 
 
 class T5Spec(TrainSpec):
@@ -39,17 +44,20 @@ class T5Spec(TrainSpec):
         "labels": 1,
         "loss_mask": 1,
         "enc_mask": None,
+        ENCODER_TEXT: 1,
+        DECODER_TEXT: 1,
     }
 
     @override
     def loss_names(self, run: RunConfig) -> tuple[str, ...]:
-        """Name of the one loss."""
-        return ("lm loss",)
+        """Name of the main loss, and of those of routers in each stack, which are means over its own tokens."""
+        routers = run.part(MoEConfig).loss_names
+        return ("lm loss", *routers, *(DECODER + name for name in routers))
 
     @override
     def fields(self, run: RunConfig, stages: Sequence[Stage]) -> frozenset[str]:
         """Tokens for both embeddings, labels for the loss, and what is padding for every layer."""
-        found = {"enc_mask"}
+        found = {"enc_mask"} | ({ENCODER_TEXT, DECODER_TEXT} if run.part(MoEConfig).leaves_padding_out else set())
         if any(stage.is_first for stage in stages):
             found.add("text_enc")
         if any(EncoderDecoderLayers.of(stage.layers, run.model.num_layers).opens_decoder for stage in stages):
@@ -57,6 +65,13 @@ class T5Spec(TrainSpec):
         if any(stage.is_last for stage in stages):
             found |= {"labels", "loss_mask"}
         return frozenset(found)
+
+    @override
+    def completed(self, batch: Mapping[str, Tensor], run: RunConfig) -> Mapping[str, Tensor]:
+        """The batch with the tokens of each stack that are sent to experts: all but padding."""
+        if not batch or not run.part(MoEConfig).leaves_padding_out:
+            return batch
+        return {**batch, ENCODER_TEXT: batch["enc_mask"].bool(), DECODER_TEXT: batch["dec_mask"].bool()}
 
     @override
     def stage_inputs(self, run: RunConfig, stage: Stage, context: ParallelContext) -> dict[str, TensorSpec]:
@@ -85,7 +100,8 @@ class T5Spec(TrainSpec):
         seed: int | None = None,
     ) -> nn.Module:
         """The stage's part of the T5."""
-        return T5Model(model, T5Config.among(groups), context, stage=stage, recompute=recompute, seed=seed)
+        t5, moe = T5Config.among(groups), MoEConfig.among(groups)
+        return T5Model(model, t5, context, moe=moe, stage=stage, recompute=recompute, seed=seed)
 
     @override
     def forward(self, model: nn.Module, stage_inputs: StageInputs, microbatch: Microbatch) -> Any:
@@ -99,6 +115,8 @@ class T5Spec(TrainSpec):
             hidden=stage_inputs.get("hidden"),
             encoder_hidden_states=stage_inputs.get("encoder_hidden_states"),
             side_losses=microbatch.side_losses,
+            encoder_text_mask=tensors.get(ENCODER_TEXT),
+            decoder_text_mask=tensors.get(DECODER_TEXT),
         )
 
     @override
@@ -111,9 +129,15 @@ class T5Spec(TrainSpec):
 
     @override
     def counts(self, microbatch: Microbatch, context: ParallelContext) -> dict[str, Tensor]:
-        """The decoder's target tokens."""
+        """The decoder's target tokens, and the tokens of each stack that routers' losses are means over."""
         tensors = microbatch.tensors
-        return {"lm loss": tensors["loss_mask"].sum()} if "loss_mask" in tensors else {}
+        if "loss_mask" not in tensors:
+            return {}
+        mask, encoder = tensors["loss_mask"], tensors["enc_mask"]
+        encoder = encoder[:, : encoder.shape[1] // context.mesh.size("cp")]
+        routers = router_counts(tensors.get(ENCODER_TEXT), encoder)
+        routers |= router_counts(tensors.get(DECODER_TEXT), mask, stack=DECODER)
+        return {"lm loss": mask.sum()} | routers
 
     @override
     def build_datasets(self, run: RunConfig, tokenizer: Tokenizer, sizes: SplitSizes) -> DatasetSplits:

@@ -8,6 +8,7 @@ from typing import Any
 from typing_extensions import override
 
 from megatron.config.model import ModelConfig
+from megatron.config.moe import MoEConfig
 from megatron.core.conversion.huggingface.config_reader import ConfigReader
 from megatron.core.conversion.huggingface.format import HuggingFaceFormat, ModelType
 from megatron.core.conversion.portable import LazyTensor
@@ -40,6 +41,8 @@ class BertFormat(HuggingFaceFormat):
     def differences(self, model_type: str, model: ModelConfig, groups: Sequence[object]) -> list[str]:
         """Heads and token types that the type lacks, and a GELU or a bias that its head has not."""
         group, types, found = BertConfig.among(groups), TokenTypesConfig.among(groups).num_tokentypes, list[str]()
+        if MoEConfig.among(groups).has_experts:
+            return ["it has experts"]
         exact = group.exact_gelu_head or model.nonlinearity == "gelu"
         if model_type in bert.TYPES:
             if exact and model.activation != "gelu":
