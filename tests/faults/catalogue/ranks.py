@@ -70,7 +70,10 @@ FAULTS = (
         old=('        if context.splits_sequence:\n            value = all_reduce(value, context.mesh, "tp")'),
         new=('        if context.splits_sequence:\n            value = value * context.mesh.size("tp")'),
         suffers="With sequence parallelism the log shows the balancing loss of one rank's tokens as that of all.",
-        first=("unit/parallel/test_side_losses.py", "equivalence/test_experts.py"),
+        first=(
+            "equivalence/test_layer_kinds.py::tp2 sp",
+            "equivalence/test_experts.py::tp2 sp",
+        ),
     ),
     Fault(
         "ring_begins_with_the_next_rank",
@@ -93,7 +96,7 @@ FAULTS = (
         old='return all_reduce(grad, context.mesh, "tp"), None',
         new="return grad, None",
         suffers="Tensor-parallel training follows gradients of one rank's heads alone.",
-        first=("equivalence/test_equivalence.py",),
+        first=("equivalence/test_equivalence.py::llama-tp4",),
     ),
     Fault(
         "rows_without_a_remainder",
