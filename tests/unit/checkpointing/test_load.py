@@ -79,6 +79,11 @@ def test_everything_that_does_not_fit_is_listed_before_anything_changes(folder: 
     assert "--use-checkpoint-args" in message
 
 
+def test_weights_that_no_model_asks_for_are_not_dropped(folder: Path) -> None:
+    """A model of fewer layers than were saved would be loaded without the last ones."""
+    assert "in the file but not in this model: model.b" in refusal(folder, [part("model.a", (2, 3))])
+
+
 def test_a_file_without_optimizer_state_points_at_the_flag(folder: Path) -> None:
     """Saved with --no-save-optim: the way out is named."""
     state = [part("model.a", (2, 3)), part("model.b", (4,)), part("optimizer.exp_avg.b", (4,))]
