@@ -35,7 +35,7 @@ class Folder:
 
 FOLDERS = {
     "tests/equivalence": Folder(
-        1.9,
+        2.4,
         "each variant at a rich layout and each layout once train the model of one rank; frozen parameters; "
         "Megatron-core's 20 steps",
         "all pairs of variant and layout, more random layouts",
@@ -48,12 +48,12 @@ FOLDERS = {
         "kills while saving in the background or to object storage, hostile requests",
     ),
     "tests/parallel": Folder(
-        1.2,
+        1.0,
         "what ranks send and save, resumed runs bit for bit, any layout from any other",
         "more pairs of layouts, larger worlds",
     ),
     "tests/unit/conversion": Folder(
-        0.7,
+        0.8,
         "every kind of layer to and from transformers and Megatron-LM, every version of its files",
         "every published type, those versions at every layout",
     ),

@@ -19,6 +19,7 @@ from megatron.core.models.registry import FAMILIES
 from megatron.errors import ConfigError
 from megatron.training.pretrain import pretrain
 from tests.end_to_end.commands import TINY, assert_same_tensors, losses
+from tests.harness.bucket import empty_memory
 from tests.harness.s3 import credentials, s3_server
 
 convert, inspect = (import_module(f"tools.checkpoint.{name}") for name in ("convert", "inspect_checkpoint"))
@@ -28,7 +29,7 @@ ROOT = "memory://bucket/run"
 @pytest.fixture(autouse=True)
 def _empty_afterwards() -> Iterator[None]:
     yield
-    fsspec.filesystem("memory").store.clear()
+    empty_memory()
 
 
 def train(capsys: pytest.CaptureFixture[str], flags: str) -> str:

@@ -133,3 +133,10 @@ def url(folder: Path) -> str:
 
 
 fsspec.register_implementation("bucket", BucketFileSystem, clobber=True)
+
+
+def empty_memory() -> None:
+    """Forget what tests have left at memory:// URLs: objects, and folders that were made for them."""
+    memory = fsspec.filesystem("memory")
+    memory.store.clear()
+    memory.pseudo_dirs[:] = [""]

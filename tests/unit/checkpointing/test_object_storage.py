@@ -6,7 +6,6 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 
-import fsspec
 import pytest
 import torch
 
@@ -22,7 +21,7 @@ from megatron.core.files.remote_path import AnyPath, RemotePath, path_of
 from megatron.core.parallel.mesh import Mesh
 from megatron.core.parallel.sharding import ShardedState, Sharding
 from megatron.errors import RESTART_MAY_HELP, CheckpointError
-from tests.harness.bucket import Killed, ServiceError, failing, killed_at, url
+from tests.harness.bucket import Killed, ServiceError, empty_memory, failing, killed_at, url
 from tests.harness.sentences import check_line
 from tests.unit.checkpointing.simulated import Layout, assert_holds, logical_values, on_ranks, state_of
 
@@ -54,7 +53,7 @@ def objects(root: Path) -> list[str]:
 @pytest.fixture
 def memory() -> Iterator[RemotePath]:
     yield RemotePath("memory://runs/mine")
-    fsspec.filesystem("memory").store.clear()
+    empty_memory()
 
 
 def test_the_whole_life_in_memory(memory: RemotePath) -> None:

@@ -16,6 +16,7 @@ from megatron.core.datasets.indexed_dataset import IndexedDataset, IndexedDatase
 from megatron.core.datasets.splits import SplitSizes
 from megatron.core.models.gpt.data import build_gpt_splits
 from megatron.errors import ConfigError, DataError
+from tests.harness.bucket import empty_memory
 from tests.harness.sentences import expect_error
 from tests.unit.datasets.conftest import FakeTokenizer, WriteDocuments
 
@@ -37,7 +38,7 @@ def bucket(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
     monkeypatch.setattr(files, "cat_file", counting)
     yield files
-    files.store.clear()
+    empty_memory()
 
 
 @pytest.fixture

@@ -7,7 +7,6 @@ import re
 import shutil
 from pathlib import Path
 
-import fsspec
 import pytest
 import torch
 
@@ -20,6 +19,7 @@ from megatron.core.parallel.mesh import Mesh
 from megatron.core.parallel.sharding import ShardedState, Sharding
 from megatron.core.tokenizers.build import build_tokenizer
 from megatron.errors import CheckpointError, DataError
+from tests.harness.bucket import empty_memory
 from tests.harness.sentences import expect_error
 from tests.unit.tokenizers.published_folders import forms
 
@@ -102,7 +102,7 @@ def test_checkpoints_in_object_storage_keep_it_too(
         own = with_kept_files(kinds[name], find_checkpoint(root).path)
         assert str(tmp_path / "cache") in str(own)
         assert build_tokenizer(own).fingerprint == build_tokenizer(kinds[name]).fingerprint
-    fsspec.filesystem("memory").store.clear()
+    empty_memory()
 
 
 def test_checkpoints_without_it_name_the_old_paths(
