@@ -1,0 +1,113 @@
+"""A module of a user's own on several ranks takes the steps that it takes on one."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import time
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+from typing_extensions import override
+
+from megatron.config.run import RunConfig
+from megatron.core.parallel.context import ParallelContext
+from megatron.core.tensor_parallel.initialize import Normal
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.errors import ParallelError
+from megatron.library.plain.config import DEFAULTS, GROUPS
+from megatron.library.plain.train_spec import PlainSpec
+from megatron.training.loop import train_from_start_to_end
+from tests.harness import run_ranks
+from tests.harness.plain import FLAGS, Classifier, Points
+from tests.harness.ranks import RanksError
+
+Trained = tuple[list[float], dict[str, Tensor]]
+
+
+def trained(context: ParallelContext, source: Any, data: Any, flags: str) -> Trained:
+    """Losses of six steps on this rank, and the module's state afterwards."""
+    config = RunConfig.parse(
+        f"{FLAGS} 6 {flags}".split(), world_size=context.mesh.world_size, extra_groups=GROUPS, defaults=DEFAULTS
+    )
+    losses, spec = list[float](), PlainSpec(source, {"train": data})
+    with contextlib.redirect_stdout(io.StringIO()):
+        run = train_from_start_to_end(
+            config,
+            spec,
+            context,
+            started=time.monotonic(),
+            built=lambda run: setattr(run, "stepped", lambda record: losses.append(record.losses["loss"])),
+        )
+    return losses, {name: value.clone() for name, value in run.models[0].state_dict().items()}
+
+
+def replica(context: ParallelContext, flags: str, norm: bool) -> Trained:
+    """A module whose initial weights differ between ranks, as those of a script without a seed do."""
+    module = Classifier(norm=norm, dropout=0.2)
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.mul_(1.0 + context.mesh.world_rank)
+    return trained(context, module, Points(noise=0.1), flags)
+
+
+@pytest.mark.parametrize("flags", ["", "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"])
+def test_replicas_take_the_steps_of_one_rank(flags: str) -> None:
+    """Means are over all samples of all ranks, whose dropout and random transforms are those of one rank."""
+    (alone, weights), *_ = run_ranks(replica, "", False)
+    for losses, state in run_ranks(replica, flags, False, dp=2):
+        assert losses == pytest.approx(alone, rel=1e-5)
+        for name, value in state.items():
+            torch.testing.assert_close(value, weights[name], rtol=1e-4, atol=1e-5)
+
+
+def test_replicas_have_the_buffers_of_the_first() -> None:
+    """Checkpoints hold one copy, so a resumed run would not go on as the ranks were."""
+    (_, first), (_, second) = run_ranks(replica, "--check-weight-hash-across-dp-replicas-interval 1", True, dp=2)
+    assert first["norm.num_batches_tracked"].item() == 12
+    for name, value in first.items():
+        assert torch.equal(value, second[name]), name
+
+
+class Divided(nn.Module):
+    """A layer that tensor-parallel ranks divide between two that each of them has."""
+
+    def __init__(self, context: ParallelContext) -> None:
+        super().__init__()
+        self.before, self.after = nn.Linear(8, 8), nn.Linear(8, 2)
+        self.wide = ColumnParallelLinear(8, 32, context, init=Normal(0.2), bias=True)
+        self.narrow = RowParallelLinear(32, 8, context, init=Normal(0.2), bias=True)
+
+    @override
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        """The mean loss of a batch."""
+        hidden = self.narrow(self.wide(self.before(x)[None]).relu())[0]
+        return cross_entropy(self.after(hidden), y)
+
+
+def divided(context: ParallelContext) -> Trained:
+    """The module made by a function of the rank's context."""
+    return trained(context, Divided, Points(), f"--tensor-model-parallel-size {context.mesh.size('tp')}")
+
+
+def test_parameters_with_a_sharding_are_divided() -> None:
+    """Replicated parameters on both sides of a divided layer have their whole gradient on each rank."""
+    (alone, weights), *_ = run_ranks(divided)
+    for losses, state in run_ranks(divided, tp=2):
+        assert losses == pytest.approx(alone, rel=1e-5)
+        for name in ("before.weight", "after.bias", "narrow.bias"):
+            torch.testing.assert_close(state[name], weights[name], rtol=1e-4, atol=1e-5)
+
+
+def differing(context: ParallelContext) -> Trained:
+    """Ranks whose data have another length."""
+    return trained(context, Classifier(), Points(40 + context.mesh.world_rank), "")
+
+
+def test_ranks_with_other_data_are_told() -> None:
+    """Each would train on samples that no other has in its place."""
+    with pytest.raises(RanksError, match=f"{ParallelError.__name__}: rank 1 reads other data than rank 0"):
+        run_ranks(differing, dp=2)
