@@ -30,6 +30,7 @@ TIKTOKEN = ["tiktoken"]  # --tokenizer-type TikTokenizer
 HUGGINGFACE = ["transformers", "safetensors", "huggingface_hub"]
 SERVE = ["starlette>=1", "uvicorn>=0.30", "prometheus_client", *CHAT]  # tools/run_text_generation_server.py
 LM_EVAL = ["lm_eval[api]>=0.4.13"]  # tasks/lm_eval.py, and the harness's clients of servers
+ACCELERATE = ["accelerate>=1.2"]  # examples/accelerate: a model of ours in its loop
 PLOT = ["matplotlib"]  # the picture of a loss curve
 GCS = [*STORAGE, "gcsfs"]  # gs:// URLs
 TEST = ["pytest>=9", "pytest-xdist", "hypothesis"]
@@ -98,9 +99,10 @@ setup(
         "chat": CHAT,
         "serve": SERVE,
         "constrained": CONSTRAINED,
+        "accelerate": ACCELERATE,
         "plot": PLOT,
         "docs": DOCS,
         "dev": DEV,
-        "dev-all": DEV + S3 + GCS + STORAGE_SERVERS + CLIENTS,  # every test but those of lm-eval and docs
+        "dev-all": DEV + S3 + GCS + STORAGE_SERVERS + CLIENTS + ACCELERATE,  # every test but those of lm-eval and docs
     },
 )

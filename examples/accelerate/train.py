@@ -38,6 +38,7 @@ def main(folder: str, out: str) -> None:
             accelerator.print(f"epoch {epoch} loss {mean:.6f}")
 
     accelerator.unwrap_model(wrapped).save(out)  # rank 0 writes
+    accelerator.wait_for_everyone()
     accelerator.end_training()
 
 

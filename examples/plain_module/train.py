@@ -34,4 +34,5 @@ def main() -> None:
     megatron.pretrain(Forecast(), [*flags.split(), *sys.argv[1:]], train_data=Sines(), valid_data=Sines())
 
 
-run_command(main)  # prints a user's mistake as one sentence
+if __name__ == "__main__":
+    run_command(main)  # prints a user's mistake as one sentence

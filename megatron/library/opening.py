@@ -76,7 +76,7 @@ def from_transformers(
     if tokenizer is not None:
         portable, kept = _with_tokenizer(portable, tokenizer)
     chosen = _dtype(dtype) or portable.dtype
-    context = ModelContext.single(dtype=chosen, device=str(device or "cpu"))
+    context = ModelContext.single(dtype=chosen, device=_device(device or "cpu"))
     run = run_of(portable, portable.tokenizer)
     run = _in_type(run, chosen)
     family = family_of(portable.groups)
@@ -139,7 +139,7 @@ def load(
         if step is not None:
             raise ConfigError(f"step={step} chooses among checkpoints, and {folder} is one Hugging Face model")
         return from_transformers(str(place), dtype=dtype, device=device)
-    return _opened(str(folder), step=step, dtype=_dtype(dtype), device=str(device))
+    return _opened(str(folder), step=step, dtype=_dtype(dtype), device=_device(device))
 
 
 def _opened(folder: str, *, step: int | None, dtype: torch.dtype | None, device: str) -> LanguageModel:
@@ -224,6 +224,11 @@ def _dtype(given: torch.dtype | str | None) -> torch.dtype | None:
     if found not in (torch.float32, torch.bfloat16, torch.float16):
         raise ConfigError(f"dtype={given!r}: weights are torch.float32, torch.bfloat16 or torch.float16")
     return found
+
+
+def _device(given: torch.device | str) -> str:
+    """The device as tensors there name it: Accelerate's ``cpu:0`` is ``cpu``, and ``cuda`` the current GPU."""
+    return str(torch.empty(0, device=given).device)
 
 
 def _in_type(run: RunConfig, dtype: torch.dtype) -> RunConfig:
