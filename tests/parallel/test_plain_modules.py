@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from typing_extensions import override
 
-from megatron.config.run import RunConfig
+from megatron.config.parse import parse_run
 from megatron.core.parallel.context import ParallelContext
 from megatron.core.tensor_parallel.initialize import Normal
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
@@ -30,7 +30,7 @@ Trained = tuple[list[float], dict[str, Tensor]]
 
 def trained(context: ParallelContext, source: Any, data: Any, flags: str) -> Trained:
     """Losses of six steps on this rank, and the module's state afterwards."""
-    config = RunConfig.parse(
+    config = parse_run(
         f"{FLAGS} 6 {flags}".split(), world_size=context.mesh.world_size, extra_groups=GROUPS, defaults=DEFAULTS
     )
     losses, spec = list[float](), PlainSpec(source, {"train": data})
