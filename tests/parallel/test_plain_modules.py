@@ -15,6 +15,7 @@ from typing_extensions import override
 
 from megatron.config.parse import parse_run
 from megatron.core.parallel.context import ParallelContext
+from megatron.core.parallel.model_context import ModelContext
 from megatron.core.tensor_parallel.initialize import Normal
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.errors import ParallelError
@@ -75,7 +76,7 @@ def test_replicas_have_the_buffers_of_the_first() -> None:
 class Divided(nn.Module):
     """A layer that tensor-parallel ranks divide between two that each of them has."""
 
-    def __init__(self, context: ParallelContext) -> None:
+    def __init__(self, context: ModelContext) -> None:
         super().__init__()
         self.before, self.after = nn.Linear(8, 8), nn.Linear(8, 2)
         self.wide = ColumnParallelLinear(8, 32, context, init=Normal(0.2), bias=True)
