@@ -131,9 +131,7 @@ def build_run(
     """
     tokenizer = build_tokenizer(config.tokenizer)
     config = with_stages(config.with_vocab_size(tokenizer.vocab_size), train_spec)
-    check_patterns(config, train_spec)
-    check_fp8(config, context.device)
-    check_memory(config, train_spec, context)
+    check_feasible(config, train_spec, context)
     reporter = build_reporter(config, train_spec, context)
     data = TrainingData(config, train_spec, context, tokenizer)
 
@@ -204,6 +202,13 @@ def build_run(
         layer_metric_widths=train_spec.layer_metrics(config),
         scaling=scaling,
     )
+
+
+def check_feasible(config: RunConfig, train_spec: TrainSpec, context: ParallelContext) -> None:
+    """Raise ConfigError for what the model has no parameter for, or this device can't compute or hold."""
+    check_patterns(config, train_spec)
+    check_fp8(config, context.device)
+    check_memory(config, train_spec, context)
 
 
 def build_model_context(config: RunConfig, context: ParallelContext, *, splits_backward: bool) -> ModelContext:

@@ -143,7 +143,7 @@ class LayerBackend:
         self._name, self._choices = name, dict[tuple[object, ...], Choice]()
 
     def choose(self, q: Tensor, k: Tensor, options: AttentionOptions, *, partial: bool) -> Choice:
-        """As ``choose`` for the request of this call."""
+        """The backend of this call; raises ConfigError as the function ``choose`` does."""
         kind = (
             *(q.shape[0], k.shape[0], q.dtype, q.requires_grad, partial),
             *(options.causal, options.window, options.dropout),
