@@ -88,7 +88,8 @@ def test_a_registered_family_is_known_to_the_process(folder: Path) -> None:
 def test_settings_must_name_their_family(folder: Path) -> None:
     """A family without settings of its own was silently taken for a GPT, and its checkpoints were, too."""
     toy = Family("toy", "toy_package")
-    for text, found in (("GROUPS = ()", "none"), (CONFIG.replace("name =", "kind ="), "none")):
+    unnamed, others = CONFIG.replace("name =", "kind ="), CONFIG.replace('"toy"', '"gpt"')
+    for text, found in (("GROUPS = ()", "none"), (unnamed, "none"), (others, "'gpt'")):
         sys.modules.pop("toy_package.config", None)
         (folder / "toy_package/config.py").write_text(text + f"# {found}")
         with expect_error(ConfigError, "FamilyConfig", "'toy'", found):
