@@ -41,8 +41,8 @@ class LazyTensor:
 class PortableModel:
     """A model on its way from one format to another.
 
-    ``model``: its architecture, vocabulary size included. ``groups``: the settings that its family alone has, which
-    identify the family. ``tensors``: by our parameter names, in logical shape.
+    ``model``: its architecture, vocabulary size included. ``groups``: all groups of settings that its family has,
+    which identify the family. ``tensors``: by our parameter names, in logical shape.
     ``tokenizer``: how its tokenizer is built, from the paths where the files are now. ``companions``: files that
     travel along (the tokenizer's, generation settings), by name. ``notes``: lines about the source, for its user.
     ``chat``: how it writes conversations and ends answers, where that is known.

@@ -7,7 +7,7 @@ stores a name, never leads to code that isn't installed. Installed ones are look
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
@@ -179,6 +179,15 @@ def family_of(groups: Iterable[object]) -> Family:
     if found is None:
         raise ConfigError(f"the family {name!r} is not installed: install its package, or register it")
     return found
+
+
+def with_all_groups(groups: Sequence[object]) -> tuple[object, ...]:
+    """All groups of the family that ``groups`` name, in its order: those given, and the defaults of the others.
+
+    Raises ConfigError for a family that isn't known.
+    """
+    kinds = family_of(groups).groups
+    return tuple(next((group for group in groups if isinstance(group, kind)), kind()) for kind in kinds)
 
 
 def owner_of(spelling: str) -> str | None:

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from megatron.config.model import ModelConfig
+from megatron.config.moe import MoEConfig
 from megatron.core.conversion import convert as conversion
 from megatron.core.conversion.convert import Conversion, convert
 from megatron.core.conversion.huggingface.formats import config_from_model, model_from_config
@@ -87,7 +88,7 @@ def test_files_of_other_times(model_folder: Folder, tmp_path: Path) -> None:
     save_file(pooled, tmp_path / "old/model.safetensors", metadata={"format": "pt"})
     found = read_huggingface(tmp_path / "old")
     assert (
-        found.groups == (BertConfig(bert_binary_head=False), TokenTypesConfig())
+        found.groups == (BertConfig(bert_binary_head=False), TokenTypesConfig(), MoEConfig())
         and "pooler.dense.weight" not in found.tensors
     )
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from megatron.config.model import ModelConfig
+from megatron.config.moe import MoEConfig
 from megatron.core.checkpointing.stored_tensors import StoredTensors
 from megatron.core.conversion.megatron_lm.reading import read_megatron_lm
 from megatron.core.conversion.native import read_native, write_native
@@ -28,8 +29,8 @@ from tests.unit.conversion.megatron_checkpoints import CLASSIC, portable, random
 from tests.unit.conversion.test_megatron_lm import VERSIONS, assert_holds, do
 
 TYPES = "embedding.tokentype_embeddings.weight"
-BARE = (BertConfig(bert_binary_head=False, exact_gelu_head=True), TokenTypesConfig())
-BERTS = {"bert": (BertConfig(exact_gelu_head=True), TokenTypesConfig()), "masked tokens only": BARE}
+BARE = (BertConfig(bert_binary_head=False, exact_gelu_head=True), TokenTypesConfig(), MoEConfig())
+BERTS = {"bert": (BertConfig(exact_gelu_head=True), TokenTypesConfig(), MoEConfig()), "masked tokens only": BARE}
 
 
 def bert(groups: tuple[Any, ...], **settings: Any) -> tuple[ModelConfig, dict[str, Tensor], dict[str, Tensor]]:
@@ -109,7 +110,7 @@ def test_the_gelu_of_the_head(style: str, flags: dict[str, Any], activation: str
     found = read_native(tmp_path / "ours")
     assert (found.model.activation, found.groups) == (
         activation,
-        (BertConfig(exact_gelu_head=head), TokenTypesConfig()),
+        (BertConfig(exact_gelu_head=head), TokenTypesConfig(), MoEConfig()),
     )
 
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from megatron.config.model import ModelConfig
+from megatron.config.moe import MoEConfig
 from megatron.core.checkpointing.stored_tensors import StoredTensors
 from megatron.core.conversion.megatron_lm import forward
 from megatron.core.conversion.megatron_lm.reading import read_megatron_lm
@@ -62,7 +63,7 @@ def test_every_version_at_every_layout(
     do("megatron-lm", tmp_path / "theirs", "megatron", tmp_path / "ours", family="T5")
     found = read_native(tmp_path / "ours")
     assert_holds(found, values)
-    assert (found.groups, found.model, found.iteration) == ((EQUAL,), model, 500)
+    assert (found.groups, found.model, found.iteration) == ((EQUAL, MoEConfig()), model, 500)
 
 
 @pytest.mark.parametrize("tp", [1, 2])
@@ -82,7 +83,7 @@ def test_before_core_the_decoder_had_a_depth_of_its_own(tmp_path: Path) -> None:
     values = random_tensors(ModelConfig(**CLASSIC), (group,))
     write_torch(tmp_path / "theirs", CLASSIC, values, style="legacy", tp=2, decoder_num_layers=2)
     do("megatron-lm", tmp_path / "theirs", "megatron", tmp_path / "ours")
-    assert read_native(tmp_path / "ours").groups == (group,)
+    assert read_native(tmp_path / "ours").groups == (group, MoEConfig())
     write_torch(tmp_path / "wrong", CLASSIC, values, style="legacy", decoder_num_layers=3)
     said = "holds 2 layers; its saved settings say num_layers 4, decoder_num_layers 3"
     with pytest.raises(CheckpointError, match=said):
@@ -122,7 +123,7 @@ def test_ours_goes_to_megatron_lm_and_back(name: str, dist: bool, tmp_path: Path
     do("megatron", tmp_path / "ours", "megatron-lm", tmp_path / "theirs", dist=dist)
     do("megatron-lm", tmp_path / "theirs", "megatron", tmp_path / "back")
     found = read_native(tmp_path / "back")
-    assert (found.groups, found.model) == ((EQUAL,), model)
+    assert (found.groups, found.model) == ((EQUAL, MoEConfig()), model)
     for path in (tmp_path / "ours").rglob("*.distcp"):
         assert path.read_bytes() == (tmp_path / "back" / path.relative_to(tmp_path / "ours")).read_bytes()
     if dist:
@@ -157,7 +158,8 @@ def test_megatron_lms_own_spelling(title: str, tmp_path: Path, capsys: pytest.Ca
     """With a vocab.txt, whose words and sentinels say where padding begins; back again the tokenizer is the same."""
     (tmp_path / "vocab.txt").write_text("\n".join([*SPECIAL_TOKENS, *(f"w{number}" for number in range(60))]) + "\n")
     settings = {**CLASSIC, "vocab_size": 65 + 2 + 10}
-    groups = (EQUAL,) if title == "T5" else (BertConfig(exact_gelu_head=True), TokenTypesConfig())
+    family = (EQUAL,) if title == "T5" else (BertConfig(exact_gelu_head=True), TokenTypesConfig())
+    groups = (*family, MoEConfig())
     values = random_tensors(ModelConfig(**settings), groups)
     files = {"tokenizer_type": "BertWordPieceLowerCase", "vocab_file": str(tmp_path / "vocab.txt")}
     flags: dict[str, Any] = {**files, "vocab_extra_ids": 10, "vocab_size": None, "decoder_seq_length": 20}

@@ -26,6 +26,7 @@ from megatron.core.conversion.huggingface.quantized import QUANTIZED, widened
 from megatron.core.conversion.portable import LazyTensor, PortableModel, refuse_more_layers
 from megatron.core.conversion.tables import matches, to_ours
 from megatron.core.files.remote_path import AnyPath
+from megatron.core.models.registry import with_all_groups
 from megatron.core.tokenizers.chat_settings import ChatSettings
 from megatron.errors import CheckpointError
 from megatron.small_files import VOCABULARY_BYTES, as_kind, check_regular, read_json
@@ -101,7 +102,7 @@ def _portable(config: dict[str, Any], tensors: dict[str, LazyTensor], where: str
     model = published.complete(model, theirs)
     reader = published.reader(config, where=settings)
     published.model_from_config(reader, model_type)
-    groups = published.groups_from_config(reader, theirs, where=settings)
+    groups = with_all_groups(published.groups_from_config(reader, theirs, where=settings))
     refuse_more_layers(model, groups, theirs, where=settings)
     found = matches(published.table(model_type, model, groups), model, groups, where=where)
     wanted = {name for match in found for name in match.theirs}

@@ -31,7 +31,7 @@ from megatron.core.conversion.megatron_lm.names import (
     is_weight,
 )
 from megatron.core.conversion.portable import LazyTensor, PortableModel, check_shapes, parameters_of
-from megatron.core.models.registry import Family
+from megatron.core.models.registry import Family, with_all_groups
 from megatron.core.parallel.sharding import Sharding
 from megatron.errors import CheckpointError
 
@@ -76,7 +76,7 @@ def read_megatron_lm(
     _check_depths(depths_of(stored), files, theirs)
     legacy, num_layers = is_legacy(files.names()), files.args("num_layers")
     model = model_from_arguments(files.args, vocab_size=vocab_size, num_layers=num_layers, legacy=legacy)
-    groups = theirs.groups_from_arguments(files.args, model, stored, legacy=legacy)
+    groups = with_all_groups(theirs.groups_from_arguments(files.args, model, stored, legacy=legacy))
     default_tensors = theirs.default_tensors({name: held[0] for name, held in stored.items()})
     stored = {name: (tensor,) for name, tensor in default_tensors.items()} | stored
     wanted = parameters_of(model, groups)
