@@ -8,9 +8,16 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from typing_extensions import override
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from megatron.config.model import ModelConfig
+    from megatron.core.parallel.model_context import ModelContext
+    from megatron.core.transformer.stack import StackConfig
 
 Loss = Callable[[], Any]
 """One forward pass: the mean loss, ready for ``backward``."""
@@ -40,10 +47,10 @@ class Case:
     ``peers``: by name, of a shape the model and its loss. ``dense``: ours without experts, with as many products.
     """
 
-    ours: Callable[[Shape, Any, Any], tuple[Any, Loss]]
-    peers: Mapping[str, Callable[[Shape], tuple[Any, Loss]]]
+    ours: Callable[[Shape, ModelConfig, ModelContext], tuple[nn.Module, Loss]]
+    peers: Mapping[str, Callable[[Shape], tuple[nn.Module, Loss]]]
     settings: Mapping[str, Any]
-    dense: Callable[[Shape, Any, Any], tuple[Any, Loss]] | None = None
+    dense: Callable[[Shape, ModelConfig, ModelContext], tuple[nn.Module, Loss]] | None = None
 
 
 def random_batch(shape: Shape) -> tuple[Any, Any]:
@@ -54,7 +61,9 @@ def random_batch(shape: Shape) -> tuple[Any, Any]:
     return ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
 
 
-def our_gpt(shape: Shape, config: Any, context: Any, *, stack: Any = None) -> tuple[Any, Loss]:
+def our_gpt(
+    shape: Shape, config: ModelConfig, context: ModelContext, *, stack: StackConfig | None = None
+) -> tuple[nn.Module, Loss]:
     """GPTModel, whose layers are those of ``stack`` if there is one."""
     import torch
 
@@ -66,7 +75,7 @@ def our_gpt(shape: Shape, config: Any, context: Any, *, stack: Any = None) -> tu
     return model, lambda: model(tokens).cross_entropy(labels, weights)
 
 
-def transformers_gpt(shape: Shape) -> tuple[Any, Loss]:
+def transformers_gpt(shape: Shape) -> tuple[nn.Module, Loss]:
     """GPT2LMHeadModel with torch's scaled dot product attention."""
     from transformers import AutoModelForCausalLM, GPT2Config
 
@@ -80,7 +89,7 @@ def transformers_gpt(shape: Shape) -> tuple[Any, Loss]:
     return model, lambda: model(tokens, labels=tokens).loss
 
 
-def plain_gpt(shape: Shape) -> tuple[Any, Loss]:
+def plain_gpt(shape: Shape) -> tuple[nn.Module, Loss]:
     """A GPT as one would write it in plain PyTorch, after the manner of nanoGPT."""
     import torch
     import torch.nn.functional as F
@@ -153,7 +162,7 @@ def masked_batch(shape: Shape) -> MaskedBatch:
     return MaskedBatch(tokens, types, real, torch.where(hidden, labels, -100), torch.arange(shape.batch) % 2)
 
 
-def our_bert(shape: Shape, config: Any, context: Any) -> tuple[Any, Loss]:
+def our_bert(shape: Shape, config: ModelConfig, context: ModelContext) -> tuple[nn.Module, Loss]:
     """BertModel with both heads."""
     import torch.nn.functional as F
 
@@ -171,7 +180,7 @@ def our_bert(shape: Shape, config: Any, context: Any) -> tuple[Any, Loss]:
     return model, loss
 
 
-def transformers_bert(shape: Shape) -> tuple[Any, Loss]:
+def transformers_bert(shape: Shape) -> tuple[nn.Module, Loss]:
     """BertForPreTraining with torch's scaled dot product attention."""
     from transformers import AutoModelForPreTraining, BertConfig
 
@@ -211,7 +220,7 @@ def span_batch(shape: Shape) -> SpanBatch:
     return SpanBatch(tokens, real, begun, torch.where(answered, labels[:, :length], -100))
 
 
-def our_t5(shape: Shape, config: Any, context: Any) -> tuple[Any, Loss]:
+def our_t5(shape: Shape, config: ModelConfig, context: ModelContext) -> tuple[nn.Module, Loss]:
     """T5Model, the original."""
     from megatron.core.models.t5.config import T5Config
     from megatron.core.models.t5.model import T5Model
@@ -228,7 +237,7 @@ def our_t5(shape: Shape, config: Any, context: Any) -> tuple[Any, Loss]:
     return model, loss
 
 
-def transformers_t5(shape: Shape, attention: str = "sdpa") -> tuple[Any, Loss]:
+def transformers_t5(shape: Shape, attention: str = "sdpa") -> tuple[nn.Module, Loss]:
     """T5ForConditionalGeneration with the kind of attention named; its words begin as small as ours."""
     from transformers import AutoConfig, AutoModelForSeq2SeqLM
 
@@ -260,7 +269,7 @@ def published_settings(model_type: str, shape: Shape) -> Any:
     return AutoConfig.for_model(model_type, **given)
 
 
-def our_published(model_type: str, shape: Shape, config: Any, context: Any) -> tuple[Any, Loss]:
+def our_published(model_type: str, shape: Shape, config: ModelConfig, context: ModelContext) -> tuple[nn.Module, Loss]:
     """GPTModel with the architecture of the published type, whatever ``config`` says."""
     import dataclasses
 
@@ -270,7 +279,7 @@ def our_published(model_type: str, shape: Shape, config: Any, context: Any) -> t
     return our_gpt(shape, dataclasses.replace(described, attention_dropout=0.0, hidden_dropout=0.0), context)
 
 
-def transformers_published(model_type: str, attention: str, shape: Shape) -> tuple[Any, Loss]:
+def transformers_published(model_type: str, attention: str, shape: Shape) -> tuple[nn.Module, Loss]:
     """The published type in transformers, with the kind of attention named."""
     from transformers import AutoModelForCausalLM
 
@@ -306,7 +315,7 @@ class Experts:
         config._experts_implementation = "grouped_mm"
         return config
 
-    def ours(self, shape: Shape, config: Any, context: Any) -> tuple[Any, Loss]:
+    def ours(self, shape: Shape, config: ModelConfig, context: ModelContext) -> tuple[nn.Module, Loss]:
         """GPTModel with the same experts, whatever ``config`` says."""
         from megatron.config.moe import MoEConfig
         from megatron.core.models.gpt.model import decoder_stack
@@ -316,14 +325,14 @@ class Experts:
         model = self._model(shape)
         return our_gpt(shape, model, context, stack=decoder_stack(model, (moe,)))
 
-    def dense(self, shape: Shape, config: Any, context: Any) -> tuple[Any, Loss]:
+    def dense(self, shape: Shape, config: ModelConfig, context: ModelContext) -> tuple[nn.Module, Loss]:
         """GPTModel with one network as wide as the experts that a token chooses."""
         import dataclasses
 
         width = int(self.width * shape.hidden) * self.chosen
         return our_gpt(shape, dataclasses.replace(self._model(shape), ffn_hidden_size=width), context)
 
-    def _model(self, shape: Shape) -> Any:
+    def _model(self, shape: Shape) -> ModelConfig:
         import dataclasses
 
         from megatron.core.conversion.huggingface.formats import model_from_config
@@ -331,7 +340,7 @@ class Experts:
         described = model_from_config(self.settings(shape).to_dict(), where="mixtral")
         return dataclasses.replace(described, attention_dropout=0.0, hidden_dropout=0.0)
 
-    def theirs(self, shape: Shape) -> tuple[Any, Loss]:
+    def theirs(self, shape: Shape) -> tuple[nn.Module, Loss]:
         """transformers' Mixtral, whose routers begin as ours: at zero all tokens choose the same experts."""
         import torch
         from transformers import AutoModelForCausalLM

@@ -8,11 +8,11 @@ from typing import Any
 from unittest import mock
 
 import pytest
+from torch import Tensor
 
 from megatron.core.models.gpt.train_spec import GPTSpec
 from megatron.core.ops.attention import partial, registry
 from megatron.core.ops.attention.registry import Choice
-from megatron.core.ops.attention.request import AttentionRequest
 from megatron.core.parallel.context import ParallelContext
 from megatron.errors import ConfigError
 from megatron.training.run.attention import attention_choices, check_backend
@@ -23,15 +23,15 @@ from tests.harness.runs import tiny_config, tiny_run
 
 def told_and_called(context: ParallelContext, flags: str, ways: dict[str, Any]) -> tuple[str, set[tuple[str, bool]]]:
     """What the report says, and the backends that a training step calls, with whether for parts of the keys."""
-    context = ParallelContext(**(vars(context) | ways))
+    context = replace(context, **ways)
     run, called = tiny_run(context, f"--mock-data {flags}"), set()
 
-    def choose(request: AttentionRequest, backend: str = "auto") -> Choice:
-        choice = registry.choose(request, backend)
-        called.add((choice.name, request.partial))
+    def noted(q: Tensor, k: Tensor, *call: Any, partial: bool = False) -> Choice:
+        choice = registry.choice_for(q, k, *call, partial=partial)
+        called.add((choice.name, partial))
         return choice
 
-    with mock.patch.object(partial, "choose", choose), mock.patch("megatron.core.ops.attention.choose", choose):
+    with mock.patch.object(partial, "choice_for", noted), mock.patch("megatron.core.ops.attention.choice_for", noted):
         train_step(run, next(run.data.training_batches(0)))
     return attention_choices(run.config, run.train_spec, context), called
 

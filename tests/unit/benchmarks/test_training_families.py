@@ -33,7 +33,7 @@ def test_contenders_learn_the_same(family: str, dtype: str) -> None:
 def test_contenders_are_of_one_size(family: str) -> None:
     """A peer with fewer parameters would be faster for another reason."""
     from megatron.config.model import ModelConfig
-    from megatron.core.parallel.context import ParallelContext
+    from megatron.core.parallel.model_context import ModelContext
 
     case = CASES[family]
     config = ModelConfig(
@@ -44,7 +44,7 @@ def test_contenders_are_of_one_size(family: str) -> None:
         vocab_size=SMALL.vocabulary,
         **case.settings,
     )
-    ours, _ = case.ours(SMALL, config, ParallelContext.single(dtype=torch.float32))
+    ours, _ = case.ours(SMALL, config, ModelContext.single(dtype=torch.float32))
     for peer, build in case.peers.items():
         assert size(build(SMALL)[0]) == size(ours), peer
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Any
 
 import torch
 
@@ -164,7 +163,7 @@ def test_frozen_parameters_have_no_buffer_and_count_in_the_norm_of_weights() -> 
 
 def test_parameters_of_two_types_have_buffers_of_two_types() -> None:
     """An fp32 parameter of a bf16 model would be given gradients, or updates, that are rounded to bf16."""
-    context: Any = ParallelContext.single(dtype=torch.bfloat16)
+    context = ParallelContext.single(dtype=torch.bfloat16)
     narrow, wide = made(Sharding((4, 4)), torch.bfloat16), made(Sharding((4, 4)))
     buffers = build_buffers([("narrow", narrow), ("wide", wide)], context, grad_dtype=torch.bfloat16)
     optimizer = Optimizer(
