@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import re
 import sys
 from collections.abc import Callable, Iterable
@@ -75,6 +76,7 @@ FACTS = {
 FACTS |= {name: _fields([group]) for name, group in PARTS.items()}
 FACTS["bert"] |= {"is_random", "sop", "nsp", "sop_loss", "binary_head", "pooler"}
 FACTS["t5"] |= {"decoder_layers", "decoder_length", "encoder_num_layers", "relative_pos_emb"}
+EVERY_FACT = set[str]().union(*FACTS.values())
 KNOWS_FAMILIES = (
     *(f"{family.package.replace('.', '/')}/" for family in FAMILIES.values()),
     "megatron/core/models/registry.py",
@@ -223,7 +225,7 @@ def distributed_outside_parallel(source: Source) -> list[str]:
     found = []
     for node in source.nodes:
         names = [f"{name}." for name in _imported(node)]
-        if isinstance(node, ast.Attribute) and ast.unparse(node) == "torch.distributed":
+        if isinstance(node, ast.Attribute) and node.attr == "distributed" and ast.unparse(node) == "torch.distributed":
             names.append("torch.distributed.")
         for name in names:
             if name.startswith("torch.distributed.") and not (allowed and name.startswith(f"{allowed}.")):
@@ -277,16 +279,21 @@ def family_in_shared_code(source: Source) -> list[str]:
         for node in source.nodes
         if id(node) not in prose
         for word in _words(node)
-        if any(pattern.search(word) for name, pattern in NAMES.items() if name != "gpt" or also_gpt)
+        if (_named_by(word) if also_gpt else _named_by(word) - {"gpt"})
     ]
+
+
+@functools.cache
+def _named_by(word: str) -> frozenset[str]:
+    """Families that a name or a text in the code names; most words occur often."""
+    return frozenset(name for name, pattern in NAMES.items() if pattern.search(word))
 
 
 def fact_of_one_family(source: Source) -> list[str]:
     """Engines ask every family the same; what one family alone has, a setting or an output, stays in its folder."""
     if not source.path.startswith("megatron/") or source.path.startswith(KNOWS_FACTS):
         return []
-    facts = set().union(*FACTS.values())
-    return [f"{source.at(node)} uses {word}" for node in source.nodes for word in _words(node) if word in facts]
+    return [f"{source.at(node)} uses {word}" for node in source.nodes for word in _words(node) if word in EVERY_FACT]
 
 
 def another_family(source: Source) -> list[str]:
@@ -301,15 +308,17 @@ def another_family(source: Source) -> list[str]:
     ]
 
 
-def knowing(family: str, checked: Iterable[Source]) -> list[str]:
-    """Files of the library outside a family's folder whose code names it, or what it alone has."""
-    folder = f"{FAMILIES[family].package.replace('.', '/')}/"
-    return [
-        source.path
-        for source in checked
-        if source.path.startswith("megatron/") and not source.path.startswith(folder) and source.path not in SPEAKERS
-        if any(NAMES[family].search(word) or word in FACTS[family] for word in _code_words(source))
-    ]
+def knowing(checked: Iterable[Source]) -> dict[str, list[str]]:
+    """Files of the library outside a family's folder whose code names it, or what it alone has; by family."""
+    known = {family: list[str]() for family in FAMILIES}
+    for source in checked:
+        if source.path.startswith("megatron/") and source.path not in SPEAKERS:
+            words = {*_code_words(source)}
+            for family, paths in known.items():
+                is_own = source.path.startswith(f"{FAMILIES[family].package.replace('.', '/')}/")
+                if not is_own and (words & FACTS[family] or any(family in _named_by(word) for word in words)):
+                    paths.append(source.path)
+    return known
 
 
 def _code_words(source: Source) -> Iterable[str]:

@@ -17,15 +17,16 @@ Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 @dataclass(frozen=True)
 class Source:
-    """One Python file: its path below the repository and its text."""
+    """One Python file: its path below the repository, its text, and the version of Python that reads it."""
 
     path: str
     text: str
+    python: tuple[int, int] | None = None
 
     @cached_property
     def tree(self) -> ast.Module:
         """The parsed file."""
-        return ast.parse(self.text, self.path)
+        return ast.parse(self.text, self.path, feature_version=self.python)
 
     @cached_property
     def nodes(self) -> list[ast.AST]:
