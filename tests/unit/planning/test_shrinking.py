@@ -11,6 +11,7 @@ from megatron.config.pipeline import num_stages
 from megatron.config.rules import failures
 from megatron.config.run import RunConfig
 from megatron.core.models.gpt.config import GROUPS as GPT_GROUPS
+from megatron.core.models.t5.config import GROUPS as T5_GROUPS
 from megatron.core.models.t5.config import T5Config
 from megatron.planning.shrinking import SMALL_VOCABULARY, on_one_rank, shrunk, without_files
 
@@ -69,6 +70,24 @@ def test_both_stacks_of_a_t5_shrink(layout: str) -> None:
     assert failures(little) == []
     assert num_stages(little) == num_stages(run) and little.num_layers <= num_stages(run) + 1
     assert min(little.model.num_layers, little.group(T5Config).decoder_num_layers) > 0
+
+
+@pytest.mark.parametrize(("encoder", "decoder"), [(10, 1), (1, 10), (2, 8)])
+def test_no_stack_of_a_t5_with_experts_grows(encoder: int, decoder: int) -> None:
+    """A parity check of a long encoder and a decoder of one layer ended in an error about --moe-layer-freq, as the
+    decoder became longer than the pattern of its layers.
+    """
+    flags = (
+        f"--num-layers {encoder} --decoder-num-layers {decoder} --hidden-size 64 --num-attention-heads 4 "
+        "--seq-length 32 --max-position-embeddings 64 --micro-batch-size 1 --global-batch-size 8 --train-iters 3 "
+        "--lr 1e-3 --tokenizer-type NullTokenizer --vocab-size 200 --num-experts 4 --moe-layer-freq 2 --mock-data "
+        "--dry-run --pipeline-model-parallel-size 4"
+    )
+    run = parse_run(flags.split(), world_size=4, extra_groups=T5_GROUPS)
+    little = shrunk(without_files(run, vocab_size=SMALL_VOCABULARY, steps=3))
+    assert failures(little) == []
+    assert sum(little.stacks) == num_stages(run) + 1
+    assert all(few <= many for few, many in zip(little.stacks, run.stacks, strict=True))
 
 
 def test_it_is_small() -> None:

@@ -99,8 +99,8 @@ class T5Config(SentenceConfig):
 
     @override
     def shrunk(self, model: ModelConfig, *, num_layers: int, seq_length: int, multiple: int) -> tuple[int, Self]:
-        """A decoder of the rest of the layers, and half as many tokens."""
-        encoder = model.num_layers if num_layers == sum(self.stacks(model)) else min(model.num_layers, num_layers // 2)
+        """Half of the layers in each stack, or all that a stack has; a decoder of half as many tokens."""
+        encoder = max(min(model.num_layers, num_layers // 2), num_layers - self.decoder_num_layers)
         length = multiple * math.ceil(seq_length / 2 / multiple)
         return encoder, dataclasses.replace(self, decoder_num_layers=num_layers - encoder, decoder_seq_length=length)
 
