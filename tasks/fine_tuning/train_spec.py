@@ -88,8 +88,8 @@ class ClassificationSpec(TrainSpec):
         )
 
     @override
-    def completed(self, batch: Mapping[str, Tensor], run: RunConfig) -> Mapping[str, Tensor]:
-        """The batch with the tokens that are sent to experts: all but padding."""
+    def add_derived_fields(self, batch: Mapping[str, Tensor], run: RunConfig) -> Mapping[str, Tensor]:
+        """Add which tokens are sent to experts: all but padding."""
         return with_text_mask(batch, run)
 
     @override

@@ -61,6 +61,6 @@ def recurrent_model(config: ModelConfig, groups: Sequence[object], context: Mode
     """A GPT of layers of a recurrence and an MLP or experts; ``part``: see ``GPTModel``."""
     build = partial(Recurrence, forget_floor=RecurrentConfig.among(groups).forget_floor)
     recurrence, moe = Branch("recurrence", "pre_recurrence_layernorm", "recurrence", build), MoEConfig.among(groups)
-    marked = expert_layers(moe, (config.num_layers,), later=config.mtp_num_layers)
+    marked = expert_layers(moe, (config.num_layers,), mtp_layers=config.mtp_num_layers)
     stack = StackConfig(config, causal=True, pattern=layers_with((recurrence,), moe, marked))
     return GPTModel(config, context, stack=stack, **part)

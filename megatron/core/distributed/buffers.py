@@ -61,8 +61,8 @@ class ParamEntry:
     """One parameter's place in a buffer.
 
     ``name``: its global name; tied copies share one. ``order``: its number in registration order.
-    ``counted``: the spans of the buffer that this rank counts for the parameter in sums over all model-parallel ranks:
-    without vocabulary padding, replicas and tied copies once.
+    ``norm_spans``: this rank's part of global norms, as spans of the buffer. Over all model-parallel ranks every
+    logical element is counted once, and vocabulary padding never.
     ``holders``: world ranks of this rank's pipeline that hold a copy, by stage; several for a tied parameter.
     ``main_grad``: the view of the gradient buffer, shaped like the parameter. ``quantizer``: that of a weight that is
     gathered in 8 bits.
@@ -73,7 +73,7 @@ class ParamEntry:
     parameter: nn.Parameter
     sharding: Sharding
     span: Span
-    counted: tuple[Span, ...]
+    norm_spans: tuple[Span, ...]
     holders: tuple[int, ...]
     main_grad: Tensor
     quantizer: Fp8Quantizer | None = None
@@ -262,10 +262,10 @@ def _adopt(
     parameter.data = view
     main_grad = span.of(buffer.grads).view(parameter.shape)
     parameter.main_grad = main_grad  # type: ignore[attr-defined]
-    counted = tuple(part.moved(span.start) for part in _counted_spans(sharding, mesh, holders))
+    norm_spans = tuple(part.moved(span.start) for part in _norm_spans(sharding, mesh, holders))
     held_by = holders[sharding.tied] if sharding.tied is not None else (mesh.world_rank,)
     entry = ParamEntry(
-        member.name, member.order, parameter, sharding, span, counted, held_by, main_grad, member.quantizer
+        member.name, member.order, parameter, sharding, span, norm_spans, held_by, main_grad, member.quantizer
     )
     parameter.grad = entry.resting_grad
     return entry
@@ -285,7 +285,7 @@ def frozen_parts(
         span.of(parameter.detach().view(-1))
         for parameter, sharding in frozen
         if mesh.rank(*sharding.reduce) == 0
-        for span in _counted_spans(sharding, mesh, holders)
+        for span in _norm_spans(sharding, mesh, holders)
     ]
 
 
@@ -335,7 +335,7 @@ def _round_up(size: int, multiple: int) -> int:
     return -(-size // multiple) * multiple
 
 
-def _counted_spans(sharding: Sharding, mesh: Mesh, holders: Mapping[str, tuple[int, ...]]) -> list[Span]:
+def _norm_spans(sharding: Sharding, mesh: Mesh, holders: Mapping[str, tuple[int, ...]]) -> list[Span]:
     """The flat parts of a local tensor that this rank counts: without vocabulary padding and parts of other ranks."""
     if sharding.tied is not None and holders[sharding.tied][0] != mesh.world_rank:
         return []

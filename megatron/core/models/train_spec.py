@@ -55,7 +55,7 @@ class TrainSpec(ABC):
         moe = run.part(MoEConfig)
         if not moe.has_experts:
             return {}
-        return layer_metrics(moe, expert_layers(moe, run.stacks, later=run.model.mtp_num_layers))
+        return layer_metrics(moe, expert_layers(moe, run.stacks, mtp_layers=run.model.mtp_num_layers))
 
     def describe_layer_metrics(
         self, run: RunConfig, layer_metrics: Mapping[str, Sequence[float]]
@@ -69,8 +69,8 @@ class TrainSpec(ABC):
     def fields(self, run: RunConfig, stages: Sequence[Stage]) -> frozenset[str]:
         """Names of the tensors of a batch that a rank with these stages needs; none means that it reads no data."""
 
-    def completed(self, batch: Mapping[str, Tensor], run: RunConfig) -> Mapping[str, Tensor]:
-        """A batch of whole samples with the fields that are made of others; by default there are none."""
+    def add_derived_fields(self, batch: Mapping[str, Tensor], run: RunConfig) -> Mapping[str, Tensor]:
+        """Add fields computed from others, before the sequence is sliced; by default there are none."""
         return batch
 
     def stage_inputs(self, run: RunConfig, stage: Stage, context: ParallelContext) -> Mapping[str, TensorSpec]:

@@ -164,12 +164,12 @@ def describe_metrics(
     return log_line_and_curves(metrics, ranks=ranks, per_layer=moe.moe_per_layer_logging)
 
 
-def expert_layers(moe: MoEConfig, stacks: Sequence[int], *, later: int = 0) -> tuple[bool, ...]:
-    """Whether each layer has experts, one stack after the other, and then ``later`` layers of multi-token prediction,
+def expert_layers(moe: MoEConfig, stacks: Sequence[int], *, mtp_layers: int = 0) -> tuple[bool, ...]:
+    """Whether each layer has experts, one stack after the other, and then ``mtp_layers`` of multi-token prediction,
     which are like the last layer.
     """
     marked = moe.expert_layers(*stacks)
-    return marked + marked[-1:] * later
+    return marked + marked[-1:] * mtp_layers
 
 
 def layers_with(branches: Sequence[Branch], moe: MoEConfig, marked: Sequence[bool], *, stack: str = "") -> Layers:

@@ -69,7 +69,7 @@ class Router(nn.Module):
         if ids is None:
             ids = inputs.kept[self] = self._choose(logits, scores, batch=x.shape[1], text=text)
         routing = Routing(ids, weights_of(ids, logits, scores, self._moe))
-        if inputs.cache is not None:  # generation, where a step's tokens are no sequences, and replicas run apart
+        if self._context.products.in_generation:  # where a step's tokens are no sequences, and replicas run apart
             return routing
         weights = self._losses.attach(routing, logits, scores, batch=x.shape[1], losses=inputs.side_losses, text=text)
         experts, kept, of_text = len(self.weight), None, ids

@@ -51,12 +51,12 @@ class ModelStatistics:
         self._replicas: list[tuple[FlatBuffer, list[Span]]] = [(buffer, []) for buffer in buffers]
         for (buffer, counted), (_, replicas) in zip(self._counted, self._replicas):
             for _, entry, part in owned_parts([buffer], sharded=True):
-                here = [span for each in entry.counted if (span := each.overlap(part)) is not None]
+                here = [span for each in entry.norm_spans if (span := each.overlap(part)) is not None]
                 for span in here:
                     if counted and counted[-1].stop == span.start:  # one span for neighbours
                         span = Span(counted.pop().start, span.stop)
                     counted.append(span)
-                if not entry.counted:
+                if not entry.norm_spans:
                     replicas.append(part)
 
     def gradient_sums(self, *, count_zeros: bool = False) -> Tensor:

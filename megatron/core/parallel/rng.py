@@ -1,7 +1,8 @@
-"""Random streams as functions of (seed, samples, layer): no state to save or restore, the same numbers at any layout.
+"""Random streams as functions of (seed, samples, layer), with no state to save or restore.
 
 A stream is seeded again at every layer of every microbatch. So recomputation replays a layer, a resumed run continues
-exactly, and dropout doesn't depend on how layers are divided into stages.
+exactly, and dropout doesn't depend on how layers are divided into stages, or samples and experts over replicas. Only
+ranks that hold parts of one activation, of its heads or its sequence, draw masks of their own.
 """
 
 from __future__ import annotations

@@ -36,7 +36,7 @@ class VocabularyOutput:
     output matrix.
 
     ``bias``: this rank's part of what is added to the logits. ``cap``: makes ``cap * tanh(logits / cap)`` of them.
-    Losses and single logits are computed from it, and the ``[S, b, vocabulary]`` tensor never exists. ``later``:
+    Losses and single logits are computed from it, and the ``[S, b, vocabulary]`` tensor never exists. ``mtp``:
     outputs for the tokens after the next one, where the model predicts several; ``coefficient``: of such a one's loss.
     """
 
@@ -46,7 +46,7 @@ class VocabularyOutput:
     context: ModelContext
     bias: Tensor | None = None
     cap: float | None = None
-    later: tuple[VocabularyOutput, ...] = ()
+    mtp: tuple[VocabularyOutput, ...] = ()
     coefficient: float = 1.0
 
     @property

@@ -183,7 +183,7 @@ class TrainingData:
             yield self._microbatch(batch, StreamKey(first + number * size * mesh.size("dp"), split))
 
     def _microbatch(self, batch: Batch, key: StreamKey) -> Microbatch:
-        whole = self._train_spec.completed(batch, self._config)
+        whole = self._train_spec.add_derived_fields(batch, self._config)
         needed = {name: tensor for name, tensor in whole.items() if name in self._fields}
         held = held_slices(needed, self._train_spec.batch_fields, self._context.mesh)
         return Microbatch(self._ring.send(held), key)

@@ -132,7 +132,7 @@ def test_padding_and_replicas_are_not_counted() -> None:
             ("norm", sharded_parameter(Sharding((4,)), mesh, dtype=torch.float32, device=torch.device("cpu"))),
         ]
         buffers = build_buffers(made, context_of(mesh), grad_dtype=torch.float32)
-        return {entry.name: list(entry.counted) for buffer in buffers for entry in buffer.entries}
+        return {entry.name: list(entry.norm_spans) for buffer in buffers for entry in buffer.entries}
 
     assert counted(0) == {"vocabulary": [Span(0, 32)], "norm": [Span(0, 4)]}
     assert counted(1) == {"vocabulary": [Span(0, 8)], "norm": []}

@@ -133,4 +133,4 @@ def test_without_future_tokens_only_the_next_is_predicted() -> None:
     model = GPTModel(config, ModelContext.single(dtype=torch.float64), seed=5)
     output = model(batch_of(documents=False)["tokens"])
     assert not isinstance(output, Tensor)
-    assert output.later == ()
+    assert output.mtp == ()

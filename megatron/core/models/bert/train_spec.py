@@ -67,8 +67,8 @@ class BertSpec(TrainSpec):
         return frozenset(found)
 
     @override
-    def completed(self, batch: Mapping[str, Tensor], run: RunConfig) -> Mapping[str, Tensor]:
-        """The batch with the tokens that are sent to experts: all but padding."""
+    def add_derived_fields(self, batch: Mapping[str, Tensor], run: RunConfig) -> Mapping[str, Tensor]:
+        """Add which tokens are sent to experts: all but padding."""
         return with_text_mask(batch, run)
 
     @override

@@ -33,7 +33,7 @@ def decoder_stack(model: ModelConfig, groups: Sequence[object]) -> StackConfig:
     last. ``groups``: settings that only a decoder has.
     """
     moe = MoEConfig.among(groups)
-    marked = expert_layers(moe, (model.num_layers,), later=model.mtp_num_layers)
+    marked = expert_layers(moe, (model.num_layers,), mtp_layers=model.mtp_num_layers)
     return StackConfig(model, causal=True, pattern=layers_with((SELF_ATTENTION,), moe, marked))
 
 
@@ -121,15 +121,15 @@ class GPTModel(nn.Module):
         if self.mtp is None or future_tokens is None:
             return output
         assert self.embedding is not None
-        later = list[VocabularyOutput]()
+        mtp = list[VocabularyOutput]()
         texts = [None] * len(self.mtp.layers) if future_text_mask is None else future_text_mask.unbind(1)
         for depth, ids, text in zip(self.mtp.layers, future_tokens.unbind(1), texts):
             embedded = self.embedding(ids, position_ids, rng_key, stream=f"mtp {depth} embedding")
             of_depth = inputs if text is None else inputs.with_text(text_rows(text, self._context))
             hidden = self.mtp.layers[depth](hidden, embedded, of_depth)
             coefficient = self._config.mtp_loss_scaling_factor / len(self.mtp.layers)
-            later.append(dataclasses.replace(self._output(hidden), coefficient=coefficient))
-        return dataclasses.replace(output, later=tuple(later))
+            mtp.append(dataclasses.replace(self._output(hidden), coefficient=coefficient))
+        return dataclasses.replace(output, mtp=tuple(mtp))
 
     def _output(self, hidden: Tensor) -> VocabularyOutput:
         bias = None if self.output_layer is None else self.output_layer.bias

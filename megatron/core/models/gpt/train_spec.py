@@ -51,8 +51,8 @@ class GPTSpec(TrainSpec):
     @override
     def loss_names(self, run: RunConfig) -> tuple[str, ...]:
         """Names of the losses: of the next token, of each depth of multi-token prediction, and of routers."""
-        later = map(loss_name, range(run.model.mtp_num_layers))
-        return ("lm loss", *later, *run.part(MoEConfig).loss_names)
+        mtp = map(loss_name, range(run.model.mtp_num_layers))
+        return ("lm loss", *mtp, *run.part(MoEConfig).loss_names)
 
     @override
     def fields(self, run: RunConfig, stages: Sequence[Stage]) -> frozenset[str]:
@@ -61,23 +61,21 @@ class GPTSpec(TrainSpec):
         """
         rotary, moe = run.model.is_rotary, run.part(MoEConfig)
         leaves_out, is_last = moe.leaves_padding_out, any(stage.is_last for stage in stages)
-        later = run.model.mtp_num_layers > 0 and is_last
+        has_mtp = run.model.mtp_num_layers > 0 and is_last
         needed = {
             "tokens": any(stage.is_first for stage in stages),
             "position_ids": run.data.reset_position_ids and (rotary or any(stage.is_first for stage in stages)),
             "document_ids": run.data.reset_attention_mask,
             **dict.fromkeys(("labels", "loss_mask"), is_last),
-            **dict.fromkeys((TOKENS, LABELS, MASK), later),
+            **dict.fromkeys((TOKENS, LABELS, MASK), has_mtp),
             TEXT_MASK: leaves_out and run.data.may_pad,
-            TEXT: leaves_out and later,
+            TEXT: leaves_out and has_mtp,
         }
         return frozenset(name for name, is_needed in needed.items() if is_needed)
 
     @override
-    def completed(self, batch: Mapping[str, Tensor], run: RunConfig) -> Mapping[str, Tensor]:
-        """The batch with the tokens that multi-token prediction predicts and, where there is padding, which positions
-        are text.
-        """
+    def add_derived_fields(self, batch: Mapping[str, Tensor], run: RunConfig) -> Mapping[str, Tensor]:
+        """Add the tokens that multi-token prediction predicts and, where there is padding, which positions are text."""
         depths, found = run.model.mtp_num_layers, dict(batch)
         if batch and depths:
             found |= shifted_fields(batch, depths)
@@ -123,10 +121,10 @@ class GPTSpec(TrainSpec):
         tensors, scale = microbatch.tensors, microbatch.backward_scale
         mask = tensors["loss_mask"]
         parts = {"lm loss": (output.cross_entropy(tensors["labels"], mask, backward_scale=scale), mask.sum())}
-        for depth, later in enumerate(output.later):
+        for depth, future in enumerate(output.mtp):
             labels, mask = tensors[LABELS][:, depth], tensors[MASK][:, depth]
-            parts[loss_name(depth)] = (later.cross_entropy(labels, mask, backward_scale=scale), mask.sum())
-        coefficients = {loss_name(depth): later.coefficient for depth, later in enumerate(output.later)}
+            parts[loss_name(depth)] = (future.cross_entropy(labels, mask, backward_scale=scale), mask.sum())
+        coefficients = {loss_name(depth): future.coefficient for depth, future in enumerate(output.mtp)}
         return LossSum.of(parts, weights=microbatch.loss_weights, coefficients=coefficients)
 
     @override
@@ -135,8 +133,8 @@ class GPTSpec(TrainSpec):
         tensors = microbatch.tensors
         if "loss_mask" not in tensors:
             return {}
-        mask, later = tensors["loss_mask"], tensors[MASK].sum((0, 2)) if MASK in tensors else ()
-        found = {"lm loss": mask.sum()} | {loss_name(depth): count for depth, count in enumerate(later)}
+        mask, future = tensors["loss_mask"], tensors[MASK].sum((0, 2)) if MASK in tensors else ()
+        found = {"lm loss": mask.sum()} | {loss_name(depth): count for depth, count in enumerate(future)}
         return found | router_counts(tensors.get(TEXT_MASK), mask)
 
     @override

@@ -67,8 +67,8 @@ class T5Spec(TrainSpec):
         return frozenset(found)
 
     @override
-    def completed(self, batch: Mapping[str, Tensor], run: RunConfig) -> Mapping[str, Tensor]:
-        """The batch with the tokens of each stack that are sent to experts: all but padding."""
+    def add_derived_fields(self, batch: Mapping[str, Tensor], run: RunConfig) -> Mapping[str, Tensor]:
+        """Add which tokens of each stack are sent to experts: all but padding."""
         if not batch or not run.part(MoEConfig).leaves_padding_out:
             return batch
         return {**batch, ENCODER_TEXT: batch["enc_mask"].bool(), DECODER_TEXT: batch["dec_mask"].bool()}
