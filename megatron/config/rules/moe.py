@@ -212,7 +212,7 @@ RULES: tuple[Rule, ...] = (
     losses_have_weights,
     sinkhorn_is_alone,
     rule(
-        "--first-k-dense-replace leaves none of --num-layers {run.model.num_layers} with experts; give less, or leave "
+        "--first-k-dense-replace leaves none of {run.layers_asked} with experts; give less, or leave "
         "it and --num-experts out",
         lambda run: (run.group(ExpertSettings).first_k_dense_replace or 0) >= max(run.stacks),
     ),

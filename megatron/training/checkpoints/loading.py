@@ -213,7 +213,8 @@ def check_same_model(
         saved = then.get((spec.group, spec.field), asked)
         may_change = config.checkpoint.finetune and keeps_meaning(spec.field, saved, asked)
         if spec.options.architecture and saved != asked and not may_change:
-            differences.append(f"{spec.positive} is {saved} in the checkpoint and {asked} here")
+            there, here = ("not set" if value is None else value for value in (saved, asked))
+            differences.append(f"{spec.positive} is {there} in the checkpoint and {here} here")
     if differences:
         advice = (
             "Leave those settings out: --use-checkpoint-args takes what neither flags nor files give"

@@ -36,7 +36,7 @@ from megatron.core.tokenizers.chat_settings import ChatSettings
 from megatron.errors import CheckpointError, ConfigError, DataError
 from megatron.planning.stages import with_stages
 from megatron.training.checkpoints.loading import check_same_model, check_same_tokenizer, where_to_find_weights
-from megatron.training.run.stages import build_stages, model_state
+from megatron.training.run.stages import buffer_state, build_stages, model_state
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,7 +108,7 @@ def load_model(
         if not has_gradients:
             model.requires_grad_(False)
     weights = list(model_state(*models))
-    load_checkpoint(folder, weights, mesh, alternatives=where_to_find_weights(weights))
+    load_checkpoint(folder, [*weights, *buffer_state(*models)], mesh, alternatives=where_to_find_weights(weights))
     return TrainedModel(
         config=config,
         train_spec=train_spec,

@@ -120,6 +120,11 @@ def test_dense_layers_at_the_start_of_each_stack() -> None:
         extra_groups=(T5Config, MoEConfig),
     )
     assert run.part(MoEConfig).expert_layers(*run.stacks) == (False, True, True, True, False, True)
+    with pytest.raises(ConfigError, match=r"leaves none of --num-layers 4 \+ --decoder-num-layers 6 = 10 with experts"):
+        parse(
+            "--decoder-num-layers 6 --num-experts 4 --first-k-dense-replace 6",
+            extra_groups=(T5Config, MoEConfig),
+        )
 
 
 @pytest.mark.parametrize("kind", [T5Config, BertConfig])

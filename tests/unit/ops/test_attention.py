@@ -416,6 +416,12 @@ def test_a_layer_chooses_once_for_each_kind_of_call() -> None:
         with torch.no_grad():
             attention_with(q.detach(), q.detach(), q.detach(), options, backend=backend)
         assert chosen.call_count == 4
+        torch.use_deterministic_algorithms(True)  # a kernel that sums in any order was kept
+        try:
+            attention_with(q, q, q, options, backend=backend)
+        finally:
+            torch.use_deterministic_algorithms(False)
+        assert chosen.call_count == 5
     torch.testing.assert_close(shorter, whole[:2])
     torch.testing.assert_close(masked, whole)
     with pytest.raises(ConfigError, match="--attention-backend fast is unknown"):

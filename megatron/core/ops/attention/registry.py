@@ -135,8 +135,8 @@ def choose(request: AttentionRequest, backend: str = "auto") -> Choice:
 class LayerBackend:
     """The backend of one layer's calls, chosen once for each kind of them. ``name``: of ``--attention-backend``.
 
-    Calls of a layer differ in their lengths, in what masks them, and in whether they need gradients; everything else
-    about them is fixed when the layer is built.
+    Calls of a layer differ in their lengths, in what masks them, in whether they need gradients, and in where and how
+    exactly a caller wants them computed; everything else about them is fixed when the layer is built.
     """
 
     def __init__(self, name: str) -> None:
@@ -145,9 +145,10 @@ class LayerBackend:
     def choose(self, q: Tensor, k: Tensor, options: AttentionOptions, *, partial: bool) -> Choice:
         """The backend of this call; raises ConfigError as the function ``choose`` does."""
         kind = (
-            *(q.shape[0], k.shape[0], q.dtype, q.requires_grad, partial),
+            *(q.shape[0], k.shape[0], q.dtype, q.device, q.requires_grad, partial),
             *(options.causal, options.window, options.dropout),
             *(options.document_ids is None, options.attention_mask is None, options.bias is None),
+            torch.are_deterministic_algorithms_enabled(),
         )
         found = self._choices.get(kind)
         if found is None:
