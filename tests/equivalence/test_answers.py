@@ -45,7 +45,12 @@ def reference(variant: str, *, drawing: bool = False) -> Observed:
 
 @pytest.mark.parametrize(
     ("variant", "layout"),
-    pairs(VARIANTS, LAYOUTS, rich=("cp2 tp2 sp", "pp2 tp2 sp dp2 zero")),
+    pairs(
+        VARIANTS,
+        LAYOUTS,
+        rich=("cp2 tp2 sp", "pp2 tp2 sp dp2 zero"),
+        slow=("tp2", "cp2", "pp2", "tp4 sp", "dp2 zero overlapped"),  # others contain them
+    ),
 )
 def test_layout_computes_the_model_of_one_rank(variant: str, layout: str) -> None:
     """A head whose gradient is summed twice, or choices that are taken for samples, would train another model."""
@@ -60,7 +65,9 @@ SAME_DROPOUT: dict[str, str] = {
 }
 
 
-@pytest.mark.parametrize(("variant", "layout"), pairs(DRAWING, SAME_DROPOUT, rich=("pp2 dp2 zb-h1",)))
+@pytest.mark.parametrize(
+    ("variant", "layout"), pairs(DRAWING, SAME_DROPOUT, rich=("pp2 dp2 zb-h1",), slow=("dp2", "pp2"))
+)
 def test_dropout_is_a_function_of_sample_and_layer(variant: str, layout: str) -> None:
     """Also that before the head, which has no layer."""
     check(train_at(DRAWING[variant], SAME_DROPOUT[layout]), [reference(variant, drawing=True)])
