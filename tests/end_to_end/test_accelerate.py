@@ -37,6 +37,7 @@ def reference(model: Any) -> list[float]:
     return losses
 
 
+@pytest.mark.slow  # real launchers of four ranks; models from transformers are in tests/unit/library
 def test_two_ranks_train_as_transformers_does_on_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Gradients are summed over ranks once, by Accelerate's wrapper; the saved model generates at TP 2."""
     torch.manual_seed(0)

@@ -19,6 +19,7 @@ from megatron.errors import ConfigError
 SIZES = "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 64"
 LINE = f"{SIZES} --micro-batch-size 1 --global-batch-size 8 --train-iters 10 --lr 1e-4 --mock-data --vocab-size 100"
 MORE = {"t5": "--decoder-seq-length 64"}
+EXTREMES = (SIZE, SIZE - 1, COUNT - 111, REAL, 0, -1, 1e-320)
 LONGEST_SECONDS = 1.0  # of the processor
 
 
@@ -67,11 +68,12 @@ def test_every_number_has_bounds(family: str, number: str) -> None:
     assert len(said) < 200 * len(specs)  # a number of 5000 digits is shown by its beginning
 
 
+@pytest.mark.parametrize("numbers", [(SIZE - 1, COUNT - 111), pytest.param(EXTREMES, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_extremes_are_answered_at_once(family: str) -> None:
+def test_extremes_are_answered_at_once(family: str, numbers: tuple[float, ...]) -> None:
     """--hidden-size 9007199254740881 looked for its divisors for seconds; each flag takes its largest and smallest."""
     for spec in numbers_of(family, own=family != "gpt"):
-        for number in (SIZE, SIZE - 1, COUNT - 111, REAL, 0, -1, 1e-320):
+        for number in numbers:
             answer(family, typed(spec, number))
 
 
