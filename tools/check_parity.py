@@ -78,19 +78,19 @@ def vocabulary(config: RunConfig, parity: ParityConfig) -> int:
 
 def describe(config: RunConfig) -> str:
     """Model and layout in a line."""
-    model, parallel = config.model, config.parallel
+    from megatron.training.reporting.startup import describe_model
+
+    parallel = config.parallel
     axes = {
         "tensor": parallel.tensor_model_parallel_size,
         "pipeline": parallel.pipeline_model_parallel_size,
         "context": parallel.context_parallel_size,
         "data": config.data_parallel_size,
+        "expert": parallel.expert_model_parallel_size,
     }
     layout = " x ".join(f"{axis} {size}" for axis, size in axes.items() if size > 1) or "1 rank"
-    return (
-        f"{layout}: {model.num_layers} layers of {model.hidden_size}, {model.num_attention_heads} heads "
-        f"({model.num_query_groups} for keys and values), vocabulary {model.vocab_size}, "
-        f"{config.training.global_batch_size} samples of {config.data.seq_length} tokens"
-    )
+    samples = f"{config.training.global_batch_size} samples of {config.data.seq_length} tokens"
+    return f"{layout}: {describe_model(config)}, {samples}"
 
 
 def report(config: RunConfig, steps: int) -> int:
