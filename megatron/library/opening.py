@@ -174,7 +174,8 @@ def _filled(module: nn.Module, folder: str | Path, *, step: int | None) -> nn.Mo
         describe(module, ModelContext.single())
         weights = list(model_state(module))
         state, names = [*weights, *buffer_state(module)], where_to_find_weights(weights)
-        load_checkpoint(found, state, Mesh.single(), alternatives=names)
+        advice = f"give megatron.load a {type(module).__name__} that is built as the saved one was"
+        load_checkpoint(found, state, Mesh.single(), alternatives=names, advice=advice)
     return module
 
 

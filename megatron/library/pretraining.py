@@ -93,7 +93,7 @@ def pretrain(
     flags = shlex.split(argv) if isinstance(argv, str) else list(argv)
     data = {"train_data": train_data, "valid_data": valid_data, "test_data": test_data, "loss": loss}
     if isinstance(model, (str, Family)):
-        family = family_titled(model) if isinstance(model, str) else model
+        family = family_titled(model, where="the family of megatron.pretrain") if isinstance(model, str) else model
         if given := [name for name, value in data.items() if value is not None]:
             raise ConfigError(
                 f"{' and '.join(given)} are for a module of your own; the flags of a {family.title} name its data"

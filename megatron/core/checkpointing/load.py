@@ -129,12 +129,14 @@ def load_checkpoint(
     *,
     exhaust: tuple[str, ...] = ("model.",),
     alternatives: Mapping[str, Sequence[str]] | None = None,
+    advice: str = "give the flags of the model that was saved, or take them from the file with --use-checkpoint-args",
 ) -> None:
     """Fill the tensors of ``state`` from a checkpoint of any layout, converting dtypes. A collective.
 
     ``exhaust``: prefixes under which every name of the file must be asked for by some rank: weights that no rank
     loads mean another architecture. ``alternatives``: names of the file to look for in place of a tensor's own, the
     first that is there counts (a master weight that a file of fp32 training has only as the weight itself).
+    ``advice``: what to do where the file is of another model, for the message.
     Raises CheckpointError on all ranks, listing missing, surplus and mismatched names, before anything is changed.
     """
     path = _path(folder)
@@ -149,7 +151,7 @@ def load_checkpoint(
     found = {kind: sorted(set().union(*(each[kind] for each in compared))) for kind in compared[0]}
     surplus = sorted(name for name in stored.keys() - set(found["asked"]) if name.startswith(exhaust))
     if found["missing"] or found["mismatched"] or surplus:
-        raise CheckpointError(_explain(path, found["missing"], found["mismatched"], surplus))
+        raise CheckpointError(_explain(path, found["missing"], found["mismatched"], surplus, advice=advice))
     planner = _LoadPlanner(sources, stored)
 
     def read() -> None:
@@ -202,7 +204,7 @@ def _kind(dtype: torch.dtype) -> str:
     return "floating" if dtype.is_floating_point else "complex" if dtype.is_complex else "integer"
 
 
-def _explain(path: AnyPath, missing: list[str], mismatched: list[str], surplus: list[str]) -> str:
+def _explain(path: AnyPath, missing: list[str], mismatched: list[str], surplus: list[str], *, advice: str) -> str:
     parts = []
     if mismatched:
         parts.append(listed(mismatched, "; ", most=8))
@@ -211,11 +213,8 @@ def _explain(path: AnyPath, missing: list[str], mismatched: list[str], surplus: 
     if surplus:
         parts.append(f"in the file but not in this model: {listed(surplus, most=8)}")
     only_optimizer = not surplus and not mismatched and all(name.startswith("optimizer.") for name in missing)
-    advice = (
-        "load the weights alone with --no-load-optim or --finetune"
-        if only_optimizer
-        else "give the flags of the model that was saved, or take them from the file with --use-checkpoint-args"
-    )
+    if only_optimizer:
+        advice = "load the weights alone with --no-load-optim or --finetune"
     return f"checkpoint {path} does not fit this run: {'; '.join(parts)}; {advice}"
 
 

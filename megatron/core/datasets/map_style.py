@@ -80,7 +80,8 @@ class MapStyleDataset:
         self._data, self.prefix, self._split, self._seed, self._shuffle = data, name, split, seed, shuffle
         self._units = range(length_of(data, name)) if units is None else units
         if not self._units:
-            raise DataError(f"{name} has no samples for {split}: give more data")
+            reason = "its length is 0" if units is None else f"--split leaves none of them for {split}"
+            raise DataError(f"{name} has no samples: {reason}; give more data")
         self._num_samples = len(self._units) if num_samples is None else num_samples
         self._orders = RecentEpochs(self._order)
 

@@ -139,14 +139,17 @@ def all_families() -> tuple[Family, ...]:
     return tuple(family for family in map(find_family, names) if family is not None)
 
 
-def family_titled(title: str) -> Family:
-    """The family that ``--model-type`` calls ``title``, or whose name that is; ConfigError where there is none."""
+def family_titled(title: str, *, where: str = "--model-type") -> Family:
+    """The family that ``--model-type`` calls ``title``, or whose name that is; ConfigError where there is none.
+
+    ``where``: what the user gave ``title`` for, in the message.
+    """
     titles = {family.title: family for family in (*FAMILIES.values(), *_REGISTERED.values())}
     found = titles.get(title) or find_family(title)
     if found is None:
         choices = (*titles, *_installed().names)
         raise ConfigError(
-            f"--model-type cannot be {title!r}{did_you_mean(title, choices)}; choose {', '.join(choices)}, or install "
+            f"{where} cannot be {title!r}{did_you_mean(title, choices)}; choose {', '.join(choices)}, or install "
             "the package of another family"
         )
     return found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -14,7 +15,7 @@ from megatron.config.model import ModelConfig
 from megatron.config.pipeline import Stage
 from megatron.config.run import RunConfig
 from megatron.core.datasets.build import DatasetSplits
-from megatron.core.datasets.map_style import PADDING, MapStyleDataset, length_of
+from megatron.core.datasets.map_style import PADDING, MapStyleDataset, SampleForm, length_of
 from megatron.core.datasets.splits import SplitName, SplitSizes, parse_split
 from megatron.core.models.train_spec import TrainSpec
 from megatron.core.parallel.context import ParallelContext
@@ -86,13 +87,20 @@ class PlainSpec(TrainSpec):
     ) -> nn.Module:
         """The module on this rank; on the meta device its outline, which has parameters and no code."""
         if context.device.type != "meta":
-            module = place(made(self._source, context, seed=seed), context, seed=seed)
+            module = place(self._made(context, seed=seed), context, seed=seed)
             self._contexts[module] = context
             return module
         if isinstance(self._source, nn.Module):
-            return outline(made(self._source, context, seed=None), context)
+            return outline(self._made(context, seed=None), context)
         with torch.device("meta"):
-            return describe_outline(made(self._source, context, seed=None), context)
+            return describe_outline(self._made(context, seed=None), context)
+
+    def _made(self, context: ModelContext, *, seed: int | None) -> nn.Module:
+        """The user's module; ConfigError for one that can't be called with the fields of a sample."""
+        module = made(self._source, context, seed=seed)
+        if self._loss is None:
+            check_call(module, self._form)
+        return module
 
     @override
     def forward(self, model: nn.Module, stage_inputs: StageInputs, microbatch: Microbatch) -> Any:
@@ -194,6 +202,25 @@ class PlainSpec(TrainSpec):
             return dict(tensors)
         ordered = tuple(tensors[str(place)] for place in range(len(tensors)))
         return ordered if self._form.kind == "sequence" else ordered[0]
+
+
+def check_call(module: nn.Module, form: SampleForm) -> None:
+    """Raise a ConfigError for a module whose ``forward`` can't take a batch of such samples."""
+    try:
+        signature, fields = inspect.signature(module.forward), form.shapes
+    except (TypeError, ValueError):  # code that isn't Python's has none
+        return
+    try:
+        if form.kind == "mapping":
+            signature.bind(**fields)
+        else:
+            signature.bind(*fields)
+    except TypeError as error:
+        raise ConfigError(
+            f"{_title(module)}.forward({', '.join(signature.parameters)}) can't be called with a batch of the training "
+            f"data, whose fields are {', '.join(fields)} ({form.kind}): {error}; make parameters and fields the same, "
+            "or pass loss=FUNCTION to megatron.pretrain, which is called with the model and the batch"
+        ) from None
 
 
 def _title(source: object) -> str:

@@ -98,7 +98,7 @@ def test_a_module_without_its_training_takes_a_checkpoint(tmp_path: Path) -> Non
     assert megatron.load(tmp_path / "saved", fresh) is fresh
     for name, value in trained.state_dict().items():
         assert torch.equal(fresh.state_dict()[name], value), name
-    with pytest.raises(CheckpointError, match=r"norm\.weight"):
+    with pytest.raises(CheckpointError, match=r"norm\.weight.*; give megatron\.load a Classifier that is built as"):
         megatron.load(tmp_path / "saved", Classifier())
     with pytest.raises(CheckpointError, match="holds a plain module: .*megatron.load\\(FOLDER, MODULE\\)"):
         megatron.load(tmp_path / "saved")
@@ -197,6 +197,14 @@ class Returning(nn.Module):
         return self.returned(x * self.weight)
 
 
+class Naming(Classifier):
+    """Calls the second field of the samples by another name."""
+
+    @override
+    def forward(self, x: Tensor, target: Tensor) -> Tensor:
+        return super().forward(x, target)
+
+
 def _complex() -> nn.Module:
     module = Classifier()
     module.phase = nn.Parameter(torch.ones(2, dtype=torch.complex64))
@@ -227,13 +235,15 @@ def _sharded() -> nn.Module:
         ),
         (nn.LazyLinear(3), "weight of LazyLinear has no shape yet"),
         (nn.Embedding(5, 2, sparse=True), r"Embedding \(Embedding\) makes sparse gradients"),
-        (nn.Linear(2, 2, device="meta"), "weight of Linear is on the meta device and has no values"),
-        (nn.Linear(2, 2).requires_grad_(False), "Linear has no parameter to train"),
+        (Classifier().to("meta"), "scale of Classifier is on the meta device and has no values"),
+        (Classifier().requires_grad_(False), "Classifier has no parameter to train"),
         (nn.DataParallel(Classifier()), "the model is wrapped in DataParallel.* pass model.module"),
         (Classifier, r"the model is the class Classifier: give an instance, Classifier\(…\)"),
         (lambda context: 5, "the model is a int, and must be a torch.nn.Module or make one"),
         (7, "the model is a int; give a torch.nn.Module, a function that makes one, or the name of a family"),
-        ("gtp", "--model-type cannot be 'gtp'.*"),
+        ("gtp", "^the family of megatron.pretrain cannot be 'gtp' .did you mean GPT"),
+        (Naming(), r"Naming.forward\(x, target\) can't be called .* fields are x, y .*'target'"),
+        (lambda context: Naming(), r"Naming.forward\(x, target\) can't be called .* fields are x, y .*'target'"),
         ("gpt", "train_data are for a module of your own; the flags of a GPT name its data"),
     ],
 )
@@ -274,7 +284,7 @@ X = torch.ones(8)
         (5, ConfigError, r"the training data \(int\) gives no samples by number"),
         (iter([1]), ConfigError, "gives no samples by number"),
         (Endless(), ConfigError, r"the training data \(Endless\) has no length"),
-        ([], DataError, r"the training data \(list\) has no samples"),
+        ([], DataError, r"the training data \(list\) has no samples: its length is 0; give more data"),
         (["some", "words"], DataError, r"sample 0 of the training data \(list\) is text.*: turn text into token ids"),
         ([{"x": X, "y": "one"}], DataError, "field 'y' of sample 0 of the training data .* is text"),
         ([{"x": [1, [2]], "y": 1}], DataError, "field 'x' of sample 0 .* is a list, which no tensor can be made of"),
