@@ -79,7 +79,10 @@ def test_job_saves_at_its_time_limit_and_goes_on(cluster: SlurmCluster, tmp_path
     """A TERM to srun killed the ranks instead of reaching them: all work since the last checkpoint was lost."""
     signal = re.search(r"#SBATCH --signal=(.*)@", JOB.read_text(encoding="utf-8"))
     assert signal is not None
-    job = Job(cluster, tmp_path, options=f"--time 1 --signal {signal[1]}@55")
+    job = Job(cluster, tmp_path, options=f"--time 10 --signal {signal[1]}@55")
+    job.until_log("lm loss:")  # and only now a limit, which a slow machine would reach while it starts
+    hours, minutes, _ = map(int, cluster.facts(job.number)["RunTime"].split(":"))
+    cluster.call("scontrol", "update", f"JobId={job.number}", f"TimeLimit={hours * 60 + minutes + 2}")
     assert job.until_state("PENDING", after="RUNNING")["Restarts"] == "1", job.log
     saved = job.saved
     assert saved is not None and saved == max(losses(job.log)), job.log

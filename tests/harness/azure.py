@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.harness.ports import free_ports
+
 # The account that every Azurite has; its key is public.
 _NAME = "devstoreaccount1"
 _KEY = "Eby8vdM02xNOcqFlqUwJPLlmEtlCDXJ1OUzFT50uSRZ6IFsuFq2UVErCz4I6tq/K1SZFPTOtr/KBHBeksoGMGw=="
@@ -28,9 +30,7 @@ def azure_server(folder: Path, *, bucket: str) -> Iterator[dict[str, str]]:
     program = shutil.which("azurite-blob")
     if program is None:
         pytest.skip("azurite-blob is not on the PATH: npm install -g azurite")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_ports(1)[0]
     command = [program, "--silent", "--skipApiVersionCheck", "--disableTelemetry", "--blobPort", str(port)]
     server = subprocess.Popen(
         [*command, "--location", str(folder)], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL

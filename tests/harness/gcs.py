@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import pytest
+
+from tests.harness.ports import free_ports
 
 
 @contextmanager
@@ -18,9 +19,7 @@ def gcs_server(*, bucket: str) -> Iterator[dict[str, str]]:
         pytest.importorskip(package, reason=f"{package} is not installed: pip install -e '.[dev-all]'")
     from gcp_storage_emulator.server import create_server
 
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_ports(1)[0]
     server = create_server("127.0.0.1", port, in_memory=True, default_bucket=bucket)
     server.start()
     try:

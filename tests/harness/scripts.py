@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import runpy
-import socket
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -20,6 +19,7 @@ from types import MappingProxyType
 
 from tests import mock_data
 from tests.harness.data import REPOSITORY
+from tests.harness.ports import free_ports
 from tests.harness.ranks import fork_server
 
 
@@ -65,9 +65,7 @@ def run_script(
 
     ``grace``: seconds in which the other ranks end by themselves after one has failed. ``documents``: in mock data.
     """
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_ports(1)[0]
     processes = []
     for rank in range(ranks):
         launcher = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}

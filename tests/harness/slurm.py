@@ -9,7 +9,6 @@ import os
 import pwd
 import re
 import shutil
-import socket
 import subprocess
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -19,6 +18,7 @@ from pathlib import Path
 import pytest
 
 from tests.end_to_end.commands import ROOT, environment
+from tests.harness.ports import free_ports
 
 PROGRAMS = ("slurmctld", "slurmd", "sbatch", "srun", "scontrol", "scancel")
 # Nodes are named by addresses of the loopback interface, so that ranks can find rank 0 by its node's name.
@@ -110,7 +110,7 @@ def slurm_cluster(folder: Path) -> Iterator[SlurmCluster]:
         pytest.skip(f"no Slurm here ({', '.join(missing)} not found); on Debian: apt-get install slurm-wlm")
     user = pwd.getpwuid(os.getuid()).pw_name
     cluster = SlurmCluster(folder)
-    settings = {"user": user, "folder": folder, "ports": _free_ports(3), "first_job": 1000 + os.getpid()}
+    settings = {"user": user, "folder": folder, "ports": free_ports(3), "first_job": 1000 + os.getpid()}
     settings["tracking"] = "cgroup" if cluster.has_cgroups else "linuxproc"
     (folder / "slurm.conf").write_text(CONFIGURATION.format(**settings))
     (folder / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\nCgroupAutomount=no\n")
@@ -144,11 +144,3 @@ def _daemon(command: Sequence[str], cluster: SlurmCluster) -> Iterator[None]:
     finally:
         process.terminate()
         process.wait(timeout=30)
-
-
-def _free_ports(number: int) -> list[int]:
-    with ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(number)]
-        for each in sockets:
-            each.bind(("127.0.0.1", 0))
-        return [each.getsockname()[1] for each in sockets]

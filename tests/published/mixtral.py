@@ -15,7 +15,7 @@ QWEN2 = {
     "moe_intermediate_size": 24,
     "shared_expert_intermediate_size": 40,
 }
-QWEN3 = {**SIZES, "num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 23, "head_dim": 16}
+QWEN3 = {**SIZES, "num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 22, "head_dim": 16}
 OLMOE = {**SIZES, "num_key_value_heads": 4, "num_experts": 7, "num_experts_per_tok": 3, "intermediate_size": 24}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "mixtral": ("mixtral", MIXTRAL),
