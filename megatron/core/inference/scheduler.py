@@ -240,8 +240,8 @@ class Scheduler:
         for text in sorted(self.running, key=lambda text: text.remaining > 1):
             is_generating = text.remaining == 1
             if text.slot is not None and text.remaining > 0 and (limit > 0 or not is_generating):
-                limit -= is_generating
                 self._schedule(text, rows)
+                limit -= is_generating and text in rows  # one that waits for blocks leaves its share to others
         for text in list(self.waiting):
             if len(self._slots) < text.request.width or not self._admit(text, rows):
                 break

@@ -117,6 +117,23 @@ def check_blocks(engine: Engine) -> None:
     assert sum(each.num_missing for each in searches) <= pool.num_available
 
 
+def test_a_text_that_waits_for_blocks_leaves_its_turn_to_a_search() -> None:
+    """With several steps in flight it took the only turn of each step, got no block, and all requests stood still."""
+    options = SchedulerOptions(max_tokens=5, max_logits=1, chunked_prefill=False, prefix_caching=False, num_drafts=0)
+    setting = Setting(num_blocks=36, block_size=1, max_requests=3, depth=3, options=options, has_draft_model=False)
+    greedy = Sampling(temperature=0.0)
+    asked = [
+        Request(id="0", prompt=(0, 0, 0, 0, 2, 0, 0, 0, 0, 0, 0, 0), max_tokens=3, sampling=greedy),
+        Request(id="1", prompt=(0, 0, 0, 0, 0, 2), max_tokens=5, sampling=greedy, beams=BeamSearch(width=2)),
+    ]
+    engine, _ = new_engine(setting)
+    for request in asked:
+        engine.submit(request)
+    ends = [update.request_id for _ in range(30) for update in engine.step() if update.finish is not None]
+    assert sorted(ends) == ["0", "1"]
+    assert not engine.has_work
+
+
 @settings(deadline=None)
 @given(settings_of_engines, requests, st.lists(st.integers(0, 8), max_size=9), st.sets(st.integers(0, 8), max_size=2))
 def test_texts_depend_on_their_request_alone(
