@@ -56,7 +56,8 @@ def test_it_is_planned() -> None:
     ("flags", "said"),
     [
         ("--mem-len 30 --segments-per-sample 2", "use --segments-per-sample 4, or a smaller --mem-len"),
-        ("--num-predict 12", "must be below --seq-length 12"),
+        ("--mem-len 1000000", "--segments-per-sample 64 and --seq-length 12; use a smaller --mem-len"),
+        ("--num-predict 12", "--num-predict 12 leaves none of --seq-length 12 tokens given; use at most 11"),
         ("--reset-attention-mask", "XLNet reads whole segments of a stream of documents; leave --reset-attention-mask"),
         ("--qk-layernorm", "--qk-layernorm is not available for XLNet"),
         ("--position-embedding-type rope", "--position-embedding-type rope is not available for XLNet; use relative"),

@@ -12,11 +12,12 @@ from megatron.config.data import DataConfig
 from megatron.config.family import FamilyConfig, Rule
 from megatron.config.flags import flag
 from megatron.config.model import ModelConfig
-from megatron.config.rules.sentence import rule
 from megatron.config.run import RunConfig
 
 if TYPE_CHECKING:
     from typing_extensions import Self
+
+MOST_SEGMENTS = 64
 
 
 class XLNetConfig(FamilyConfig):
@@ -50,7 +51,7 @@ class XLNetConfig(FamilyConfig):
         derived="the segments that --mem-len reaches back, and one more",
         follows=("mem_len", "seq_length"),
         at_least=1,
-        at_most=64,
+        at_most=MOST_SEGMENTS,
         from_checkpoint=True,
     )
     num_predict: int = flag(
@@ -77,9 +78,11 @@ class XLNetConfig(FamilyConfig):
     def resolved(self, model: ModelConfig, data: DataConfig) -> Self:
         """The group with as many segments as the memory spans, and a sixth of their tokens predicted."""
         segments, count = self.segments_per_sample, self.num_predict
+        if segments is None:
+            segments = min(1 - -self.mem_len // data.seq_length, MOST_SEGMENTS)
         return dataclasses.replace(
             self,
-            segments_per_sample=1 - -self.mem_len // data.seq_length if segments is None else segments,
+            segments_per_sample=segments,
             num_predict=max(data.seq_length // 6, 1) if count is None else count,
         )
 
@@ -113,10 +116,11 @@ def memory_is_in_the_sample(run: RunConfig) -> str | None:
     most = length * (own.segments_per_sample - 1)
     if own.mem_len <= most:
         return None
+    needed = 1 - -own.mem_len // length
+    wider = f"--segments-per-sample {needed}, or " if needed <= MOST_SEGMENTS else ""
     return (
         f"--mem-len {own.mem_len} reaches back further than the earlier segments of a sample, {most} tokens with "
-        f"--segments-per-sample {own.segments_per_sample} and --seq-length {length}; use --segments-per-sample "
-        f"{1 - -own.mem_len // length}, or a smaller --mem-len"
+        f"--segments-per-sample {own.segments_per_sample} and --seq-length {length}; use {wider}a smaller --mem-len"
     )
 
 
@@ -134,12 +138,13 @@ def segments_divide(run: RunConfig) -> str | None:
     )
 
 
-RULES: tuple[Rule, ...] = (
-    memory_is_in_the_sample,
-    segments_divide,
-    rule(
-        "--num-predict leaves nothing to predict from: it must be below --seq-length {run.data.seq_length}",
-        lambda run: _own(run).num_predict >= run.data.seq_length,
-    ),
-)
+def some_tokens_are_given(run: RunConfig) -> str | None:
+    """Predicted tokens are predicted from the others."""
+    count, length = _own(run).num_predict, run.data.seq_length
+    if count < length:
+        return None
+    return f"--num-predict {count} leaves none of --seq-length {length} tokens given; use at most {length - 1}"
+
+
+RULES: tuple[Rule, ...] = (memory_is_in_the_sample, segments_divide, some_tokens_are_given)
 GROUPS: tuple[type, ...] = (XLNetConfig,)
