@@ -129,7 +129,8 @@ class FamilyConfig(CheckedSettings):
     ``--tokenizer-type`` unless given; None: it must be given. ``fields_of_others``: architecture in ``ModelConfig``
     that such a model can't have. ``window_sides``: of a query on which it may see keys of ``--window-size``.
     ``varying_counts``: what makes microbatches differ in the number of tokens that have a loss, if anything does.
-    ``pads_samples``: whether samples end with padding whatever the data flags say.
+    ``pads_samples``: whether samples end with padding whatever the data flags say. ``reads_tokens``: whether
+    samples are tokens of a vocabulary, which reports count.
     """
 
     name: ClassVar[str] = ""
@@ -140,6 +141,7 @@ class FamilyConfig(CheckedSettings):
     fields_of_others: ClassVar[tuple[str, ...]] = ()
     varying_counts: ClassVar[str | None] = None
     pads_samples: ClassVar[bool] = False
+    reads_tokens: ClassVar[bool] = True
 
     @override
     def __init_subclass__(cls) -> None:

@@ -56,17 +56,17 @@ def dry_run_report(run: RunConfig, train_spec: TrainSpec, *, files: Sequence[str
 
 
 def _batch(run: RunConfig) -> list[str]:
-    training, length = run.training, run.tokens_per_sample
+    training = run.training
     micro, replicas, full = training.micro_batch_size, run.data_parallel_size, training.global_batch_size
     lines = [
         f"{full:,} samples a step: {replicas:,} data-parallel rank{plural_s(replicas)} x micro batch {micro} "
-        f"x {full // (micro * replicas):,} accumulated; {count(full * length)} tokens"
+        f"x {full // (micro * replicas):,} accumulated{_tokens(run, full, before='; ')}"
     ]
     if training.rampup_batch_size:
         start, increment, samples = training.rampup_batch_size
         lines.append(f"from {start:,} samples a step, {increment:,} more at a time, over the first {samples:,} samples")
     lines += [
-        f"{size:,} samples a step from sample {start:,} on ({count(start * length)} tokens)"
+        f"{size:,} samples a step from sample {start:,} on{_tokens(run, start, before=' (', after=')')}"
         for start, size in run.batch_steps
     ]
     if training.skip_train:
@@ -74,10 +74,14 @@ def _batch(run: RunConfig) -> list[str]:
     if run.purpose.epochs is not None:
         lines.append(f"{run.purpose.epochs} epochs of --train-data, whose length in steps depends on the data")
     else:
-        lines.append(
-            f"{run.train_iters:,} steps, {run.train_samples:,} samples, {count(run.train_samples * length)} tokens"
-        )
+        tokens = _tokens(run, run.train_samples, before=", ")
+        lines.append(f"{run.train_iters:,} steps, {run.train_samples:,} samples{tokens}")
     return lines
+
+
+def _tokens(run: RunConfig, samples: int, *, before: str, after: str = "") -> str:
+    """The tokens of some samples between two marks; nothing for a family whose samples are no tokens."""
+    return f"{before}{count(samples * run.tokens_per_sample)} tokens{after}" if run.family.reads_tokens else ""
 
 
 def _parameters(run: RunConfig, train_spec: TrainSpec) -> list[str]:
@@ -91,12 +95,14 @@ def _parameters(run: RunConfig, train_spec: TrainSpec) -> list[str]:
         here = rank_parameters(run, train_spec, pipeline_rank=rank)
         layers = sum(len(stage.layers) for stage in model_stages(run) if stage.rank == rank)
         parts = {
-            "embeddings and output": here.ends,
+            "embeddings and output" if run.family.reads_tokens else "the module": here.ends,
             f"{layers:,} layers": here.layers,
             "the final norm": here.final_norm,
         }
         named = ", ".join(f"{number:,} in {part}" for part, number in parts.items() if number)
         lines.append(f"{here.total:,} on {'each rank' if ranks == 1 else f'pipeline rank {rank}'}: {named}")
+    if not run.family.reads_tokens:
+        return lines
     return [*lines, f"vocabulary of {run.model.vocab_size:,}, padded to {run.padded_vocab_size:,}"]
 
 

@@ -42,6 +42,7 @@ class PlainConfig(FamilyConfig, Purpose):
     name: ClassVar[str] = "plain"
     title: ClassVar[str] = "plain module"
     usual_tokenizer: ClassVar[str | None] = "NullTokenizer"
+    reads_tokens: ClassVar[bool] = False
 
     @property
     @override

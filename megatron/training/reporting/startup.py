@@ -110,11 +110,9 @@ def _batch(run: RunConfig) -> str:
     accumulated = full // (micro * replicas)
     each = run.sequences_per_sample
     sequences = f"{each} x " if each > 1 else ""
+    tokens = f" of {sequences}{run.data.seq_length:,} tokens" if run.family.reads_tokens else ""
     ramp = f", {run.batch_ramp.size_at(0)} at first" if len(run.batch_ramp.sizes) > 1 else ""
-    return (
-        f"{full} samples of {sequences}{run.data.seq_length:,} tokens{ramp}: {replicas} replicas x {micro} a "
-        f"microbatch x {accumulated} accumulated"
-    )
+    return f"{full} samples{tokens}{ramp}: {replicas} replicas x {micro} a microbatch x {accumulated} accumulated"
 
 
 def _length(run: RunConfig, facts: StartupFacts) -> str:
@@ -122,10 +120,10 @@ def _length(run: RunConfig, facts: StartupFacts) -> str:
     flops = run.train_samples * facts.flops_per_sample
     but = f" without those of {', '.join(sorted(facts.uncounted))}" if facts.uncounted else ""
     start = f", from iteration {facts.start_iteration:,}" if facts.start_iteration else ""
-    return (
-        f"{run.train_iters:,} iterations{start}, {run.train_samples:,} samples, {count(tokens)} tokens, "
-        f"{flops:.3g} model FLOPs{but}"
-    )
+    length = f"{run.train_iters:,} iterations{start}, {run.train_samples:,} samples"
+    if not run.family.reads_tokens:
+        return length
+    return f"{length}, {count(tokens)} tokens, {flops:.3g} model FLOPs{but}"
 
 
 def _optimizer(run: RunConfig) -> str:

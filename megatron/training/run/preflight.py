@@ -60,7 +60,7 @@ def check_files(run: RunConfig, found: Findings, *, model_name: str, bodies: Seq
     """
     tokenizer = found.check(lambda: build_tokenizer(run.tokenizer))
     sized = None if tokenizer is None else found.check(lambda: run.with_vocab_size(tokenizer.vocab_size))
-    if tokenizer is not None:
+    if tokenizer is not None and run.family.reads_tokens:
         found.lines.append(f"tokenizer: {TokenizerStamp.of(tokenizer)}")
     if not run.data.mock_data:
         _check_data(run, found, tokenizer=tokenizer, vocab_size=None if sized is None else sized.model.vocab_size)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -332,6 +333,15 @@ def test_flags_that_would_be_ignored(flags: str, sentence: str) -> None:
     """What describes models and data of this project's own is refused, and so is a layout that a module can't have."""
     with pytest.raises(ConfigError, match=sentence):
         losses(Classifier(), f"1 {flags}")
+
+
+@pytest.mark.parametrize("flags", ["--train-iters 1", "--train-iters 1 --dry-run"])
+def test_reports_count_samples_not_tokens(flags: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """They spoke of samples of one token, of 0 model FLOPs and of a vocabulary of 2, which such a model has not."""
+    megatron.pretrain(Classifier(), f"--lr 0.1 --micro-batch-size 4 --eval-iters 0 {flags}", train_data=Points())
+    said = capsys.readouterr().out
+    assert "4 samples" in said
+    assert not re.findall("token|vocabulary|FLOPs", said)
 
 
 def test_data_that_cannot_be_compared_are_named(capsys: pytest.CaptureFixture[str]) -> None:
