@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -31,16 +32,16 @@ GROUPS = (ToyConfig,)
 
 
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder on the path with the package ``toy_package``, which nothing installs or registers yet."""
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A folder on the path with the package ``toy_package``, which nothing installs, registers or imports yet."""
     (tmp_path / "toy_package").mkdir()
     (tmp_path / "toy_package/__init__.py").write_text(FAMILY)
     (tmp_path / "toy_package/config.py").write_text(CONFIG)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(registry, "_REGISTERED", {})
-    for name in ("toy_package", "toy_package.config"):
-        monkeypatch.delitem(sys.modules, name, raising=False)
-    return tmp_path
+    yield tmp_path
+    for name in [name for name in sys.modules if name.partition(".")[0] == "toy_package"]:
+        del sys.modules[name]
 
 
 def install(folder: Path, value: str = "toy_package:FAMILY", name: str = "toy") -> None:
