@@ -15,6 +15,7 @@ from megatron.config.model import ModelConfig
 from megatron.config.moe import MoEConfig
 from megatron.core.models.gpt.model import GPTModel
 from megatron.core.moe.layer import expert_layers, layers_with
+from megatron.core.ops.text_cache import Slotted, States
 from megatron.core.parallel.costs import Costs, Workload, total_of
 from megatron.core.parallel.model_context import ModelContext
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
@@ -28,12 +29,13 @@ from recurrent.config import RecurrentConfig
 class Recurrence(nn.Module):
     """``h[t] = f[t]·h[t-1] + (1 - f[t])·v[t]``, and ``silu(g[t])·h[t]`` comes out (after HGRN, arXiv:2311.04823).
 
-    Tensor parallelism splits the channels: each rank computes its own from the first token to the last.
+    Tensor parallelism splits the channels: each rank computes its own from the first token to the last. In generation
+    the cache keeps the last ``h`` of each text.
     """
 
     def __init__(self, place: BranchPlace, *, forget_floor: float) -> None:
         super().__init__()
-        self._floor = forget_floor
+        self._floor, self._number = forget_floor, place.number
         config, context = place.stack.model, place.context
         hidden, bias = config.hidden_size, config.add_bias_linear
         self.linear_in = ColumnParallelLinear(hidden, 3 * hidden, context, init=input_init(config), bias=bias, blocks=3)
@@ -42,14 +44,31 @@ class Recurrence(nn.Module):
     @override
     def forward(self, x: Tensor, inputs: LayerInputs) -> Tensor:
         """``[s, b, h] -> [s, b, h]``, through ``[S, b, h/tp]``."""
-        value, forget, gate = self.linear_in(x).chunk(3, dim=-1)
+        fused = self.linear_in(x)
+        if inputs.cache is None:
+            mixed, _ = self._advance({"h": fused.new_zeros(x.shape[1], fused.shape[-1] // 3)}, fused)
+        else:
+            mixed = inputs.cache.advance(self._number, self._advance, fused)
+        out: Tensor = self.linear_out(mixed)
+        return out
+
+    @property
+    def text_state(self) -> Slotted:
+        """What generation keeps of a text: this rank's channels of ``h``."""
+        weight = self.linear_out.weight
+        return Slotted({"h": (weight.shape[1],)}, {"h": weight.dtype})
+
+    def _advance(self, states: States, fused: Tensor) -> tuple[Tensor, States]:
+        """t tokens of n texts ``[t, n, 3h/tp]``, and the texts' states ``[n, h/tp]`` before them, to what comes out and
+        the states behind them.
+        """
+        value, forget, gate = fused.chunk(3, dim=-1)
         kept = self._floor + (1 - self._floor) * torch.sigmoid(forget)
-        new, state, states = (1 - kept) * value, torch.zeros_like(value[0]), []
+        new, state, each = (1 - kept) * value, states["h"], []
         for kept_now, new_now in zip(kept, new):
             state = kept_now * state + new_now
-            states.append(state)
-        out: Tensor = self.linear_out(F.silu(gate) * torch.stack(states))
-        return out
+            each.append(state)
+        return F.silu(gate) * torch.stack(each), {"h": state}
 
     def costs(self, workload: Workload) -> Costs:
         """Matmuls, and seven tensors of the rank's channels that the backward pass needs; ``--dry-run`` adds it up."""

@@ -1,4 +1,4 @@
-"""The paged key/value cache of all texts, and the view of it that one step uses."""
+"""The cache of all texts, paged keys and values and states of fixed size, and the view of it that one step uses."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 import torch
@@ -15,10 +16,12 @@ from torch import Tensor
 
 from megatron.core.inference.decode_attention import OneQuery, SharedCall, shared_calls
 from megatron.core.inference.invariance import TILE, fewest_queries
+from megatron.core.inference.states import RowGroup, StateAccess, StateTables, advanced, groups_of
 from megatron.core.inference.step_plan import PlanRow, RunnerLimits, StepPlan
 from megatron.core.ops.attention import AttentionOptions, attention
-from megatron.core.ops.attention.cached import CachedHeads
 from megatron.core.ops.attention.cached_calls import CachedBackend, CachedCall, cached_backend
+from megatron.core.ops.text_cache import Advance, Paged, Slotted
+from megatron.errors import ConfigError
 
 _Kind = tuple[tuple[int, int] | None, int]
 """A layer's window, and the multiple to which its calls pad the number of queries."""
@@ -32,16 +35,24 @@ _COPIED_BYTES = 1 << 18  # of a text's keys and values in a layer: copying more 
 
 class KeyValueCache:
     """Keys and values of every layer, ``[groups, places, width]``: position p of a text is at the place that its
-    block table gives. Block 0 is never written: its zeros pad the keys of a text.
+    block table gives. Block 0 is never written: its zeros pad the keys of a text. ``states``: of layers whose state has
+    a fixed size.
 
     ``encoder_outputs``: for each request's slot the encoder's hidden states ``[T, 1, h]``, and by layer their keys and
     values. ``most_copied``: keys of a text that are copied so that it shares a call with others.
     """
 
     def __init__(
-        self, layers: Mapping[int, CachedHeads], limits: RunnerLimits, *, dtype: torch.dtype, device: torch.device
+        self,
+        layers: Mapping[int, Paged],
+        limits: RunnerLimits,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        slotted: Mapping[int, Slotted] | None = None,
     ) -> None:
         self.block_size, self.max_length, self.device = limits.block_size, limits.max_length, device
+        self.states = StateTables(slotted or {}, slots=limits.num_slots, device=device)
         self._dtype = dtype
         places = limits.num_blocks * limits.block_size
 
@@ -65,9 +76,12 @@ class KeyValueCache:
 
     @property
     def num_bytes(self) -> int:
-        """Memory of keys and values: tokens x layers x groups x (width of a key and of a value) x size of a number."""
+        """Memory of keys and values, tokens x layers x groups x (width of a key and of a value) x size of a number, and
+        of states.
+        """
         tensors = (*self.keys.values(), *self.values.values())
-        return sum({each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() for each in tensors}.values())
+        paged = {each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() for each in tensors}
+        return sum(paged.values()) + self.states.num_bytes
 
     def copy(self, blocks: Sequence[tuple[int, int]]) -> None:
         """Copy the content of blocks, from the first of each pair to the second; all are read before any is written."""
@@ -135,7 +149,7 @@ class _Part:
 
 
 class CachedStep:
-    """An ``AttentionCache`` for the rows of a plan. ``in_tiles``: results don't depend on how texts are cut."""
+    """A ``TextCache`` for the rows of a plan. ``in_tiles``: results don't depend on how texts are cut."""
 
     def __init__(self, cache: KeyValueCache, plan: StepPlan, backend: str, *, in_tiles: bool) -> None:
         self._cache, self._backend, self._in_tiles = cache, backend, in_tiles
@@ -148,6 +162,9 @@ class CachedStep:
         self._parts: dict[_Kind, list[_Part]] = {}
         self._biases: dict[tuple[int, _Kind], Tensor | None] = {}
         self._shared: dict[tuple[_Kind, bool], list[tuple[SharedCall, Tensor | None]]] = {}
+        self._groups = groups_of(self._rows, one_by_one=in_tiles, device=cache.device) if cache.states.tables else []
+        self._rehearsed: dict[tuple[int, int], tuple[Tensor, ...]] | None = None
+        cache.states.clear([row.slot for row in self._rows if row.start == 0])
         copies = [(row.copies, row.blocks[row.start // cache.block_size]) for row in self._rows if row.copies]
         if copies:
             cache.copy(copies)
@@ -179,6 +196,53 @@ class CachedStep:
         ):
             return self._one_each(layer, q, options, backend, kind)
         return self._by_call(q[:, 0], keys, values, options, backend, kind).unsqueeze(1)
+
+    def advance(self, layer: int, advance: Advance, *inputs: Tensor) -> Tensor:
+        """Compute the step's tokens from their texts' states of ``layer``, and keep the states behind them."""
+        if layer not in self._cache.states.tables:
+            raise ConfigError(
+                f"layer {layer} keeps a state of its texts and declares none, so they can't be generated with a cache: "
+                "give its module a text_state that returns the state's shapes (Slotted)"
+            )
+        names = self.state_names(layer)
+        access = StateAccess(names, partial(self.read_states, layer), partial(self.write_states, layer))
+        return advanced(self._groups, advance, inputs, access)
+
+    @property
+    def groups(self) -> Sequence[RowGroup]:
+        """The groups of rows whose states advance together."""
+        return self._groups
+
+    def state_names(self, layer: int) -> tuple[str, ...]:
+        """The names of a layer's states, in the order in which they are read and written."""
+        return tuple(self._cache.states.tables[layer])
+
+    def read_states(self, layer: int, group: int) -> list[Tensor]:
+        """The states of a group of rows, by its number."""
+        found = self._cache.states.read(layer, self._groups[group].slots)
+        return found if self._rehearsed is None else [state.clone() for state in found]
+
+    def write_states(self, layer: int, group: int, *states: Tensor) -> None:
+        """Keep the states of a group of rows."""
+        if self._rehearsed is None:
+            self._cache.states.write(layer, self._groups[group].slots, states)
+        else:
+            self._rehearsed[layer, group] = states
+
+    def rehearsal(self) -> CachedStep:
+        """The step for a computation that is repeated: its states are not kept."""
+        step = copy(self)
+        step._rehearsed = {}
+        return step
+
+    def has_kept(self, rehearsal: CachedStep) -> bool:
+        """Whether this step kept the states that ``rehearsal`` would have kept, bit for bit."""
+        wanted = rehearsal._rehearsed or {}
+        return all(
+            torch.equal(state.to(kept.dtype), kept)
+            for (layer, group), states in wanted.items()
+            for state, kept in zip(states, self._cache.states.read(layer, self._groups[group].slots))
+        )
 
     def attend_encoder(
         self, layer: int, q: Tensor, project: Callable[[Tensor], Encoded], options: AttentionOptions

@@ -114,7 +114,7 @@ class Engine:
         self.on_step: Callable[[int], None] = lambda num_tokens: None
         self._error: Exception | None = None
         self._runner, self._tokenizer = runner, tokenizer
-        options = options or SchedulerOptions()
+        options = (options or SchedulerOptions()).possible(runner.limits)
         self._drafter = (drafter or PromptLookup()) if options.num_drafts else None
         self._scheduler = Scheduler(runner.limits, options, depth=runner.depth)
         self.limits = EngineLimits(
@@ -219,7 +219,8 @@ class Engine:
             if self._drafter is not None:
                 guessing = [row for row in rows if row.text.places is None]
                 self._drafter.propose(guessing, [self._answers[row.text.request.id].sampler for row in guessing])
-            plan, now = StepPlan(tuple(row.plan_row() for row in rows)), time.monotonic()
+            now = time.monotonic()
+            plan = StepPlan(tuple(row.plan_row() for row in rows), self._scheduler.take_state_copies())
             for row in rows:
                 answer = self._answers[row.text.request.id]
                 answer.started = answer.started or now

@@ -16,8 +16,10 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from typing_extensions import override
 
+from megatron.core.inference.cache import CachedStep
+from megatron.core.inference.states import StateAccess, advanced
 from megatron.core.ops.attention import AttentionOptions
-from megatron.core.ops.attention.cached import AttentionCache
+from megatron.core.ops.text_cache import Advance, TextCache
 
 # Functions that read only a tensor's shape or type.
 _OF_SHAPE = frozenset(
@@ -26,7 +28,7 @@ _OF_SHAPE = frozenset(
 
 _KINDS = (torch.dtype, torch.device, torch.Size)
 
-Compute = Callable[[AttentionCache, Sequence[Tensor]], Tensor]
+Compute = Callable[[TextCache, Sequence[Tensor]], Tensor]
 """Computes a step from a cache and tensors, which it doesn't change."""
 
 
@@ -43,7 +45,7 @@ class RecordedSteps:
         self._programs: dict[tuple[torch.Size, ...], _Program | None] = {}
         self._seen: dict[tuple[torch.Size, ...], int] = {}
 
-    def __call__(self, cache: AttentionCache, tensors: Sequence[Tensor]) -> Tensor:
+    def __call__(self, cache: CachedStep, tensors: Sequence[Tensor]) -> Tensor:
         """The step's result."""
         shapes = tuple([each.shape for each in tensors])
         seen = self._seen.get(shapes, 0)
@@ -54,9 +56,10 @@ class RecordedSteps:
         if seen == 1:
             self._programs[shapes], result = _recorded(self._compute, cache, tensors)
             return result
-        repeated = None if program is None else program.run(cache, tensors)
+        rehearsal = cache.rehearsal()
+        repeated = None if program is None else program.run(rehearsal, tensors)
         result = self._compute(cache, tensors)  # after it, so that the cache keeps what the model computes
-        if repeated is not None and not torch.equal(repeated, result):
+        if repeated is not None and not (torch.equal(repeated, result) and cache.has_kept(rehearsal)):
             self._programs[shapes] = None
         return result
 
@@ -72,7 +75,7 @@ class _Program:
     calls: list[tuple[Callable[..., Any], list[int], tuple[str, ...], int]] = field(default_factory=list)
     result: int = 0
 
-    def run(self, cache: AttentionCache, tensors: Sequence[Tensor]) -> Tensor:
+    def run(self, cache: TextCache, tensors: Sequence[Tensor]) -> Tensor:
         """Replay the calls for another step."""
         places = self.places.copy()
         places[0], places[1 : 1 + len(tensors)] = cache, tensors
@@ -87,7 +90,7 @@ class _Program:
         return found
 
 
-def _recorded(compute: Compute, cache: AttentionCache, tensors: Sequence[Tensor]) -> tuple[_Program | None, Tensor]:
+def _recorded(compute: Compute, cache: CachedStep, tensors: Sequence[Tensor]) -> tuple[_Program | None, Tensor]:
     """The recorded calls of a step, None if they depend on a tensor's numbers, and its result."""
     with _Recorder([cache, *tensors]) as recorder:
         result = compute(_RecordedCache(cache, recorder), tensors)
@@ -168,7 +171,7 @@ class _Recorder(TorchFunctionMode):
 class _RecordedCache:
     """Records the methods of ``cache`` as single calls, since what they do depends on places and lengths."""
 
-    def __init__(self, cache: AttentionCache, recorder: _Recorder) -> None:
+    def __init__(self, cache: CachedStep, recorder: _Recorder) -> None:
         self._cache, self._recorder = cache, recorder
 
     @property
@@ -181,6 +184,16 @@ class _RecordedCache:
         found: Tensor = self._recorder.call(type(self._cache).attend, self._cache, layer, q, k, v, options)
         return found
 
+    def advance(self, layer: int, advance: Advance, *inputs: Tensor) -> Tensor:
+        """Advance states: reading and keeping them are calls that the recorder replays, as is what lies between."""
+        kind, call, cache = type(self._cache), self._recorder.call, self._cache
+        access = StateAccess(
+            cache.state_names(layer),
+            lambda group: call(kind.read_states, cache, layer, group),
+            lambda group, *states: call(kind.write_states, cache, layer, group, *states),
+        )
+        return advanced(cache.groups, advance, inputs, access)
+
     def attend_encoder(
         self, layer: int, q: Tensor, project: Callable[[Tensor], tuple[Tensor, Tensor]], options: AttentionOptions
     ) -> Tensor:
@@ -189,7 +202,7 @@ class _RecordedCache:
         found: Tensor = self._recorder.call(function, self._cache, layer, q, project, options)
         return found
 
-    def with_bias(self, bias: Callable[[Tensor, Tensor], Tensor]) -> AttentionCache:
+    def with_bias(self, bias: Callable[[Tensor, Tensor], Tensor]) -> TextCache:
         """A recorded cache whose ``attend`` adds ``bias`` to the scores."""
         cache = self._recorder.call(type(self._cache).with_bias, self._cache, bias)
         return _RecordedCache(cache, self._recorder)

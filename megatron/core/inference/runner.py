@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Protocol, runtime_checkable
 
@@ -14,26 +14,26 @@ from megatron.core.inference.cache import CachedStep, KeyValueCache
 from megatron.core.inference.products import Form, GenerationProducts
 from megatron.core.inference.recording import RecordedSteps
 from megatron.core.inference.step_plan import PlanRow, RunnerLimits, RunningStep, StepPlan
-from megatron.core.ops.attention.cached import AttentionCache, CachedHeads
 from megatron.core.ops.compiled import bodies_are_compiled
+from megatron.core.ops.text_cache import LayerStates, TextCache
 from megatron.core.parallel.collectives import Handle
 from megatron.core.parallel.context import ParallelContext
 from megatron.core.parallel.model_context import ModelContext
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, ReplicatedLinear, RowParallelLinear
 from megatron.core.transformer.output_layer import OutputLayer, VocabularyOutput
+from megatron.errors import ConfigError
 
 
 @runtime_checkable
 class GenerativeModel(Protocol):
     """A model that goes on with texts, or a pipeline stage of it."""
 
-    @property
-    def cached_layers(self) -> Mapping[int, CachedHeads]:
-        """What its layers keep of each token, by the layer's number."""
+    def layer_states(self) -> LayerStates:
+        """What its layers need of a text so far."""
         ...
 
     def continue_texts(
-        self, tokens: Tensor, position_ids: Tensor, *, cache: AttentionCache, hidden: Tensor | None = None
+        self, tokens: Tensor, position_ids: Tensor, *, cache: TextCache, hidden: Tensor | None = None
     ) -> VocabularyOutput | Tensor:
         """Tokens of several texts side by side, ``[1, t]``, and their positions, to the vocabulary output, or before
         the last stage to hidden states. ``hidden``: what the stage before returned.
@@ -61,7 +61,8 @@ class CachedRunner:
     """A :class:`ModelStage`, and for a model on one rank a :class:`ModelRunner`.
 
     With ``is_batch_invariant`` the logits of a text have the same bits in any batch, chunks and blocks. None: in bf16
-    and fp16 on a CPU, where it costs little. Rotary positions that depend on the length of a text are those of the
+    and fp16 on a CPU, where it costs little, unless layers have states of fixed size, which then must be computed token
+    by token. Rotary positions that depend on the length of a text are those of the
     longest it can get, ``limits.max_length``, so that every text is computed by one function.
     """
 
@@ -79,16 +80,25 @@ class CachedRunner:
         form: Form | None = None,
     ) -> None:
         """Prepare a model for generation. ``model``: a :class:`GenerativeModel`, a stage of the pipeline or all of it.
-        ``form``: of its weights.
+        ``form``: of its weights. Raises ConfigError for a model of which layers need whole texts.
         """
         assert isinstance(model, GenerativeModel), f"{type(model).__name__} doesn't generate text"
+        states = model.layer_states()
+        if states.unknown:
+            raise ConfigError(
+                f"layers with {', '.join(states.unknown)} don't say what they keep of a text (text_state), so this "
+                "model can't generate with a cache; WholeTextRunner reads the whole text for each token"
+            )
+        limits = replace(limits, has_states=limits.has_states or bool(states.slotted))
         self.limits, self.device = limits, context.device
         self.logits_dtype = torch.promote_types(context.dtype, torch.float32)
         self._model, self._config, self._context = model, config, context
-        self._has_cache = len(model.cached_layers) > 0
-        self._cache = KeyValueCache(model.cached_layers, limits, dtype=context.dtype, device=context.device)
+        self._has_cache = len(states.paged) > 0
+        self._cache = KeyValueCache(
+            states.paged, limits, dtype=context.dtype, device=context.device, slotted=states.slotted
+        )
         if is_batch_invariant is None:
-            is_batch_invariant = costs_little(context)
+            is_batch_invariant = costs_little(context) and not limits.has_states
         self._is_batch_invariant = is_batch_invariant
         self._multiply = GenerationProducts(is_batch_invariant=is_batch_invariant, form=form)
         # Recorders don't see what ranks exchange and compiled functions do. A GPU computes while Python runs ahead.
@@ -121,7 +131,7 @@ class CachedRunner:
 
     @property
     def cache_bytes(self) -> int:
-        """Memory of the cache of keys and values."""
+        """Memory of the cache of keys, values and states."""
         return self._cache.num_bytes
 
     @torch.inference_mode()
@@ -142,6 +152,7 @@ class CachedRunner:
     def run(self, plan: StepPlan, received: Sequence[Tensor]) -> list[Tensor]:
         """Compute a plan: hidden states for the next stage, or on the last one the logits."""
         hidden = received[0] if received else None
+        self._cache.states.copy(plan.state_copies)
         with self._context.products.by(self._multiply):
             if any(row.encoder for row in plan.rows):
                 return [self._with_encoder(plan, hidden)]
@@ -186,12 +197,12 @@ class CachedRunner:
         output = self._continued(cache, tensors)
         return self._logits(output, rows) if isinstance(output, VocabularyOutput) else output
 
-    def _continued(self, cache: AttentionCache, tensors: Sequence[Tensor]) -> VocabularyOutput | Tensor:
+    def _continued(self, cache: TextCache, tensors: Sequence[Tensor]) -> VocabularyOutput | Tensor:
         """What the model makes of tokens and positions ``[2, t]``, and after the first stage of hidden states."""
         both, *hidden = tensors
         return self._model.continue_texts(both[:1], both[1:], cache=cache, hidden=hidden[0] if hidden else None)
 
-    def _of_single_tokens(self, cache: AttentionCache, tensors: Sequence[Tensor]) -> Tensor:
+    def _of_single_tokens(self, cache: TextCache, tensors: Sequence[Tensor]) -> Tensor:
         output = self._continued(cache, tensors)
         return self._all_logits(output) if isinstance(output, VocabularyOutput) else output
 

@@ -32,6 +32,12 @@ class SchedulerOptions:
     prefix_caching: bool = True
     num_drafts: int = 0
 
+    def possible(self, limits: RunnerLimits) -> SchedulerOptions:
+        """The options without those that states of fixed size rule out: such a state can neither be cut back to where
+        two prompts differ nor to the last draft that was right.
+        """
+        return replace(self, prefix_caching=False, num_drafts=0) if limits.has_states else self
+
 
 @dataclass(eq=False)
 class BeamPlaces:
@@ -168,7 +174,7 @@ class Scheduler:
     """
 
     def __init__(self, limits: RunnerLimits, options: SchedulerOptions, *, depth: int = 1) -> None:
-        self.limits, self.options = limits, options
+        self.limits, self.options = limits, options.possible(limits)
         self.pool = BlockPool(limits.num_blocks)
         self.running: list[TextState] = []  # oldest first
         self.waiting: deque[TextState] = deque()
@@ -178,6 +184,12 @@ class Scheduler:
         self._searches: list[BeamPlaces] = []
         self._arrivals = 0
         self._keyed: TextState | None = None
+        self._state_copies: list[tuple[int, int]] = []
+
+    def take_state_copies(self) -> tuple[tuple[int, int], ...]:
+        """Pairs of slots whose states the next plan copies, from the first to the second, before its rows."""
+        copies, self._state_copies = tuple(self._state_copies), []
+        return copies
 
     def add(self, request: Request) -> TextState:
         """Queue a request, which must fit ``limits``."""
@@ -399,6 +411,9 @@ class Scheduler:
         beam.tokens = list(text.tokens)
         beam.is_encoded = not text.request.encoder_prompt or beam.slot in places.encoded
         self.pool.hold(beam.blocks)
+        if self.limits.has_states:
+            assert text.slot is not None and beam.slot is not None, "beams have slots"
+            self._state_copies.append((text.slot, beam.slot))
         places.texts.append(beam)
         self.running.insert(self.running.index(text) + 1, beam)
         return beam

@@ -45,9 +45,14 @@ class PlanRow:
 
 @dataclass(frozen=True)
 class StepPlan:
-    """The rows of a step. Their tokens, side by side in this order, are one ragged flat batch."""
+    """The rows of a step. Their tokens, side by side in this order, are one ragged flat batch.
+
+    ``state_copies``: pairs of slots; before any row is computed, the states of fixed size in the first are copied to
+    the second. All are read before any is written. A row that starts at 0 begins with states of zeros.
+    """
 
     rows: tuple[PlanRow, ...]
+    state_copies: tuple[tuple[int, int], ...] = ()
 
     @property
     def num_tokens(self) -> int:
@@ -60,8 +65,10 @@ class StepPlan:
         return sum(row.num_logits for row in self.rows)
 
     def to_array(self) -> NDArray[np.int64]:
-        """The plan as one flat array: the number of rows; seven numbers for each row; all tokens; all block tables."""
-        header = [len(self.rows)]
+        """The plan as one flat array: the numbers of rows and of copies; seven numbers for each row; two for each copy;
+        all tokens; all block tables.
+        """
+        header = [len(self.rows), len(self.state_copies)]
         tokens: list[int] = []
         blocks: list[int] = []
         for row in self.rows:
@@ -69,15 +76,17 @@ class StepPlan:
             header += (row.slot, row.start, row.logits_from, int(row.encoder), row.copies, *counts)
             tokens += row.tokens
             blocks += row.blocks
-        return np.array(header + tokens + blocks, dtype=np.int64)
+        copies = [slot for pair in self.state_copies for slot in pair]
+        return np.array(header + copies + tokens + blocks, dtype=np.int64)
 
     @classmethod
     def from_array(cls, array: NDArray[np.int64]) -> StepPlan:
         """The plan that ``to_array`` wrote."""
         numbers: list[int] = array.tolist()
-        ends = range(1, _ROW_FIELDS * numbers[0] + 2, _ROW_FIELDS)
+        ends = range(2, _ROW_FIELDS * numbers[0] + 3, _ROW_FIELDS)
         fields = [numbers[start : start + _ROW_FIELDS] for start in ends[:-1]]
-        token_ends = list(accumulate((row[5] for row in fields), initial=ends[-1]))
+        slots = numbers[ends[-1] : ends[-1] + 2 * numbers[1]]
+        token_ends = list(accumulate((row[5] for row in fields), initial=ends[-1] + len(slots)))
         block_ends = list(accumulate((row[6] for row in fields), initial=token_ends[-1]))
         return cls(
             tuple(
@@ -91,7 +100,8 @@ class StepPlan:
                     copies=copies,
                 )
                 for number, (slot, start, logits_from, encoder, copies, _, _) in enumerate(fields)
-            )
+            ),
+            tuple(zip(slots[::2], slots[1::2])),
         )
 
 
@@ -101,7 +111,9 @@ class RunnerLimits:
 
     ``num_blocks`` of ``block_size`` tokens each, of which block 0 is a dummy that no request is given.
     ``max_requests``: slots. ``max_length``: tokens of a text, prompt included; ``max_encoder_length``: of an encoder
-    prompt, 0 for a model without encoder. ``vocabulary``: ids, and columns of the logits.
+    prompt, 0 for a model without encoder. ``vocabulary``: ids, and columns of the logits. ``has_states``: whether
+    layers of the model have states of a fixed size, which are in slots; ``num_snapshots``: slots after those of
+    requests, for states at the end of a prefix that others may use again.
     """
 
     num_blocks: int
@@ -110,6 +122,13 @@ class RunnerLimits:
     max_length: int
     vocabulary: int
     max_encoder_length: int = 0
+    has_states: bool = False
+    num_snapshots: int = 0
+
+    @property
+    def num_slots(self) -> int:
+        """Slots of states: of requests, then of snapshots."""
+        return self.max_requests + self.num_snapshots
 
 
 class ModelStage(Protocol):

@@ -68,6 +68,8 @@ class MoELayer(nn.Module):
     ``RouterLosses``.
     """
 
+    text_state = None
+
     def __init__(self, moe: MoEConfig, place: BranchPlace, *, stack: str = "") -> None:
         super().__init__()
         model, context = place.stack.model, place.context

@@ -14,10 +14,10 @@ from megatron.config.parallel import CpCommType
 from megatron.core.context_parallel.attention import attention, heads_split_over
 from megatron.core.context_parallel.visible import Documents
 from megatron.core.ops.attention import AttentionOptions, AttentionRequest, LayerBackend
-from megatron.core.ops.attention.cached import AttentionCache, CachedHeads
 from megatron.core.ops.attention.chunked import bytes_of_scores
 from megatron.core.ops.attention.masks import alibi_slopes
 from megatron.core.ops.rotary import apply_rotary
+from megatron.core.ops.text_cache import Paged, TextCache, TextState, WholeText
 from megatron.core.parallel.costs import Costs, Workload, costs_of, total_of
 from megatron.core.parallel.recompute import recomputed
 from megatron.core.parallel.rng import StreamKey
@@ -38,7 +38,7 @@ class AttentionScope:
     documents: Documents | None = None
     attention_mask: Tensor | None = None
     bias: Tensor | None = None
-    cache: AttentionCache | None = None
+    cache: TextCache | None = None
 
 
 class Attention(nn.Module):
@@ -163,9 +163,9 @@ class Attention(nn.Module):
         )
 
     @property
-    def cached_heads(self) -> CachedHeads:
-        """What generation keeps of each token."""
-        return CachedHeads(self._groups, self._head_dim, self._head_dim)
+    def text_state(self) -> TextState:
+        """Keys and values of each token; where attention is not causal, a token changes what those before it see."""
+        return Paged(self._groups, self._head_dim, self._head_dim) if self.is_causal else WholeText()
 
     def request(self, workload: Workload) -> AttentionRequest:
         """The call that ``forward`` makes in training, over whole sequences."""
@@ -362,14 +362,10 @@ class SelfAttention(Attention):
         return workload.tokens * (queries + 2 * keys + anew + again + clipped) * workload.itemsize
 
 
-def cached_layers(block: nn.Module) -> dict[int, CachedHeads]:
-    """What the causal layers of a stack keep in generation, by the layer's number."""
-    layers = (module for module in block.modules() if isinstance(module, Attention))
-    return {layer.number: layer.cached_heads for layer in layers if layer.is_causal}
-
-
 class CrossAttention(Attention):
     """Attention of the decoder to the encoder's output, without rotary positions."""
+
+    text_state = None  # the cache keeps keys and values of the encoder prompt
 
     def __init__(self, place: BranchPlace) -> None:
         super().__init__(place, causal=False, purpose="cross scores")

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from megatron.config.training import RecomputeModule, TrainingConfig
+from megatron.core.ops.text_cache import LayerStates, Paged, Slotted
 from megatron.core.parallel.activation_offload import Offload
 from megatron.core.parallel.costs import Costs, Workload, costs_of
 from megatron.core.parallel.model_context import ModelContext
@@ -109,6 +110,22 @@ class TransformerBlock(nn.Module):
         if offload is not None:
             offload.finish()
         return x if self.final_layernorm is None else self.final_layernorm(x)
+
+    def layer_states(self) -> LayerStates:
+        """What its layers need of a text in generation. A branch that declares nothing, and a second one of a kind in
+        a layer, needs the whole text.
+        """
+        paged, slotted, unknown = dict[int, Paged](), dict[int, Slotted](), list[str]()
+        for layer in self.layers.values():
+            assert isinstance(layer, TransformerLayer), "layers of a block"
+            for name, state in layer.text_states().items():
+                if isinstance(state, Paged) and layer.number not in paged:
+                    paged[layer.number] = state
+                elif isinstance(state, Slotted) and layer.number not in slotted:
+                    slotted[layer.number] = state
+                elif state is not None:
+                    unknown.append(type(getattr(layer, name)).__name__)
+        return LayerStates(paged, slotted, tuple(dict.fromkeys(unknown)))
 
     def costs(self, workload: Workload) -> Costs:
         """A recomputed run of layers keeps its input; its working memory is what its layers would keep. An offloaded

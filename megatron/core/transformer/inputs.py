@@ -9,8 +9,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from megatron.core.context_parallel.visible import Documents
-from megatron.core.ops.attention.cached import AttentionCache
 from megatron.core.ops.rotary import RotaryTables
+from megatron.core.ops.text_cache import TextCache
 from megatron.core.parallel.context import ParallelContext
 from megatron.core.parallel.rng import StreamKey
 from megatron.core.parallel.side_losses import SideLosses
@@ -45,7 +45,7 @@ class LayerInputs:
     attention_mask: Tensor | None = None
     text_mask: Tensor | None = None
     bias: Tensor | None = None
-    cache: AttentionCache | None = None
+    cache: TextCache | None = None
     encoder_hidden_states: Tensor | None = None
     encoder_attention_mask: Tensor | None = None
     kept: dict[nn.Module, Any] = field(default_factory=dict)

@@ -12,9 +12,9 @@ from torch import Tensor
 from typing_extensions import override
 
 from megatron.core.context_parallel.attention import KEYS_TRAVEL
-from megatron.core.ops.attention.cached import CachedHeads
 from megatron.core.ops.matmul import linear
 from megatron.core.ops.rotary import apply_rotary
+from megatron.core.ops.text_cache import Paged, TextState, WholeText
 from megatron.core.parallel.costs import Costs, Workload, total_of
 from megatron.core.parallel.recompute import recomputed, with_recomputed_inputs
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, ReplicatedLinear
@@ -179,10 +179,12 @@ class LatentAttention(Attention):
 
     @property
     @override
-    def cached_heads(self) -> CachedHeads:
+    def text_state(self) -> TextState:
         """One latent and rotary key for all heads, whole on every rank."""
         latent = self._config.kv_lora_rank
-        return CachedHeads(1, latent + self._config.qk_pos_emb_head_dim, latent, values_in_keys=True)
+        if not self.is_causal:
+            return WholeText()
+        return Paged(1, latent + self._config.qk_pos_emb_head_dim, latent, values_in_keys=True)
 
     def _keys_and_values(self, both: Tensor, shared_key: Tensor) -> tuple[Tensor, Tensor]:
         """Keys ``[S, b, n, d]`` and values, from what is computed from latents and the key that heads share."""

@@ -9,6 +9,7 @@ from typing_extensions import override
 
 from megatron.config.training import RecomputeModule
 from megatron.core.ops.dropout import dropout
+from megatron.core.ops.text_cache import TextState, text_state_of
 from megatron.core.parallel.costs import Costs, Workload, costs_of
 from megatron.core.parallel.model_context import ModelContext
 from megatron.core.parallel.recompute import recomputed, with_recomputed_inputs
@@ -37,7 +38,7 @@ class TransformerLayer(nn.Module):
     ) -> None:
         super().__init__()
         model = stack.model
-        self._context, self._branches, self._number = context, stack.layer(number), stack.first + number
+        self._context, self._branches, self.number = context, stack.layer(number), stack.first + number
         self._hidden_size, self._dropout = model.hidden_size, model.hidden_dropout
         self._post_norm = model.apply_residual_connection_post_layernorm
         names = [branch.name for branch in self._branches]
@@ -46,10 +47,10 @@ class TransformerLayer(nn.Module):
         ]
         assert len({*names}) == len(names), f"modules of a layer need different names, not {names}"
         self._recomputed = {branch.name for branch in self._branches if branch.recompute_name in recompute}
-        inside = context.in_layer(self._number)
+        inside = context.in_layer(self.number)
         self._copies = inside.keeps_bytes
         self._discards_normed = "layernorm" in recompute and not self._post_norm and not self._copies
-        place = BranchPlace(stack, inside, self._number, recompute)
+        place = BranchPlace(stack, inside, self.number, recompute)
         for branch in self._branches:
             for name in (branch.norm, branch.norm_after):
                 if name is not None and name not in self._modules:
@@ -80,7 +81,7 @@ class TransformerLayer(nn.Module):
             if branch.scale != 1.0:
                 output = output * branch.scale
             if self.training and self._dropout > 0.0:
-                self._context.rng.enter(inputs.rng_key, f"layer {self._number} {branch.dropout_stream}")
+                self._context.rng.enter(inputs.rng_key, f"layer {self.number} {branch.dropout_stream}")
                 output = dropout(output, self._dropout, self._context.hidden_generator)
             x = x + output
         return x
@@ -99,6 +100,10 @@ class TransformerLayer(nn.Module):
         return with_recomputed_inputs(
             lambda normed: self._run(branch, normed, inputs), lambda given: (norm(given),), stream
         )
+
+    def text_states(self) -> dict[str, TextState]:
+        """What its branches need of a text in generation, by the branch's name."""
+        return {branch.name: text_state_of(getattr(self, branch.name)) for branch in self._branches}
 
     @property
     def begins_with_norm(self) -> bool:

@@ -19,6 +19,8 @@ from megatron.core.transformer.inputs import LayerInputs
 class MLP(nn.Module):
     """Two matmuls around an activation, optionally gated (SwiGLU, GEGLU: arXiv:2002.05202)."""
 
+    text_state = None
+
     def __init__(self, config: ModelConfig, context: ModelContext) -> None:
         super().__init__()
         self._kind, self._context = config.nonlinearity, context

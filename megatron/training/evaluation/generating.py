@@ -156,24 +156,31 @@ def check_limits(config: InferenceConfig) -> None:
 def limits_of(trained: TrainedModel, config: InferenceConfig) -> RunnerLimits:
     """What the ranks have room for, at most what the longest texts need. A collective.
 
-    Raises ConfigError when the cache is too small for the shortest text.
+    Raises ConfigError when the cache is too small for the states of all texts and the shortest text.
     """
     model, block_size = trained.config.model, config.inference_dynamic_batching_block_size
     length = min(model.max_position_embeddings, config.inference_max_seq_length or model.max_position_embeddings)
     part = trained.models[0]
     assert isinstance(part, GenerativeModel), f"{type(part).__name__} doesn't generate text"
-    widths = [
-        heads.groups * (heads.key_width + (0 if heads.values_in_keys else heads.value_width))
-        for heads in part.cached_layers.values()
-    ]
-    bytes_per_block = block_size * sum(widths) * trained.context.dtype.itemsize
-    affordable = int(config.inference_dynamic_batching_buffer_size_gb * 2**30) // max(1, bytes_per_block)
-    num_blocks = 1 + config.inference_max_requests * -(-length // block_size)
-    num_blocks = min(num_blocks, *gather_objects(affordable, trained.context.mesh))  # layers may be divided unequally
+    states, size = part.layer_states(), config.inference_dynamic_batching_buffer_size_gb
+    bytes_per_block = block_size * states.bytes_per_token(trained.context.dtype)
+    room = int(size * 2**30) - config.inference_max_requests * states.bytes_per_text
+    found = gather_objects(  # layers may be divided unequally
+        (room // max(1, bytes_per_block), states.bytes_per_text), trained.context.mesh
+    )
+    num_blocks = min(
+        1 + config.inference_max_requests * -(-length // block_size), *(affordable for affordable, _ in found)
+    )
+    if num_blocks < 2 and (largest := max(per_text for _, per_text in found)):
+        raise ConfigError(
+            f"--inference-dynamic-batching-buffer-size-gb {size:g} has no room for the states of "
+            f"--inference-max-requests {config.inference_max_requests} texts, {largest / 2**20:.3g} MiB each, and 2 "
+            "blocks: give it more, or lower --inference-max-requests"
+        )
     if num_blocks < 2:
         raise ConfigError(
-            f"--inference-dynamic-batching-buffer-size-gb {config.inference_dynamic_batching_buffer_size_gb:g} has no "
-            f"room for 2 blocks of {block_size} tokens, {2 * bytes_per_block / 2**30:.3g} GiB: give it more, or lower "
+            f"--inference-dynamic-batching-buffer-size-gb {size:g} has no room for 2 blocks of {block_size} "
+            f"tokens, {2 * bytes_per_block / 2**30:.3g} GiB: give it more, or lower "
             "--inference-dynamic-batching-block-size"
         )
     return RunnerLimits(
@@ -183,6 +190,7 @@ def limits_of(trained: TrainedModel, config: InferenceConfig) -> RunnerLimits:
         max_length=length,
         vocabulary=trained.tokenizer.vocab_size,
         max_encoder_length=length if isinstance(part, EncoderDecoder) else 0,
+        has_states=any(per_text for _, per_text in found),
     )
 
 

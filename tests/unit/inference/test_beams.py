@@ -147,10 +147,10 @@ def test_refuses_what_has_no_room() -> None:
 def test_copies_read_before_they_write() -> None:
     """A block may be copied to one that is itself being copied away, and keys may hold their values."""
     from megatron.core.inference.cache import KeyValueCache
-    from megatron.core.ops.attention.cached import CachedHeads
+    from megatron.core.ops.text_cache import Paged
 
     limits = replace(table().limits, num_blocks=6, block_size=2)
-    layers = {0: CachedHeads(2, 3, 3), 1: CachedHeads(1, 4, 2, values_in_keys=True)}
+    layers = {0: Paged(2, 3, 3), 1: Paged(1, 4, 2, values_in_keys=True)}
     cache = KeyValueCache(layers, limits, dtype=torch.float64, device=torch.device("cpu"))
     for tensor in (*cache.keys.values(), cache.values[0]):
         tensor.copy_(torch.randn(tensor.shape, dtype=tensor.dtype))

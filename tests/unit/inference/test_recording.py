@@ -19,8 +19,8 @@ from megatron.core.models.gpt.model import GPTModel, decoder_stack
 from megatron.core.models.t5.config import T5Config
 from megatron.core.models.t5.model import T5Model
 from megatron.core.ops.attention import AttentionOptions
-from megatron.core.ops.attention.cached import AttentionCache
 from megatron.core.ops.compiled import compile_bodies
+from megatron.core.ops.text_cache import TextCache
 from megatron.core.parallel.model_context import ModelContext
 from tests.unit.inference.test_runner import LIMITS, VARIANTS, VOCABULARY, gpt
 
@@ -33,7 +33,7 @@ class Counted:
     def __init__(self, step: Callable[[Tensor], Tensor]) -> None:
         self.calls, self._step = 0, step
 
-    def __call__(self, cache: AttentionCache, tensors: Sequence[Tensor]) -> Tensor:
+    def __call__(self, cache: TextCache, tensors: Sequence[Tensor]) -> Tensor:
         self.calls += 1
         return self._step(tensors[0])
 
@@ -103,14 +103,20 @@ def test_a_cache_keeps_what_the_model_computes() -> None:
             written.append(k)
             return q
 
-    def step(cache: AttentionCache, tensors: Sequence[Tensor]) -> Tensor:
+        def rehearsal(self) -> Keeping:
+            return self
+
+        def has_kept(self, rehearsal: Keeping) -> bool:
+            return True
+
+    def step(cache: TextCache, tensors: Sequence[Tensor]) -> Tensor:
         found = through_numbers(tensors[0])
         return cache.attend(0, found, found, found, AttentionOptions(causal=True, scale=1.0))
 
     steps = RecordedSteps(step)
     for _ in range(6):
         x = torch.rand(2, 4)
-        steps(cast(AttentionCache, Keeping()), [x])
+        steps(cast(CachedStep, Keeping()), [x])
         assert torch.equal(written[-1], through_numbers(x))
     assert len(written) == 7
 

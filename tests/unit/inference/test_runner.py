@@ -20,7 +20,7 @@ from megatron.core.inference.runner import CachedRunner
 from megatron.core.inference.sampling import Sampling
 from megatron.core.inference.step_plan import PlanRow, RunnerLimits, StepPlan
 from megatron.core.models.gpt.model import GPTModel
-from megatron.core.ops.attention.cached import CachedHeads
+from megatron.core.ops.text_cache import Paged
 from megatron.core.parallel.model_context import ModelContext
 
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -169,7 +169,7 @@ def test_texts_of_any_lengths_get_their_own_logits_in_one_step(most_copied: int)
 
 def test_a_cpu_copies_short_texts_only() -> None:
     """Copying keys and values of 700 tokens for a shared call took longer than the calls that it saved."""
-    heads = CachedHeads(groups=8, key_width=64, value_width=64)
+    heads = Paged(groups=8, key_width=64, value_width=64)
     for device, most in (("cpu", 64), ("meta", sys.maxsize)):
         cache = KeyValueCache({0: heads}, LIMITS, dtype=torch.float32, device=torch.device(device))
         assert cache.most_copied == most

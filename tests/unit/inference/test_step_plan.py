@@ -20,7 +20,10 @@ rows = st.builds(
 )
 
 
-@given(st.lists(rows, max_size=5).map(tuple).map(StepPlan))
+copies = st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9)), max_size=3).map(tuple)
+
+
+@given(st.builds(StepPlan, st.lists(rows, max_size=5).map(tuple), copies))
 def test_a_plan_comes_back_from_its_message(plan: StepPlan) -> None:
     assert StepPlan.from_array(plan.to_array()) == plan
 

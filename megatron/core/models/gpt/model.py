@@ -13,13 +13,12 @@ from megatron.config.moe import MoEConfig
 from megatron.config.pipeline import Stage
 from megatron.core.models.gpt.multi_token import MultiTokenPrediction
 from megatron.core.moe.layer import expert_layers, layers_with
-from megatron.core.ops.attention.cached import AttentionCache, CachedHeads
+from megatron.core.ops.text_cache import LayerStates, TextCache
 from megatron.core.parallel.costs import Costs, Workload, costs_of, total_of
 from megatron.core.parallel.model_context import ModelContext
 from megatron.core.parallel.rng import StreamKey
 from megatron.core.parallel.side_losses import SideLosses
 from megatron.core.tensor_parallel.initialize import initialize
-from megatron.core.transformer.attention import cached_layers
 from megatron.core.transformer.block import RecomputePlan, TransformerBlock
 from megatron.core.transformer.embedding import LanguageModelEmbedding, word_projection
 from megatron.core.transformer.inputs import LayerInputs, text_rows
@@ -84,7 +83,7 @@ class GPTModel(nn.Module):
         document_ids: Tensor | None = None,
         hidden: Tensor | None = None,
         side_losses: SideLosses | None = None,
-        cache: AttentionCache | None = None,
+        cache: TextCache | None = None,
         future_tokens: Tensor | None = None,
         text_mask: Tensor | None = None,
         future_text_mask: Tensor | None = None,
@@ -137,13 +136,12 @@ class GPTModel(nn.Module):
             hidden = self.output_projection(hidden)
         return vocabulary_output(hidden, self._output_weight(), self._config, self._context, bias=bias)
 
-    @property
-    def cached_layers(self) -> dict[int, CachedHeads]:
-        """What each layer with attention keeps of each token, by the layer's number."""
-        return cached_layers(self.decoder)
+    def layer_states(self) -> LayerStates:
+        """What the stage's layers keep of a text in generation."""
+        return self.decoder.layer_states()
 
     def continue_texts(
-        self, tokens: Tensor | None, position_ids: Tensor, *, cache: AttentionCache, hidden: Tensor | None = None
+        self, tokens: Tensor | None, position_ids: Tensor, *, cache: TextCache, hidden: Tensor | None = None
     ) -> VocabularyOutput | Tensor:
         """Continue texts: the vocabulary output, or before the last stage the hidden states."""
         return self.forward(tokens, position_ids, cache=cache, hidden=hidden)

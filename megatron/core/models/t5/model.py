@@ -15,13 +15,12 @@ from megatron.config.pipeline import Stage
 from megatron.core.models.t5.config import T5Config
 from megatron.core.models.t5.layers import EncoderDecoderLayers
 from megatron.core.moe.layer import layers_with
-from megatron.core.ops.attention.cached import AttentionCache, CachedHeads
+from megatron.core.ops.text_cache import LayerStates, TextCache
 from megatron.core.parallel.costs import Costs, Workload, costs_of, total_of
 from megatron.core.parallel.model_context import ModelContext
 from megatron.core.parallel.rng import StreamKey
 from megatron.core.parallel.side_losses import SideLosses
 from megatron.core.tensor_parallel.initialize import initialize
-from megatron.core.transformer.attention import cached_layers
 from megatron.core.transformer.block import RecomputePlan, TransformerBlock
 from megatron.core.transformer.embedding import LanguageModelEmbedding
 from megatron.core.transformer.inputs import LayerInputs, text_rows
@@ -172,12 +171,9 @@ class T5Model(nn.Module):
             else {"hidden": hidden, "encoder_hidden_states": encoder_hidden_states}
         )
 
-    @property
-    def cached_layers(self) -> dict[int, CachedHeads]:
-        """What each layer of the decoder keeps of each token, by the layer's number; nothing on stages before the
-        decoder.
-        """
-        return {} if self.decoder is None else cached_layers(self.decoder)
+    def layer_states(self) -> LayerStates:
+        """What the decoder's layers keep of a text in generation; nothing on stages before the decoder."""
+        return LayerStates() if self.decoder is None else self.decoder.layer_states()
 
     def encode(self, tokens: Tensor, hidden: Tensor | None = None) -> Tensor:
         """Token ids through the stage's part of the encoder, to hidden states ``[T, 1, h]``."""
@@ -194,7 +190,7 @@ class T5Model(nn.Module):
         return encoder_hidden_states
 
     def continue_texts(
-        self, tokens: Tensor, position_ids: Tensor, *, cache: AttentionCache, hidden: Tensor | None = None
+        self, tokens: Tensor, position_ids: Tensor, *, cache: TextCache, hidden: Tensor | None = None
     ) -> VocabularyOutput | Tensor:
         """Continue texts with the decoder: the vocabulary output or hidden states; stages before the decoder return
         zeros.
