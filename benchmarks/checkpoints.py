@@ -33,7 +33,7 @@ from megatron.core.checkpointing.load import load_checkpoint
 from megatron.core.checkpointing.save import SavePlanner, begin_save, save_checkpoint
 from megatron.core.checkpointing.sharded_view import Staging, sharded_views
 from megatron.core.parallel.mesh import Mesh
-from megatron.core.parallel.sharding import ShardedState, Sharding
+from megatron.core.parallel.sharding import ShardedState, Sharding, StackedPart
 
 LAYERS, HIDDEN, VOCABULARY = 32, 4096, 128_256
 JOBS = {8: (8, 1), 64: (8, 2), 256: (8, 4), 1024: (8, 8)}
@@ -132,7 +132,9 @@ def model_on(mesh: Mesh) -> dict[str, Sharding]:
         found[f"{prefix}.pre_mlp_layernorm.weight"] = Sharding((HIDDEN,))
         found[f"{prefix}.self_attention.linear_qkv.weight"] = Sharding((3 * HIDDEN, HIDDEN), {0: "tp"})
         found[f"{prefix}.self_attention.linear_proj.weight"] = Sharding((HIDDEN, HIDDEN), {1: "tp"})
-        found[f"{prefix}.mlp.linear_fc1.weight"] = Sharding((7 * HIDDEN, HIDDEN), {0: "tp"}, blocks=2)
+        found[f"{prefix}.mlp.linear_fc1.weight"] = Sharding(
+            (7 * HIDDEN, HIDDEN), {0: "tp"}, parts=(StackedPart(7 * HIDDEN // 2),) * 2
+        )
         found[f"{prefix}.mlp.linear_fc2.weight"] = Sharding((HIDDEN, 7 * HIDDEN // 2), {1: "tp"})
     if stage in (0, stages - 1):
         found[f"matrix of stage {stage}"] = Sharding((VOCABULARY, HIDDEN), {0: "tp"})

@@ -18,6 +18,7 @@ from megatron.core.moe.layer import expert_layers, layers_with
 from megatron.core.ops.text_cache import Slotted, States
 from megatron.core.parallel.costs import Costs, Workload, total_of
 from megatron.core.parallel.model_context import ModelContext
+from megatron.core.parallel.sharding import StackedPart
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.initialization import input_init, output_init
 from megatron.core.transformer.inputs import LayerInputs
@@ -38,7 +39,10 @@ class Recurrence(nn.Module):
         self._floor, self._number = forget_floor, place.number
         config, context = place.stack.model, place.context
         hidden, bias = config.hidden_size, config.add_bias_linear
-        self.linear_in = ColumnParallelLinear(hidden, 3 * hidden, context, init=input_init(config), bias=bias, blocks=3)
+        parts = (StackedPart(hidden),) * 3
+        self.linear_in = ColumnParallelLinear(
+            hidden, 3 * hidden, context, init=input_init(config), bias=bias, parts=parts
+        )
         self.linear_out = RowParallelLinear(hidden, hidden, context, init=output_init(config), bias=bias)
 
     @override

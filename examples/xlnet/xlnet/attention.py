@@ -19,7 +19,7 @@ from typing_extensions import override
 from megatron.core.ops.attention import AttentionRequest
 from megatron.core.parallel.costs import Costs, Workload, costs_of, total_of
 from megatron.core.parallel.recompute import recomputed
-from megatron.core.parallel.sharding import Sharding
+from megatron.core.parallel.sharding import Sharding, StackedPart
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, make_parameter
 from megatron.core.tensor_parallel.linear import linear
 from megatron.core.transformer.attention import Attention, AttentionScope
@@ -90,7 +90,12 @@ class TwoStreamAttention(Attention):
         init = input_init(config)
         self.linear_q = self._columns(width)
         self.linear_kv = ColumnParallelLinear(
-            config.hidden_size, 2 * width, context, init=init, bias=config.add_qkv_bias, blocks=2
+            config.hidden_size,
+            2 * width,
+            context,
+            init=init,
+            bias=config.add_qkv_bias,
+            parts=(StackedPart(width),) * 2,
         )
         self.position_weight = make_parameter(Sharding((width, config.hidden_size), {0: "tp"}), init, context)
         self.content_bias, self.position_bias, self.document_bias = (

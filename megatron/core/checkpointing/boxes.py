@@ -68,7 +68,7 @@ def _within_row(index: int, row_shape: Dims, start: int, stop: int) -> list[Rect
 def boxes(sharding: Sharding, mesh: Mesh, *, flat_range: tuple[int, int] | None = None) -> list[Box]:
     """Boxes of the logical tensor held by this rank, or by the ``flat_range`` of its flattened local shard.
 
-    Stacked blocks give a box each; vocabulary padding gives none. Boxes of one tensor never overlap.
+    Stacked parts give a box each; vocabulary padding gives none. Boxes of one tensor never overlap.
     """
     local_shape = sharding.local_shape(mesh)
     start, stop = flat_range or (0, math.prod(local_shape))

@@ -202,12 +202,11 @@ class GradSync:
     def _sum_shared(self) -> None:
         """Sum gradients of rows that neighbouring ranks share because there are fewer groups of them than ranks."""
         for buffer, entry, part in self._owned:
-            shared = entry.sharding.shared_range(self._mesh)
-            mine = shared and Span(*shared).moved(entry.span.start).overlap(part)
-            if mine:
-                everyone = RankGroup.of(self._mesh, entry.sharding.split[0])
-                sharers = entry.sharding.sharers(self._mesh)
-                all_reduce_among(mine.of(buffer.grads), self._mesh, everyone.neighbours(sharers).members)
+            for shared in entry.sharding.shared_ranges(self._mesh):
+                mine = Span(shared.start, shared.stop).moved(entry.span.start).overlap(part)
+                if mine:
+                    sharers = RankGroup.of(self._mesh, entry.sharding.split[0]).neighbours(shared.sharers)
+                    all_reduce_among(mine.of(buffer.grads), self._mesh, sharers.members)
 
     def _sum_tied(self) -> None:
         """Sum gradients of tied copies over the stages that hold one, in order of names, a part at a time."""

@@ -5,6 +5,7 @@ Initialization, gradient sync, gradient norm, checkpoints and converters all rea
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -45,12 +46,57 @@ class SharedRows:
 
 
 @dataclass(frozen=True)
+class StackedPart:
+    """One of several matrices stacked on the split dimension: ``rows`` of them, which ranks divide equally.
+
+    ``groups``: equal groups of rows that cannot be divided. With more ranks than groups, the ranks of a group each hold
+    all of its rows, such as the input matrix of a state-space layer that serves heads of several ranks; the gradient of
+    such rows is partial on each of them.
+    """
+
+    rows: int
+    groups: int | None = None
+
+    def local_rows(self, ranks: int) -> int:
+        """Rows that each of ``ranks`` holds."""
+        return self.rows * self.sharers(ranks) // ranks
+
+    def sharers(self, ranks: int) -> int:
+        """Neighbouring ranks that hold the same rows."""
+        return 1 if self.groups is None else max(1, ranks // self.groups)
+
+    def fits(self, ranks: int) -> bool:
+        """Whether ``ranks`` can hold equally many rows each."""
+        whole = self.groups or self.rows
+        return self.rows % whole == 0 and (whole % ranks == 0 or (self.groups is not None and ranks % whole == 0))
+
+
+@dataclass(frozen=True)
+class SharedRange:
+    """Flat range ``[start, stop)`` of a local tensor that ``sharers`` neighbouring ranks of the split axis hold."""
+
+    start: int
+    stop: int
+    sharers: int
+
+
+@dataclass(frozen=True)
+class _Run:
+    """Consecutive rows of the split dimension, from ``start``, which ``sharers`` neighbouring ranks hold."""
+
+    start: int
+    rows: int
+    sharers: int = 1
+
+
+@dataclass(frozen=True)
 class Sharding:
     """Layout of one parameter.
 
     ``shape``: logical shape, without vocabulary padding.
     ``split``: dimension -> axis that splits it, e.g. ``{0: "tp"}``; experts ``{0: "ep", 1: "etp"}``.
-    ``blocks``: equal matrices stacked on the split dimension, each split separately (gate and up of a gated MLP: 2).
+    ``parts``: matrices stacked on the split dimension, in logical order, each split or shared separately (gate and up
+    of a gated MLP are two equal parts); none: one matrix.
     ``pad_multiple``: the split dimension is padded up to a multiple of ``pad_multiple * ranks`` before it is divided,
     None: not padded; padding belongs to local tensors only, never to the logical one.
     ``partial_grad``: axes on which each rank computes only part of the gradient, so that it must be summed over them.
@@ -61,7 +107,7 @@ class Sharding:
 
     shape: tuple[int, ...]
     split: Mapping[int, Axis] = field(default_factory=dict)
-    blocks: int = 1
+    parts: tuple[StackedPart, ...] = ()
     pad_multiple: int | None = None
     partial_grad: tuple[Axis, ...] = ()
     tied: str | None = None
@@ -69,10 +115,16 @@ class Sharding:
     shared: SharedRows | None = None
 
     def __post_init__(self) -> None:
-        if self.blocks > 1 and (len(self.split) != 1 or self.pad_multiple is not None):
-            raise ValueError("stacked blocks need exactly one split dimension and no padding")
-        if self.shared is not None and (tuple(self.split) != (0,) or self.blocks > 1 or self.pad_multiple is not None):
-            raise ValueError("shared rows need dimension 0 split, and neither stacked blocks nor padding")
+        if self.parts:
+            if len(self.split) != 1 or self.pad_multiple is not None:
+                raise ValueError("stacked parts need exactly one split dimension and no padding")
+            (dim,) = self.split
+            if sum(part.rows for part in self.parts) != self.shape[dim]:
+                raise ValueError(f"{self.parts} do not add up to dimension {dim} of shape {self.shape}")
+            if dim != 0 and any(part.groups is not None for part in self.parts):
+                raise ValueError("parts with shared rows need dimension 0 split")
+        if self.shared is not None and (tuple(self.split) != (0,) or self.parts or self.pad_multiple is not None):
+            raise ValueError("shared rows need dimension 0 split, and neither stacked parts nor padding")
 
     def padded_size(self, dim: int, mesh: Mesh) -> int:
         """Extent of ``dim`` over all ranks together, padding included."""
@@ -87,48 +139,26 @@ class Sharding:
         Raises ValueError when a dimension is not divisible; configuration rules catch that earlier for users.
         """
         local = list(self.shape)
-        sharers = self.sharers(mesh)
-        if self.shared is not None and sharers > 1:
-            divided = self.shape[0] // self.shared.groups - self.shared.rows
-            if mesh.size(self.split[0]) % self.shared.groups or divided % sharers:
-                raise ValueError(f"{self.shared} of shape {self.shape} do not fit {mesh.size(self.split[0])} ranks")
-            return (divided // sharers + self.shared.rows, *self.shape[1:])
         for dim, axis in self.split.items():
+            if self.parts or self.shared is not None:
+                local[dim] = sum(run.rows for run in self._runs(dim, mesh))
+                continue
             ranks, size = mesh.size(axis), self.padded_size(dim, mesh)
-            if size % (ranks * self.blocks):
-                raise ValueError(
-                    f"dimension {dim} of shape {self.shape} ({self.blocks} blocks) is not divisible by {axis}={ranks}"
-                )
+            if size % ranks:
+                raise ValueError(f"dimension {dim} of shape {self.shape} is not divisible by {axis}={ranks}")
             local[dim] = size // ranks
         return tuple(local)
 
     def pieces(self, mesh: Mesh) -> tuple[Piece, ...]:
         """Rectangles of the logical tensor that this rank holds; vocabulary padding is left out."""
-        local_shape = self.local_shape(mesh)
-        if self.shared is not None and self.sharers(mesh) > 1:
-            return tuple(each for each in self._pieces_of_group(self.shared, local_shape, mesh) if 0 not in each.sizes)
-        starts, sizes = [0] * len(self.shape), list(self.shape)
-        for dim, axis in self.split.items():
-            width = local_shape[dim] // self.blocks
-            starts[dim] = width * mesh.rank(axis)
-            sizes[dim] = max(0, min(width, self.shape[dim] - starts[dim])) if self.blocks == 1 else width
-        if 0 in sizes:
-            return ()
-        found = []
-        for block in range(self.blocks):
-            logical, local = list(starts), [0] * len(starts)
-            for dim in self.split:
-                logical[dim] += block * (self.shape[dim] // self.blocks)
-                local[dim] += block * sizes[dim]
-            found.append(Piece(tuple(logical), tuple(local), tuple(sizes)))
-        return tuple(found)
+        return tuple(piece for piece, _ in self._shared_pieces(mesh))
 
     def counted_pieces(self, mesh: Mesh) -> tuple[Piece, ...]:
         """The pieces that this rank counts in a sum over all model-parallel ranks: replicas count once."""
         if not self.gradient_owner(mesh):
             return ()
-        pieces, sharers = self.pieces(mesh), self.sharers(mesh)
-        return pieces if sharers == 1 or mesh.rank(self.split[0]) % sharers == 0 else pieces[:-1]
+        found = self._shared_pieces(mesh)
+        return tuple(piece for piece, sharers in found if sharers == 1 or self._rank(mesh) % sharers == 0)
 
     def local_elements(self, mesh: Mesh) -> int:
         """Elements of the logical tensor that this rank holds."""
@@ -138,28 +168,68 @@ class Sharding:
         """Elements of the logical tensor that this rank counts; over a model's ranks they add up to all."""
         return sum(math.prod(piece.sizes) for piece in self.counted_pieces(mesh))
 
-    def sharers(self, mesh: Mesh) -> int:
-        """Neighbouring ranks of the split axis that hold the same shared rows; 1 where nothing is shared."""
-        return 1 if self.shared is None else max(1, mesh.size(self.split[0]) // self.shared.groups)
+    def shared_ranges(self, mesh: Mesh) -> tuple[SharedRange, ...]:
+        """Flat ranges of the local tensor that are shared with other ranks; neighbouring ones are one range."""
+        if not self.parts and self.shared is None:
+            return ()
+        found, row = list[SharedRange](), math.prod(self.shape[1:])
+        for piece, sharers in self._shared_pieces(mesh):
+            start, stop = piece.local[0] * row, (piece.local[0] + piece.sizes[0]) * row
+            if sharers > 1 and found and (found[-1].stop, found[-1].sharers) == (start, sharers):
+                found[-1] = SharedRange(found[-1].start, stop, sharers)
+            elif sharers > 1:
+                found.append(SharedRange(start, stop, sharers))
+        return tuple(found)
 
-    def shared_range(self, mesh: Mesh) -> tuple[int, int] | None:
-        """Flat range of the local tensor that is shared with other ranks; None where nothing is."""
-        if self.shared is None or self.sharers(mesh) == 1:
-            return None
-        elements = math.prod(self.local_shape(mesh))
-        return elements - self.shared.rows * math.prod(self.shape[1:]), elements
+    def _rank(self, mesh: Mesh) -> int:
+        """This rank's number on the only split axis."""
+        (axis,) = self.split.values()
+        return mesh.rank(axis)
 
-    def _pieces_of_group(self, shared: SharedRows, local_shape: tuple[int, ...], mesh: Mesh) -> tuple[Piece, Piece]:
-        """This rank's part of a group's divided rows, and the group's shared rows."""
-        group, part = divmod(mesh.rank(self.split[0]), self.sharers(mesh))
-        rest = (0,) * (len(self.shape) - 1)
-        rows = local_shape[0] - shared.rows
-        height = self.shape[0] // shared.groups
-        start, stop = group * height, (group + 1) * height
-        return (
-            Piece((start + part * rows, *rest), (0, *rest), (rows, *self.shape[1:])),
-            Piece((stop - shared.rows, *rest), (rows, *rest), (shared.rows, *self.shape[1:])),
-        )
+    def _shared_pieces(self, mesh: Mesh) -> list[tuple[Piece, int]]:
+        """The rank's pieces, each with the number of neighbouring ranks that hold it."""
+        local_shape = self.local_shape(mesh)
+        starts, sizes = [0] * len(self.shape), list(self.shape)
+        if self.parts or self.shared is not None:
+            (dim,) = self.split
+            found, local = list[tuple[Piece, int]](), [0] * len(self.shape)
+            for run in self._runs(dim, mesh):
+                starts[dim], sizes[dim] = run.start, run.rows
+                found.append((Piece(tuple(starts), tuple(local), tuple(sizes)), run.sharers))
+                local[dim] += run.rows
+            return [each for each in found if 0 not in each[0].sizes]
+        for dim, axis in self.split.items():
+            starts[dim] = local_shape[dim] * mesh.rank(axis)
+            sizes[dim] = max(0, min(local_shape[dim], self.shape[dim] - starts[dim]))
+        return [] if 0 in sizes else [(Piece(tuple(starts), (0,) * len(starts), tuple(sizes)), 1)]
+
+    def _runs(self, dim: int, mesh: Mesh) -> list[_Run]:
+        """Rows of ``dim`` that this rank holds of stacked parts or of groups with shared rows, in local order."""
+        axis, rows = self.split[dim], self.shape[dim]
+        ranks, rank = mesh.size(axis), mesh.rank(axis)
+        if self.shared is None:
+            for part in self.parts:
+                if not part.fits(ranks):
+                    raise ValueError(f"{part} of shape {self.shape} is not divisible by {axis}={ranks}")
+            firsts = [0, *itertools.accumulate(part.rows for part in self.parts)]
+            held = [(part.local_rows(ranks), part.sharers(ranks)) for part in self.parts]
+            return [
+                _Run(first + rank // sharers * width, width, sharers) for first, (width, sharers) in zip(firsts, held)
+            ]
+        groups, height = self.shared.groups, rows // self.shared.groups
+        if ranks <= groups:
+            if groups % ranks:
+                raise ValueError(f"dimension {dim} of shape {self.shape} is not divisible by {axis}={ranks}")
+            return [_Run(rows // ranks * rank, rows // ranks)]
+        sharers, divided = ranks // groups, height - self.shared.rows
+        if ranks % groups or divided % sharers:
+            raise ValueError(f"{self.shared} of shape {self.shape} do not fit {ranks} ranks")
+        group, place = divmod(rank, sharers)
+        own = divided // sharers
+        return [
+            _Run(group * height + place * own, own),
+            _Run((group + 1) * height - self.shared.rows, self.shared.rows, sharers),
+        ]
 
     def gradient_owner(self, mesh: Mesh) -> bool:
         """Whether this rank counts the parameter in a sum over all model-parallel ranks (replicas count once)."""

@@ -10,7 +10,7 @@ from megatron.core.parallel.context import ParallelContext
 from megatron.core.parallel.costs import Costs, Workload
 from megatron.core.parallel.grid import Axis
 from megatron.core.parallel.model_context import ModelContext
-from megatron.core.parallel.sharding import Sharding, SharedRows, sharded_parameter, sharding_of
+from megatron.core.parallel.sharding import Sharding, SharedRows, StackedPart, sharded_parameter, sharding_of
 from megatron.core.tensor_parallel.fp8_linear import Fp8Linear, fp8_linear
 from megatron.core.tensor_parallel.initialize import Constant, Initialization
 from megatron.core.tensor_parallel.linear import is_in_8_bits, linear
@@ -32,7 +32,7 @@ def make_parameter(sharding: Sharding, initialization: Initialization, context: 
 class ColumnParallelLinear(nn.Module):
     """``[s, b, in] -> [S, b, out/tp]``: each rank holds some rows of the ``[out, in]`` weight, that is, some outputs.
 
-    ``blocks`` matrices stacked along ``out`` (gate and up of a gated MLP) are each split over the ranks; ``shared``
+    ``parts`` stacked along ``out`` (gate and up of a gated MLP) are each split over the ranks; ``shared``
     outputs (a key/value head that serves several ranks) are computed by each rank that needs them.
     """
 
@@ -44,14 +44,14 @@ class ColumnParallelLinear(nn.Module):
         *,
         init: Initialization,
         bias: bool,
-        blocks: int = 1,
+        parts: tuple[StackedPart, ...] = (),
         shared: SharedRows | None = None,
     ) -> None:
         super().__init__()
         self._context = context
-        weight = Sharding((out_features, in_features), {0: "tp"}, blocks=blocks, shared=shared)
+        weight = Sharding((out_features, in_features), {0: "tp"}, parts=parts, shared=shared)
         self.weight = make_parameter(weight, init, context)
-        sharding = Sharding((out_features,), {0: "tp"}, blocks=blocks, shared=shared)
+        sharding = Sharding((out_features,), {0: "tp"}, parts=parts, shared=shared)
         self.bias = make_parameter(sharding, Constant(0.0), context) if bias else None
         self.fp8 = fp8_linear(context, inputs=partial_under_sequence_parallel(context), weights=("tp",), grads=("tp",))
 

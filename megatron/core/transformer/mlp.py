@@ -11,6 +11,7 @@ from megatron.config.model import ModelConfig
 from megatron.core.ops.activation import gated_activation, plain_activation
 from megatron.core.parallel.costs import Costs, Workload, costs_of
 from megatron.core.parallel.model_context import ModelContext
+from megatron.core.parallel.sharding import StackedPart
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.initialization import input_init, output_init
 from megatron.core.transformer.inputs import LayerInputs
@@ -26,10 +27,10 @@ class MLP(nn.Module):
         self._kind, self._context = config.nonlinearity, context
         self._gated = config.gated
         self._limit, self._offset = config.activation_func_clamp_value, config.glu_linear_offset
-        matrices = 2 if config.gated else 1
         hidden, inner, bias = config.hidden_size, config.ffn_hidden_size, config.add_mlp_bias
+        matrices = (StackedPart(inner),) * (2 if config.gated else 1)
         self.linear_fc1 = ColumnParallelLinear(
-            hidden, matrices * inner, context, init=input_init(config), bias=bias, blocks=matrices
+            hidden, len(matrices) * inner, context, init=input_init(config), bias=bias, parts=matrices
         )
         self.linear_fc2 = RowParallelLinear(inner, hidden, context, init=output_init(config), bias=bias)
 

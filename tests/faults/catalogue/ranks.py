@@ -32,8 +32,8 @@ FAULTS = (
     Fault(
         "shared_rows_counted_by_every_rank",
         "megatron/core/parallel/sharding.py",
-        old="return pieces if sharers == 1 or mesh.rank(self.split[0]) % sharers == 0 else pieces[:-1]",
-        new="return pieces",
+        old="if sharers == 1 or self._rank(mesh) % sharers == 0)",
+        new=")",
         suffers="With fewer key groups than tensor-parallel ranks their gradients count several times in the norm.",
     ),
     Fault(
@@ -46,8 +46,8 @@ FAULTS = (
     Fault(
         "blocks_split_as_one",
         "megatron/core/parallel/sharding.py",
-        old="logical[dim] += block * (self.shape[dim] // self.blocks)",
-        new="logical[dim] += block * sizes[dim]",
+        old="firsts = [0, *itertools.accumulate(part.rows for part in self.parts)]",
+        new="firsts = [0, *itertools.accumulate(part.rows // ranks for part in self.parts)]",
         suffers="Gate and up projection are cut in the wrong places when a checkpoint is loaded at another layout.",
     ),
     Fault(

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from megatron.core.parallel.mesh import Mesh
-from megatron.core.parallel.sharding import ShardedState, Sharding, SharedRows
+from megatron.core.parallel.sharding import ShardedState, Sharding, SharedRows, StackedPart
 
 T = TypeVar("T")
 
@@ -28,12 +28,14 @@ OTHER_ENDS = {
     "final_layernorm.weight": Sharding((12,)),
     "scale": Sharding(()),
 }
+GATED = (StackedPart(12), StackedPart(12))
 LAYER = {
     "input_layernorm.weight": Sharding((12,), partial_grad=("tp",)),
     "linear_qkv.weight": Sharding((24, 12), split={0: "tp"}),
     "linear_shared.weight": Sharding((20, 12), split={0: "tp"}, shared=SharedRows(groups=1, rows=8)),
-    "linear_fc1.weight": Sharding((24, 12), split={0: "tp"}, blocks=2),
-    "linear_fc1.bias": Sharding((24,), split={0: "tp"}, blocks=2),
+    "linear_fc1.weight": Sharding((24, 12), split={0: "tp"}, parts=GATED),
+    "linear_fc1.bias": Sharding((24,), split={0: "tp"}, parts=GATED),
+    "in_proj.weight": Sharding((30, 12), split={0: "tp"}, parts=(StackedPart(24), StackedPart(6, groups=1))),
     "linear_fc2.weight": Sharding((12, 24), split={1: "tp"}),
 }
 

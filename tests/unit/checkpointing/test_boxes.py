@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from megatron.core.checkpointing.boxes import Box, boxes, rectangles
 from megatron.core.parallel.mesh import Mesh
-from megatron.core.parallel.sharding import Sharding
+from megatron.core.parallel.sharding import Sharding, StackedPart
 
 SHAPES = [(), (1,), (5,), (1, 1), (3, 4), (4, 1), (1, 4), (2, 3, 2), (3, 1, 2), (2, 2, 2, 2), (2, 1, 3, 2)]
 
@@ -22,8 +22,9 @@ def shard(logical: NDArray[np.int64], sharding: Sharding, mesh: Mesh) -> NDArray
     for dim, axis in sharding.split.items():
         missing = sharding.padded_size(dim, mesh) - local.shape[dim]
         local = np.pad(local, [(0, missing if d == dim else 0) for d in range(local.ndim)], constant_values=-1)
-        blocks = np.split(local, sharding.blocks, axis=dim)
-        mine = [np.split(block, mesh.size(axis), axis=dim)[mesh.rank(axis)] for block in blocks]
+        ends = np.cumsum([part.rows for part in sharding.parts])[:-1]
+        parts = np.split(local, ends, axis=dim) if sharding.parts else [local]
+        mine = [np.split(part, mesh.size(axis), axis=dim)[mesh.rank(axis)] for part in parts]
         local = np.concatenate(mine, axis=dim)
     return local
 
@@ -57,8 +58,9 @@ CASES = [
     Sharding((6,), split={0: "tp"}),
     Sharding((6, 4), split={0: "tp"}),
     Sharding((4, 6), split={1: "tp"}),
-    Sharding((12, 2), split={0: "tp"}, blocks=2),
-    Sharding((2, 12), split={1: "tp"}, blocks=2),
+    Sharding((12, 2), split={0: "tp"}, parts=(StackedPart(6), StackedPart(6))),
+    Sharding((2, 12), split={1: "tp"}, parts=(StackedPart(6), StackedPart(6))),
+    Sharding((18, 1, 2), split={0: "tp"}, parts=(StackedPart(6), StackedPart(12))),
     Sharding((7, 2), split={0: "tp"}, pad_multiple=2),
     Sharding((2, 7), split={1: "tp"}, pad_multiple=2),
     Sharding((1, 2), split={0: "tp"}, pad_multiple=4),
@@ -67,7 +69,7 @@ CASES = [
 
 
 @pytest.mark.parametrize("tp", [1, 2, 3])
-@pytest.mark.parametrize("sharding", CASES, ids=lambda s: f"{s.shape}-{s.split}-{s.blocks}-{s.pad_multiple}")
+@pytest.mark.parametrize("sharding", CASES, ids=lambda s: f"{s.shape}-{s.split}-{len(s.parts)}-{s.pad_multiple}")
 def test_boxes_of_every_range_hold_the_logical_elements_they_name(sharding: Sharding, tp: int) -> None:
     """Splits, stacked blocks and padding, each cut into every flat range: what is written is what the name promises."""
     experts = "ep" in sharding.split.values()
@@ -86,7 +88,7 @@ def test_boxes_of_every_range_hold_the_logical_elements_they_name(sharding: Shar
             assert held == sorted(value for value in flat.tolist() if value >= 0)
 
 
-@pytest.mark.parametrize("sharding", CASES, ids=lambda s: f"{s.shape}-{s.split}-{s.blocks}-{s.pad_multiple}")
+@pytest.mark.parametrize("sharding", CASES, ids=lambda s: f"{s.shape}-{s.split}-{len(s.parts)}-{s.pad_multiple}")
 def test_whole_shards_of_all_ranks_cover_the_logical_tensor_once(sharding: Sharding) -> None:
     """No element of a weight is lost between ranks, none is written by two shards."""
     meshes = [Mesh.of(tp=2, dp=2, ep=2, rank=rank) for rank in range(4)]

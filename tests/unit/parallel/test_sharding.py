@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import pytest
 import torch
@@ -10,7 +11,14 @@ from torch import Tensor, nn
 
 from megatron.core.parallel.grid import Axis
 from megatron.core.parallel.mesh import Mesh
-from megatron.core.parallel.sharding import Sharding, SharedRows, sharded_parameter, sharded_parameters, sharding_of
+from megatron.core.parallel.sharding import (
+    Sharding,
+    SharedRows,
+    StackedPart,
+    sharded_parameter,
+    sharded_parameters,
+    sharding_of,
+)
 from tests.harness.sentences import expect_error
 
 GPT2_VOCABULARY = 50257
@@ -55,9 +63,10 @@ def test_splits_tile_the_logical_tensor(tp: int) -> None:
     meshes = tensor_parallel_meshes(tp)
     for shape, dim in [((2 * tp,), 0), ((3 * tp, 5), 0), ((5, 2 * tp), 1), ((2, 2 * tp, 3), 1)]:
         assert_tiles(Sharding(shape, {dim: "tp"}), meshes)
-    for blocks, dim in itertools.product((1, 2, 3), (0, 1)):
-        shape = (blocks * 2 * tp, 4) if dim == 0 else (4, blocks * 2 * tp)
-        assert_tiles(Sharding(shape, {dim: "tp"}, blocks=blocks), meshes)
+    for sizes, dim in itertools.product(((2,), (2, 2), (1, 3, 2)), (0, 1)):
+        parts = tuple(StackedPart(size * tp) for size in sizes)
+        shape = (sum(sizes) * tp, 4) if dim == 0 else (4, sum(sizes) * tp)
+        assert_tiles(Sharding(shape, {dim: "tp"}, parts=parts), meshes)
     assert_tiles(Sharding((3, 4)), meshes, copies=tp)
 
 
@@ -88,9 +97,9 @@ def test_a_rank_of_padding_alone_holds_no_piece() -> None:
     assert sizes == [[(4, 3)], [(1, 3)], [], []]
 
 
-def test_blocks_are_split_one_by_one() -> None:
+def test_parts_are_split_one_by_one() -> None:
     """Gate and up of a gated MLP: each rank holds its part of both, or SwiGLU multiplies gate with gate."""
-    sharding = Sharding((8, 2), {0: "tp"}, blocks=2)
+    sharding = Sharding((8, 2), {0: "tp"}, parts=(StackedPart(4), StackedPart(4)))
     pieces = sharding.pieces(Mesh.of(tp=2, rank=1))
     assert [(piece.logical, piece.local, piece.sizes) for piece in pieces] == [
         ((2, 0), (0, 0), (2, 2)),
@@ -114,15 +123,55 @@ def test_shared_rows_are_held_by_all_that_need_them(groups: int, tp: int) -> Non
         held = count.view(groups, queries + rows, -1)
         assert (held[:, :queries] == 1).all() and (held[:, queries:] == sharers).all()
         for mesh, local in zip(meshes, locals_):
-            shared = sharding.shared_range(mesh)
-            assert (shared is None) == (sharers == 1)
-            if shared is not None:
-                first = mesh.rank("tp") // sharers * sharers
-                own, other = (local.flatten()[slice(*shared)], locals_[first].flatten()[slice(*shared)])
+            found = sharding.shared_ranges(mesh)
+            assert len(found) == (sharers > 1)
+            for shared in found:
+                first = locals_[mesh.rank("tp") // sharers * sharers]
+                own, other = (each.flatten()[shared.start : shared.stop] for each in (local, first))
                 assert torch.equal(own, other) and len(own) == rows * logical[0].numel()
         counted = [piece for mesh in meshes for piece in sharding.counted_pieces(mesh)]
         assert sum(sharding.counted_elements(mesh) for mesh in meshes) == logical.numel()
         assert len({piece.logical for piece in counted}) == len(counted)
+
+
+@pytest.mark.parametrize("tp", [1, 2, 4, 8])
+@pytest.mark.parametrize("groups", [(1, 1), (2, 2), (4, 4), (1, 4), (8, 2)])
+def test_unequal_parts_are_split_or_shared(groups: tuple[int, int], tp: int) -> None:
+    """The input matrix of a state-space layer, z|x|B|C|dt: with fewer groups of B and C than ranks those that share a
+    group hold all of its rows, which count once in the norm and whose gradient is summed over them.
+    """
+    parts = (StackedPart(16), StackedPart(8), *(StackedPart(3 * each, groups=each) for each in groups), StackedPart(8))
+    meshes, rows = tensor_parallel_meshes(tp), sum(part.rows for part in parts)
+    for shape in ((rows, 2), (rows, 1, 3), (rows,)):
+        sharding = Sharding(shape, {0: "tp"}, parts=parts)
+        logical = torch.arange(torch.Size(shape).numel()).view(shape)
+        locals_ = split_logical(logical, sharding, meshes)
+        for rank, local in enumerate(locals_):
+            cut = [
+                whole.chunk(min(tp, part.groups or tp))[rank // max(1, tp // (part.groups or tp))]
+                for whole, part in zip(torch.split(logical, [part.rows for part in parts]), parts)
+            ]
+            assert torch.equal(local, torch.cat(cut))
+        rebuilt, count = join_locals(locals_, sharding, meshes)
+        assert torch.equal(rebuilt, logical)
+        sharers = [part.sharers(tp) for part in parts]
+        assert [each.unique().tolist() for each in torch.split(count, [part.rows for part in parts])] == [
+            [n] for n in sharers
+        ]
+        assert sum(sharding.counted_elements(mesh) for mesh in meshes) == logical.numel()
+        for mesh, local in zip(meshes, locals_):
+            marked = torch.ones(local.numel(), dtype=torch.int64)
+            for shared in sharding.shared_ranges(mesh):
+                marked[shared.start : shared.stop] = shared.sharers
+            held = torch.cat([torch.full((part.local_rows(tp),), part.sharers(tp)) for part in parts])
+            assert torch.equal(marked, held.repeat_interleave(local[0].numel()))
+
+
+def test_neighbouring_shared_parts_are_summed_in_one_message() -> None:
+    """B and C of a state-space layer lie side by side: one all-reduce, not two."""
+    parts = (StackedPart(8), StackedPart(3, groups=1), StackedPart(3, groups=1), StackedPart(4))
+    found = Sharding((18, 5), {0: "tp"}, parts=parts).shared_ranges(Mesh.of(tp=4, rank=1))
+    assert [(each.start, each.stop, each.sharers) for each in found] == [(10, 40, 4)]
 
 
 def test_shared_rows_that_do_not_fit_are_refused() -> None:
@@ -151,7 +200,7 @@ def test_expert_weights_split_over_two_axes(ep: int, etp: int) -> None:
         Sharding((4, 6), {0: "tp"}),
         Sharding((4, 6), {1: "tp"}),
         Sharding((7, 3), {0: "tp"}, pad_multiple=2),
-        Sharding((8, 3), {0: "tp"}, blocks=2),
+        Sharding((8, 3), {0: "tp"}, parts=(StackedPart(4), StackedPart(4))),
         Sharding((4, 6, 3), {0: "ep", 1: "etp"}),
         Sharding((4, 3), {0: "ep"}),
     ],
@@ -174,7 +223,12 @@ def test_gradient_owners_count_every_element_once(sharding: Sharding) -> None:
 
 
 @pytest.mark.parametrize(
-    ("sharding", "tp"), [(Sharding((6, 4), {0: "tp"}), 4), (Sharding((4, 6), {0: "tp"}, blocks=2), 4)]
+    ("sharding", "tp"),
+    [
+        (Sharding((6, 4), {0: "tp"}), 4),
+        (Sharding((12, 6), {0: "tp"}, parts=(StackedPart(6), StackedPart(6))), 4),
+        (Sharding((16, 6), {0: "tp"}, parts=(StackedPart(4), StackedPart(12, groups=3))), 4),
+    ],
 )
 def test_sizes_that_do_not_divide_are_refused(sharding: Sharding, tp: int) -> None:
     """Silently dropped rows would be a model smaller than asked for."""
@@ -183,12 +237,19 @@ def test_sizes_that_do_not_divide_are_refused(sharding: Sharding, tp: int) -> No
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"split": {}}, {"split": {0: "tp", 1: "etp"}}, {"split": {0: "tp"}, "pad_multiple": 2}]
+    "wrong",
+    [
+        {"split": {}},
+        {"split": {0: "tp", 1: "etp"}},
+        {"split": {0: "tp"}, "pad_multiple": 2},
+        {"split": {0: "tp"}, "parts": (StackedPart(2), StackedPart(3))},
+        {"split": {1: "tp"}, "parts": (StackedPart(2), StackedPart(2, groups=1))},
+    ],
 )
-def test_blocks_exclude_padding_and_other_splits(wrong: dict[str, object]) -> None:
-    """Padding inside stacked blocks has no defined place."""
+def test_parts_exclude_padding_and_other_splits(wrong: dict[str, Any]) -> None:
+    """Padding inside stacked parts has no defined place; rows are shared in dimension 0 only."""
     with expect_error(ValueError):
-        Sharding((4, 4), blocks=2, **wrong)  # type: ignore[arg-type]
+        Sharding((4, 4), **{"parts": (StackedPart(2), StackedPart(2)), **wrong})
 
 
 def test_parameters_carry_their_sharding() -> None:

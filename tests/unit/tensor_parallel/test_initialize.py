@@ -10,14 +10,14 @@ from torch import Tensor, nn
 
 from megatron.core.parallel.context import ParallelContext
 from megatron.core.parallel.mesh import Mesh
-from megatron.core.parallel.sharding import Sharding
+from megatron.core.parallel.sharding import Sharding, StackedPart
 from megatron.core.tensor_parallel.initialize import Constant, Normal, initialize
 from megatron.core.tensor_parallel.layers import make_parameter
 
 SHARDINGS = {
     "columns": Sharding((48, 20), {0: "tp"}),
     "rows": Sharding((20, 48), {1: "tp"}),
-    "blocks": Sharding((48, 20), {0: "tp"}, blocks=2),
+    "parts": Sharding((48, 20), {0: "tp"}, parts=(StackedPart(24), StackedPart(8), StackedPart(16, groups=2))),
     "vocabulary": Sharding((67, 20), {0: "tp"}, pad_multiple=8),
     "many draws": Sharding((4, 600_000), {0: "tp"}),
     "replicated": Sharding((30,)),

@@ -285,8 +285,10 @@ class _Merge:
         dim = _split_dim(name, parts[0].shape, sharding)
         if dim is None:
             return parts[0]
-        blocks = [part.chunk(sharding.blocks, dim) for part in parts]  # gates, values
-        whole = torch.cat([part[block] for block in range(sharding.blocks) for part in blocks], dim)
+        if sharding.parts:  # such as gates and values: all ranks' part of the first, then those of the next
+            rows = [stacked.local_rows(len(parts)) for stacked in sharding.parts]
+            parts = [each for stacked in zip(*(torch.split(part, rows, dim) for part in parts)) for each in stacked]
+        whole = torch.cat(parts, dim)
         return whole[: self.vocab_size] if name in _BY_VOCABULARY else whole
 
     def _by_head(self, part: Tensor, kinds: int, ranks: int) -> Tensor:
