@@ -38,3 +38,48 @@ def test_checks_stop_with_the_name_of_what_failed(tmp_path: Path) -> None:
     assert done.returncode == 1
     assert "made dev" in done.stdout
     assert "tests/run.sh: FAILED at: format" in done.stderr
+
+
+CHECKS = {"ruff": "format", "mypy": "types", "lint-imports": "types", "python": "tests"}
+"""Programs that the checks start, and the step that a failure of each is reported by."""
+
+
+@pytest.mark.parametrize("failing", ["", *CHECKS])
+def test_status_of_the_checks_is_that_of_what_they_run(tmp_path: Path, failing: str) -> None:
+    """The end of a check that had passed made a run exit 1 in which everything passed."""
+    stand_in(tmp_path / "tests/run.sh", (ROOT / "tests/run.sh").read_text(encoding="utf-8"))
+    stand_in(tmp_path / "tools/make_venv.sh", "true")
+    for program in CHECKS:
+        stand_in(tmp_path / ".venv/bin" / program, f"#!/bin/sh\nexit {int(program == failing)}")
+    done = subprocess.run(["bash", "tests/run.sh"], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == (1 if failing else 0), done.stdout + done.stderr
+    assert ("everything passed" in done.stdout) == (not failing)
+    assert (f"FAILED at: {CHECKS[failing]}" if failing else "") in done.stderr
+
+
+@pytest.mark.parametrize(("default_tier", "whole_tier"), [(0, 0), (0, 3), (3, 0)])
+def test_status_of_continuous_integration_is_that_of_the_tests(
+    tmp_path: Path, default_tier: int, whole_tier: int
+) -> None:
+    """After a default tier that passes the rest of the whole tier begins; what either ends with is reported."""
+    stand_in(tmp_path / ".ci/run", (ROOT / ".ci/run").read_text(encoding="utf-8"))
+    stand_in(tmp_path / "tools/make_venv.sh", "true")
+    for installed in ("slurmctld", "chromium"):
+        stand_in(tmp_path / "bin" / installed, "#!/bin/sh")
+    tests = f'echo "tests $*"; [[ "${{1:-}}" == --all ]] && exit {whole_tier}; exit {default_tier}'
+    stand_in(tmp_path / "tests/run.sh", tests)
+    path = {"PATH": f"{tmp_path}/bin:{os.environ['PATH']}", "TEST_MINUTES": "25"}
+    done = subprocess.run(
+        ["bash", str(tmp_path / ".ci/run")], env=os.environ | path, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == (default_tier or whole_tier), done.stdout + done.stderr
+    began = [line.split()[1:] for line in done.stdout.splitlines() if line.startswith("tests")]
+    assert [words[:1] for words in began] == [[], *([["--all"]] if default_tier == 0 else [])]
+    assert all(words[2:] == ["--without-default"] for words in began[1:])
+
+
+def stand_in(path: Path, text: str) -> None:
+    """A program in place of the real one."""
+    path.parent.mkdir(exist_ok=True, parents=True)
+    path.write_text(f"{text}\n", encoding="utf-8")
+    path.chmod(0o755)
