@@ -10,6 +10,7 @@ import pytest
 from megatron.config.model import ModelConfig
 from megatron.config.moe import MoEConfig
 from megatron.core.conversion.huggingface.config_reader import ConfigReader
+from megatron.core.models.gpt.huggingface import FORMAT
 from megatron.core.models.gpt.huggingface.deepseek import DEEPSEEK_V2, DEEPSEEK_V3
 from megatron.errors import CheckpointError
 from tests.harness.sentences import expect_error
@@ -26,17 +27,17 @@ def test_groups_scored_by_their_best_expert_need_not_divide_the_choices() -> Non
     }
     settings |= {"n_routed_experts": 8, "moe_intermediate_size": 16, "num_experts_per_tok": 3}
     kinds = dict.fromkeys({*DEEPSEEK_V2.merged("kinds"), *settings}, Any)
-    moe = DEEPSEEK_V2.experts(ConfigReader(settings, defaults, "it", kinds=kinds))
+    moe = DEEPSEEK_V2.groups[0].of(ConfigReader(settings, defaults, "it", kinds=kinds))
     assert (moe.moe_router_group_topk, moe.moe_router_group_score) == (2, "max")
     with expect_error(CheckpointError):
-        DEEPSEEK_V2.experts(ConfigReader({**settings, "num_experts_per_tok": 5}, defaults, "it", kinds=kinds))
+        DEEPSEEK_V2.groups[0].of(ConfigReader({**settings, "num_experts_per_tok": 5}, defaults, "it", kinds=kinds))
 
 
 def v3(**settings: Any) -> MoEConfig:
     """The experts of a DeepSeek-V3 with eight of them."""
     asked = {"num_hidden_layers": 2, "n_routed_experts": 8, "moe_intermediate_size": 16, **settings}
     kinds = dict.fromkeys({*DEEPSEEK_V3.merged("kinds"), *asked}, Any)
-    return DEEPSEEK_V3.experts(ConfigReader(asked, DEEPSEEK_V3.merged("defaults"), "it", kinds=kinds))
+    return DEEPSEEK_V3.groups[0].of(ConfigReader(asked, DEEPSEEK_V3.merged("defaults"), "it", kinds=kinds))
 
 
 @pytest.mark.parametrize(("kept", "choices", "name"), [(2, 4, "sum"), (2, 3, "top2"), (3, 5, "top2"), (4, 4, "top2")])
@@ -64,7 +65,11 @@ def test_groups_of_other_scores_are_not_written_as_deepseek_v3() -> None:
     """Megatron-LM adds as many scores as a token chooses in a group; DeepSeek's code always two."""
     model = ModelConfig(num_layers=2, hidden_size=16, num_attention_heads=2, ffn_hidden_size=32)
     usual = v3(n_group=4, topk_group=2, num_experts_per_tok=4)
-    assert DEEPSEEK_V3.expert_differences(usual, model) == []
-    assert DEEPSEEK_V3.expert_differences(replace(usual, moe_router_group_score="top2"), model) == []
+
+    def differences(moe: MoEConfig) -> list[str]:
+        return FORMAT.differences("deepseek_v3", model, (moe,))
+
+    assert differences(usual) == []
+    assert differences(replace(usual, moe_router_group_score="top2")) == []
     three = replace(usual, num_experts=16, moe_router_topk=6)
-    assert DEEPSEEK_V3.expert_differences(three, model) == ["--moe-router-group-score is sum and not top2"]
+    assert differences(three) == ["--moe-router-group-score is sum and not top2"]

@@ -17,6 +17,7 @@ from megatron.config.positions import ROTARY_FIELDS
 from megatron.config.rules.positions import rotated_channels
 from megatron.core.conversion.bounds import KINDS, Count
 from megatron.core.conversion.huggingface.config_reader import ConfigReader, Feature, Json
+from megatron.core.conversion.huggingface.parts import PublishedPart
 from megatron.core.conversion.portable import LazyTensor
 from megatron.core.conversion.tables import Row
 from megatron.core.models.registry import family_of
@@ -92,7 +93,8 @@ class ModelType(Feature):
     ``spellings``: settings of which several combinations mean the same model; then the source's are kept.
 
     What no table can say is in ``features`` that other types have, too, and in the type's own fields as a feature,
-    which come after those. ``rows`` of a model replace those of the table.
+    which come after those. ``rows`` of a model replace those of the table. ``groups``: parts with settings of their
+    own, such as experts.
 
     ``prefix``: what names of the bare model begin with inside the model with its heads; ``heads``: beginnings of names
     outside the bare model. ``unused``: ends of names of tensors that no model needs, such as buffers of older versions.
@@ -109,6 +111,7 @@ class ModelType(Feature):
     activation: str = "hidden_act"
     activations: Mapping[str, Activation] = field(default_factory=dict)
     features: Sequence[Feature] = ()
+    groups: Sequence[PublishedPart[Any]] = ()
     expected: Mapping[str, Any] = field(default_factory=dict)
     written: Mapping[str, Any] = field(default_factory=dict)
     shared_settings: Mapping[str, str] = field(default_factory=dict)

@@ -39,7 +39,6 @@ from megatron.core.models.gpt.huggingface import (
     stablelm,
     starcoder2,
 )
-from megatron.core.models.gpt.huggingface.experts import ExpertType
 
 _KINDS = (
     gpt2,
@@ -81,32 +80,37 @@ class DecoderFormat(HuggingFaceFormat):
 
     @override
     def groups_from_config(self, reader: ConfigReader, tensors: Collection[str], *, where: str) -> tuple[object, ...]:
-        """GPT's facts, and the experts of types that have some."""
+        """GPT's facts, and the parts of types that have some."""
         described = self.types[reader("model_type")]
-        return (GPTConfig(), *([described.experts(reader)] if isinstance(described, ExpertType) else []))
+        return (GPTConfig(), *(part.of(reader) for part in described.groups))
 
     @override
     def settings_of_groups(self, groups: Sequence[object], model_type: str, model: ModelConfig) -> dict[str, Any]:
-        """Settings of the experts."""
-        described = self.types[model_type]
-        if not isinstance(described, ExpertType):
-            return {}
-        return described.write_experts(MoEConfig.among(groups), model)
+        """Settings of the parts."""
+        parts = self.types[model_type].groups
+        return {name: value for part in parts for name, value in part.write(part.among(groups), model).items()}
 
     @override
     def differences(self, model_type: str, model: ModelConfig, groups: Sequence[object]) -> list[str]:
-        """What a type can't express about the model's experts."""
-        described, moe = self.types[model_type], MoEConfig.among(groups)
-        if isinstance(described, ExpertType):
-            return described.expert_differences(moe, model)
-        return ["it has experts"] if moe.has_experts else []
+        """What a type can't express about the model's parts."""
+        described = self.types[model_type]
+        found = [reason for part in described.groups if (reason := part.missing(part.among(groups)))]
+        if found:
+            return found
+        sizes = {"num_hidden_layers": model.num_layers, "intermediate_size": model.ffn_hidden_size}
+        settings = {**sizes, "hidden_size": model.hidden_size, **self.settings_of_groups(groups, model_type, model)}
+        for part in described.groups:
+            defaults, kinds = described.merged("defaults"), self.kinds_of(model_type)
+            found += part.differences(part.among(groups), settings, defaults=defaults, kinds=kinds)
+        moe, known = MoEConfig.among(groups), {part.group for part in described.groups}
+        return [*found, "it has experts"] if moe.has_experts and MoEConfig not in known else found
 
     @override
     def table(self, model_type: str, model: ModelConfig, groups: Sequence[object] = ()) -> Sequence[Row]:
-        """Rows of the model's modules, those of experts included."""
-        described, moe = self.types[model_type], MoEConfig.among(groups)
-        of_experts = described.expert_rows(moe) if isinstance(described, ExpertType) and moe.has_experts else ()
-        return (*super().table(model_type, model, groups), *of_experts)
+        """Rows of the model's modules, those of its parts included."""
+        parts = self.types[model_type].groups
+        of_parts = (row for part in parts for row in part.rows(part.among(groups)))
+        return (*super().table(model_type, model, groups), *of_parts)
 
 
 FORMAT = DecoderFormat()

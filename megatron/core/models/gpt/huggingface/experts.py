@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Annotated, Any
 
 import torch
+from typing_extensions import override
 
-from megatron.config.flags import flags_of
 from megatron.config.layer_patterns import shortest_pattern
 from megatron.config.model import ModelConfig
 from megatron.config.moe import MoEConfig
 from megatron.core.conversion.bounds import Layers, Width
 from megatron.core.conversion.huggingface.config_reader import ConfigReader
 from megatron.core.conversion.huggingface.format import ModelType
+from megatron.core.conversion.huggingface.parts import PublishedPart
 from megatron.core.conversion.tables import Row
 from megatron.core.conversion.transforms import Transform, stacked
-from megatron.errors import CheckpointError
 from megatron.small_files import Between
 
 Experts = Annotated[int, Between(1, 4096)]
@@ -47,55 +47,37 @@ STACKED_PAIRS = Transform(
 
 
 @dataclass(frozen=True, kw_only=True)
-class ExpertType(ModelType):
-    """Models with experts.
+class PublishedExperts(PublishedPart[MoEConfig]):
+    """The experts of a type's models. ``optional``: whether a model may have none."""
 
-    ``read_experts``: fields of ``MoEConfig`` from the settings. ``write_experts``: the settings from those fields; what
-    reading doesn't find again is refused. ``expert_rows``: of the table.
-    """
+    optional: bool = False
 
-    read_experts: Callable[[ConfigReader], dict[str, Any]]
-    write_experts: Callable[[MoEConfig, ModelConfig], dict[str, Any]]
-    expert_rows: Callable[[MoEConfig], Sequence[Row]]
+    @override
+    def missing(self, part: MoEConfig) -> str | None:
+        """A model without experts isn't of a type that always has some."""
+        return None if self.optional or part.has_experts else "it has no experts"
 
-    def experts(self, reader: ConfigReader) -> MoEConfig:
-        """The settings of experts; CheckpointError for some that don't fit together."""
-        found = MoEConfig(**self.read_experts(reader))
-        count, choices = found.num_experts or 0, found.moe_router_topk
-        groups, kept = found.moe_router_num_groups or 1, found.moe_router_group_topk or 1
-        if choices > count:
-            raise reader.refuse("num_experts_per_tok", f"there are {count} experts")
-        is_uneven = found.moe_router_group_score == "sum" and choices % kept > 0
-        if count % groups or kept > groups or choices > count // groups * kept or is_uneven:
-            advice = f"{count} experts of which a token chooses {choices} have no such groups, of which it keeps {kept}"
-            raise reader.refuse("n_group", advice)
-        if found.moe_router_num_groups is not None and found.scores_of_group > count // groups:
-            advice = f"a group's score is the sum of its best two experts, and of {count} experts each group has one"
-            raise reader.refuse("n_group", advice)
-        return found
+    @override
+    def as_in(self, part: MoEConfig, usual: MoEConfig) -> MoEConfig:
+        """Whatever the scores of groups are called."""
+        if usual.scores_of_group != part.scores_of_group:
+            return usual
+        return replace(usual, moe_router_group_score=part.moe_router_group_score)
 
-    def expert_differences(self, moe: MoEConfig, model: ModelConfig) -> list[str]:
-        """What ``moe`` has that no model of this type has."""
-        if not moe.has_experts:
-            return ["it has no experts"]
-        settings = {
-            "num_hidden_layers": model.num_layers,
-            "intermediate_size": model.ffn_hidden_size,
-            "hidden_size": model.hidden_size,
-            **self.write_experts(moe, model),
-        }
-        kinds = dict.fromkeys({*self.merged("kinds"), *self.settings.values(), *settings}, Any)
-        try:
-            usual = MoEConfig(**self.read_experts(ConfigReader(settings, self.merged("defaults"), "it", kinds=kinds)))
-        except CheckpointError as error:  # a combination that this type doesn't have
-            return [str(error)]
-        if usual.scores_of_group == moe.scores_of_group:  # whatever they are called
-            usual = replace(usual, moe_router_group_score=moe.moe_router_group_score)
-        return [
-            f"{flag.positive} is {getattr(moe, flag.field)} and not {getattr(usual, flag.field)}"
-            for flag in flags_of(MoEConfig)
-            if flag.options.architecture and getattr(moe, flag.field) != getattr(usual, flag.field)
-        ]
+
+def _check(found: MoEConfig, reader: ConfigReader) -> None:
+    """Raise CheckpointError for choices and groups that don't fit together."""
+    count, choices = found.num_experts or 0, found.moe_router_topk
+    groups, kept = found.moe_router_num_groups or 1, found.moe_router_group_topk or 1
+    if choices > count:
+        raise reader.refuse("num_experts_per_tok", f"there are {count} experts")
+    is_uneven = found.moe_router_group_score == "sum" and choices % kept > 0
+    if count % groups or kept > groups or choices > count // groups * kept or is_uneven:
+        advice = f"{count} experts of which a token chooses {choices} have no such groups, of which it keeps {kept}"
+        raise reader.refuse("n_group", advice)
+    if found.moe_router_num_groups is not None and found.scores_of_group > count // groups:
+        advice = f"a group's score is the sum of its best two experts, and of {count} experts each group has one"
+        raise reader.refuse("n_group", advice)
 
 
 def with_experts(
@@ -104,10 +86,10 @@ def with_experts(
     read: Callable[[ConfigReader], dict[str, Any]],
     write: Callable[[MoEConfig, ModelConfig], dict[str, Any]],
     rows: Callable[[MoEConfig], Sequence[Row]],
-) -> ExpertType:
+) -> ModelType:
     """The type ``base`` with experts."""
-    shared = {each.name: getattr(base, each.name) for each in fields(base)}
-    return ExpertType(**shared, read_experts=read, write_experts=write, expert_rows=rows)
+    experts = PublishedExperts(group=MoEConfig, read=read, write=write, rows=rows, check=_check)
+    return replace(base, groups=(*base.groups, experts))
 
 
 def expert_layers(layers: Sequence[bool]) -> str:

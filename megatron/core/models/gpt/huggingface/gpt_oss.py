@@ -104,8 +104,8 @@ GPT_OSS = with_experts(
         about="gpt-oss: sinks, sliding windows in any layers, YaRN",
         example="openai/gpt-oss-20b",
     ),
-    read=MIXTRAL.read_experts,
-    write=MIXTRAL.write_experts,
+    read=MIXTRAL.groups[0].read,
+    write=MIXTRAL.groups[0].write,
     rows=_rows,
 )
 
