@@ -37,7 +37,8 @@ def v3(**settings: Any) -> MoEConfig:
     """The experts of a DeepSeek-V3 with eight of them."""
     asked = {"num_hidden_layers": 2, "n_routed_experts": 8, "moe_intermediate_size": 16, **settings}
     kinds = dict.fromkeys({*DEEPSEEK_V3.merged("kinds"), *asked}, Any)
-    return DEEPSEEK_V3.groups[0].of(ConfigReader(asked, DEEPSEEK_V3.merged("defaults"), "it", kinds=kinds))
+    found: MoEConfig = DEEPSEEK_V3.groups[0].of(ConfigReader(asked, DEEPSEEK_V3.merged("defaults"), "it", kinds=kinds))
+    return found
 
 
 @pytest.mark.parametrize(("kept", "choices", "name"), [(2, 4, "sum"), (2, 3, "top2"), (3, 5, "top2"), (4, 4, "top2")])
