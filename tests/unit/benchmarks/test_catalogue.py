@@ -121,15 +121,15 @@ def test_a_benchmark_that_fails_ends_no_other(
 
 
 @pytest.mark.parametrize(
-    ("argv", "message"),
+    "argv",
     [
-        ("all expert", "no benchmark is called expert: there are against_commit, "),
-        ("all --json missing/file.json", "the folder .*missing does not exist"),
-        ("list experts", "python -m benchmarks all experts"),
+        "all expert",
+        "all --json missing/file.json",
+        "list experts",
     ],
 )
-def test_mistakes_are_said_before_anything_runs(argv: str, message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
+def test_mistakes_are_said_before_anything_runs(argv: str) -> None:
+    with expect_error(ConfigError):
         program.main(argv.split())
 
 

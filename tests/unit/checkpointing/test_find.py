@@ -178,10 +178,10 @@ def test_an_irrelevant_broken_checkpoint_is_no_news(root: Path, caplog: pytest.L
 def test_a_given_step_is_taken_or_refused(root: Path) -> None:
     """--ckpt-step never silently loads another iteration."""
     assert find_checkpoint(root, step=20).iteration == 20
-    with pytest.raises(CheckpointError, match=r"--ckpt-step 25: .*complete iterations: 10, 20, 30"):
+    with expect_error(CheckpointError, "--ckpt-step 25", "10", "20"):
         find_checkpoint(root, step=25)
     damage(root / "iter_0000020" / "__0_0.distcp", "flip")
-    with pytest.raises(CheckpointError, match=r"--ckpt-step 20: iter_0000020: __0_0.distcp is damaged"):
+    with expect_error(CheckpointError, "--ckpt-step 20", "iter_0000020", "__0_0.distcp"):
         find_checkpoint(root, step=20)
 
 
@@ -192,7 +192,7 @@ def test_one_checkpoint_may_be_named_itself(root: Path) -> None:
     with expect_error(CheckpointError, "iter_0000020", "20", "--ckpt-step 30"):
         find_checkpoint(root / "iter_0000020", step=30)
     damage(root / "iter_0000020" / "run.json", "flip")
-    with pytest.raises(CheckpointError, match=r"run.json is damaged"):
+    with expect_error(CheckpointError, "run.json"):
         find_checkpoint(root / "iter_0000020")
 
 

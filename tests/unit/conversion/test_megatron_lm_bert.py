@@ -178,7 +178,7 @@ def test_a_bert_with_another_head(tmp_path: Path) -> None:
     """One that was fine-tuned; and what --model-type says has to be there."""
     _, _, theirs = bert(BERTS["bert"])
     write_torch(tmp_path / "theirs", CLASSIC, theirs, style="core")
-    with pytest.raises(CheckpointError, match=r"--model-type GPT: .*theirs holds a BERT"):
+    with expect_error(CheckpointError, "--model-type"):
         do("megatron-lm", tmp_path / "theirs", "megatron", tmp_path / "ours", family="GPT")
     path = next((tmp_path / "theirs").rglob("*rng.pt"))
     content = torch.load(path, weights_only=False)

@@ -90,7 +90,7 @@ def test_ignoring_is_for_what_is_unknown(tmp_path: Path) -> None:
     with expect_error(CheckpointError, "MuP's"):
         read_megatron_lm(tmp_path / "x", ignored=["cluster"])
     write_torch(tmp_path / "y", CLASSIC, values, style="core", cluster="north")
-    with pytest.raises(CheckpointError, match="cluster = north"):
+    with expect_error(CheckpointError):
         read_megatron_lm(tmp_path / "y")
     words = f"--from megatron-lm --load {tmp_path / 'y'} --to megatron --save {tmp_path / 'ours'}"
     tool.main([*words.split(), "--ignore-saved-args", "cluster"])

@@ -153,37 +153,36 @@ def test_numbers_keep_their_type(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("settings", "words"),
+    ("settings", "fact"),
     [
         (
             {"feed_forward_proj": "relu", "dense_act_fn": "relu", "is_gated_act": True},
-            "says is_gated_act = True: with a gate this project has silu and gelu_new and gelu_pytorch_tanh",
+            "is_gated_act = True",
         ),
-        ({"dense_act_fn": "tanh"}, "says dense_act_fn = 'tanh': without a gate this project has relu and gelu_new"),
+        ({"dense_act_fn": "tanh"}, "dense_act_fn"),
         (
             {"feed_forward_proj": "gated-tanh", "dense_act_fn": "tanh", "is_gated_act": True},
-            "says feed_forward_proj = 'gated-tanh': with a gate this project has silu",
+            "feed_forward_proj",
         ),
-        ({"d_kv": None}, "lacks d_kv, which the architecture needs"),
-        ({"num_decoder_layers": 4}, "missing: decoder.block.3.layer.0.SelfAttention.k.weight"),
-        ({"num_layers": 1}, "not part of this architecture: encoder.block.1.layer.0.SelfAttention.k.weight"),
-        ({"relative_attention_num_buckets": 32}, "relative_attention_bias.weight is [8, 3] and should be [32, 3]"),
+        ({"d_kv": None}, "d_kv"),
+        ({"num_decoder_layers": 4}, "decoder.block.3.layer.0.SelfAttention.k.weight"),
+        ({"num_layers": 1}, "encoder.block.1.layer.0.SelfAttention.k.weight"),
+        ({"relative_attention_num_buckets": 32}, "relative_attention_bias.weight"),
         (
             {"scale_decoder_outputs": False, "is_gated_act": True},
-            "missing: decoder.block.0.layer.2.DenseReluDense.wi_0",
+            "decoder.block.0.layer.2.DenseReluDense.wi_0.weight",
         ),
     ],
 )
 def test_settings_that_cannot_be_converted(
-    settings: dict[str, Any], words: str, model_folder: Folder, tmp_path: Path
+    settings: dict[str, Any], fact: str, model_folder: Folder, tmp_path: Path
 ) -> None:
     """By name, with the value."""
     folder = shutil.copytree(model_folder("t5, exact gelu, 3 heads"), tmp_path / "t5")
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, **settings}))
-    with pytest.raises(CheckpointError) as caught:
+    with expect_error(CheckpointError, fact):
         read_huggingface(folder)
-    assert words in str(caught.value)
 
 
 ORIGINAL: dict[str, Any] = {
@@ -241,8 +240,7 @@ def test_activations_of_models_that_were_trained_here(activation: str) -> None:
 def test_an_encoder_alone_is_said_in_a_sentence(tmp_path: Path) -> None:
     """A T5EncoderModel, as image generators ship, was answered with a list of missing tensors."""
     transformers.T5EncoderModel(transformers.T5Config(**V1_1)).save_pretrained(tmp_path)
-    words = r"holds a T5 of an encoder alone \(T5EncoderModel\), but a T5 here also has a decoder: convert the "
-    with pytest.raises(CheckpointError, match=words):
+    with expect_error(CheckpointError, "T5EncoderModel"):
         read_huggingface(tmp_path)
 
 
@@ -251,7 +249,7 @@ def test_what_a_t5_cannot_become(model_folder: Folder, tmp_path: Path) -> None:
     do("hf", model_folder("t5"), "megatron", tmp_path / "ours", skip_proof=True)
     with expect_error(CheckpointError, "ReLU", "--relu"):
         convert(Conversion("megatron", tmp_path / "ours", "megatron-lm", tmp_path / "theirs"), print)
-    with pytest.raises(CheckpointError, match=r"--model-type BERT: .*ours holds a T5"):
+    with expect_error(CheckpointError, "--model-type"):
         convert(Conversion("megatron", tmp_path / "ours", "hf", tmp_path / "x", family="BERT"), print)
     found = read_native(tmp_path / "ours")
     assert found.num_layers == 5

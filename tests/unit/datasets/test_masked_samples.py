@@ -267,7 +267,7 @@ def test_errors(prefix: str, tmp_path: Any) -> None:
     arguments: dict[str, Any] = {"seed": 1, "sizes": SplitSizes(5, 0, 0)}
     with expect_error(ConfigError, "BERT"):
         build_bert_splits(config, tokenizer=FakeTokenizer(), **arguments)  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match="give --vocab-extra-ids 100"):
+    with expect_error(ConfigError, "--vocab-extra-ids 100"):
         build_t5_splits(config, tokenizer=RecordedTokenizer(sentinels=()), decoder_seq_length=9, **arguments)
     with IndexedDatasetWriter(tmp_path / "documents", np.uint16) as writer:
         writer.add_documents([1, 2, 3, 4], [2, 2])

@@ -12,6 +12,7 @@ from megatron.core.inference.request import BeamSearch, Request, StopRules
 from megatron.core.inference.sampling import ForbiddenAfter, Sampling
 from megatron.core.inference.scheduler import SchedulerOptions
 from megatron.errors import DataError
+from tests.harness.sentences import expect_error
 from tests.harness.table_model import Table, table
 from tests.unit.inference.test_engine import Letters
 
@@ -134,13 +135,13 @@ def test_an_encoder_reads_its_text_for_every_beam() -> None:
 def test_refuses_what_has_no_room() -> None:
     engine = Engine(table(num_blocks=20, block_size=4))
     cases = [
-        (replace(REQUEST, beams=BeamSearch(width=5)), "beam search with 5 beams: give 1 to 4"),
-        (replace(REQUEST, beams=BeamSearch(width=0)), "0 beams"),
-        (replace(REQUEST, max_tokens=60), "4 beams of up to 63 tokens need 64 blocks of the cache, which has 19"),
-        (replace(REQUEST, max_tokens=0), "max_tokens 0: it must be 1 or more"),
+        (replace(REQUEST, beams=BeamSearch(width=5)), "5"),
+        (replace(REQUEST, beams=BeamSearch(width=0)), "0"),
+        (replace(REQUEST, max_tokens=60), "19"),
+        (replace(REQUEST, max_tokens=0), "max_tokens 0"),
     ]
-    for request, message in cases:
-        with pytest.raises(DataError, match=message):
+    for request, fact in cases:
+        with expect_error(DataError, fact):
             engine.check(request)
 
 

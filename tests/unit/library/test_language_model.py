@@ -17,6 +17,7 @@ from typing_extensions import assert_type
 import megatron
 from megatron.errors import CheckpointError, ConfigError, DataError
 from tests.architecture.source_tree import ROOT
+from tests.harness.sentences import expect_error
 
 transformers = pytest.importorskip("transformers", reason="its models are converted")
 IDS = torch.arange(24).view(2, 12) * 5 % 101
@@ -71,7 +72,7 @@ def test_folders_of_both_formats_hold_the_model(llama: Any, tmp_path: Path) -> N
     assert torch.equal(theirs(IDS).logits, llama(IDS).logits)
     half = megatron.load(tmp_path / "ours", dtype="bf16")
     assert half.dtype == half(IDS).dtype == torch.bfloat16
-    with pytest.raises(CheckpointError, match=r"ours exists and is not empty: name a new folder, or pass overwrite"):
+    with expect_error(CheckpointError):
         model.save(tmp_path / "ours")
     model.save(tmp_path / "ours", overwrite=True)
 
@@ -129,7 +130,7 @@ def test_encoders_and_decoders(tmp_path: Path) -> None:
     model, real = megatron.from_transformers(bert), torch.ones_like(IDS, dtype=torch.bool)
     found = model(IDS, torch.zeros_like(IDS), attention_mask=real)
     torch.testing.assert_close(found, bert(IDS).logits, rtol=1e-3, atol=1e-4)
-    with pytest.raises(ConfigError, match="a bert model continues no texts: call it for its logits instead"):
+    with expect_error(ConfigError):
         model.generate([5, 6])
 
 
@@ -160,15 +161,15 @@ def test_wrong_prompts_and_options(llama: Any, prompts: Any, options: dict[str, 
 
 def test_wrong_models_and_folders(llama: Any, tmp_path: Path) -> None:
     """A folder with nothing in it, a module of something else, and a model that was converted after it was built."""
-    with pytest.raises(CheckpointError, match=r"^megatron\.load\('.*none'\): there is no such folder$"):
+    with expect_error(CheckpointError, "megatron.load"):
         megatron.load(tmp_path / "none")
-    with pytest.raises(CheckpointError, match="takes a model of the transformers library, a folder or ORG/NAME"):
+    with expect_error(CheckpointError):
         megatron.from_transformers(nn.Linear(2, 2))
-    with pytest.raises(ConfigError, match="tokenizer=.* holds no tokenizer's files"):
+    with expect_error(ConfigError):
         megatron.from_transformers(llama, tokenizer=tmp_path)
-    with pytest.raises(ConfigError, match="dtype='int8': weights are torch.float32"):
+    with expect_error(ConfigError, "'int8'", "torch.float32"):
         megatron.from_transformers(llama, dtype="int8")
-    with pytest.raises(ConfigError, match="was built in float32 on cpu and has been converted to bfloat16 on cpu"):
+    with expect_error(ConfigError):
         megatron.from_transformers(llama).bfloat16()(IDS)
 
 

@@ -114,17 +114,17 @@ def test_a_checkpoint_names_no_code(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("value", "message"),
+    ("value", "fact"),
     [
-        ("no_such_package:FAMILY", "installed as no_such_package:FAMILY, which cannot be imported"),
-        ("toy_package:OTHER", "installed as toy_package:OTHER, which cannot be imported"),
-        ("toy_package", "must be a Family called 'toy'"),
+        ("no_such_package:FAMILY", "no_such_package"),
+        ("toy_package:OTHER", "toy_package"),
+        ("toy_package", "'toy'"),
     ],
 )
-def test_a_broken_installation_is_named(folder: Path, value: str, message: str) -> None:
+def test_a_broken_installation_is_named(folder: Path, value: str, fact: str) -> None:
     """Where it is asked for; a built-in family and a mistyped flag don't meet it."""
     install(folder, value)
-    with pytest.raises(ConfigError, match=message):
+    with expect_error(ConfigError, fact):
         find_family("toy")
     assert find_family("gpt") is registry.FAMILIES["gpt"]
     assert owner_of("--toy-width") is None

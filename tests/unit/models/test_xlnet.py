@@ -19,6 +19,7 @@ from megatron.core.parallel.model_context import ModelContext
 from megatron.errors import CheckpointError
 from tests.end_to_end.commands import ROOT
 from tests.harness.runs import tiny_config
+from tests.harness.sentences import expect_error
 
 
 @pytest.fixture(autouse=True)
@@ -126,22 +127,22 @@ def test_logits_and_gradients_are_those_of_transformers(memory: int | None) -> N
 
 
 @pytest.mark.parametrize(
-    ("settings", "said"),
+    ("settings", "fact"),
     [
-        ({"attn_type": "uni"}, "attn_type = 'uni': this project supports only 'bi'"),
+        ({"attn_type": "uni"}, "attn_type"),
         ({"clamp_len": 30}, "clamp_len = 30"),
         ({"same_length": True}, "same_length = True"),
         ({"bi_data": True}, "bi_data = True"),
     ],
 )
-def test_what_has_no_counterpart_is_refused(settings: dict[str, Any], said: str) -> None:
+def test_what_has_no_counterpart_is_refused(settings: dict[str, Any], fact: str) -> None:
     """A setting that is passed over would be another model than the published one."""
     config = {**published().config.to_dict(), **settings}
-    with pytest.raises(CheckpointError, match=said):
+    with expect_error(CheckpointError, fact):
         model_from_config(config, where="config.json")
 
 
 def test_a_model_that_forgets_a_part_of_a_segment_is_refused() -> None:
     """``reuse_len`` keeps the first states of a segment alone."""
-    with pytest.raises(CheckpointError, match="reuse_len = 5: this project remembers whole segments"):
+    with expect_error(CheckpointError, "reuse_len = 5"):
         from_transformers(published(reuse_len=5))

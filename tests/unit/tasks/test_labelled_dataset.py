@@ -179,7 +179,7 @@ def test_what_an_epoch_is_made_of_is_in_its_digest(tokenizer: WordPieceTokenizer
     others = [EpochsDataset(samples, **given | {"batch": 5}), EpochsDataset(samples, **given | {"seed": 2})]
     others.append(EpochsDataset(numbered(11, tokenizer), **given))
     assert digest not in {each.digest for each in others[:2]}
-    with pytest.raises(DataError, match="with another --seq-length, --seed or --global-batch-size"):
+    with expect_error(DataError, "--seq-length", "--seed", "--global-batch-size"):
         others[0].with_samples(7)
 
 

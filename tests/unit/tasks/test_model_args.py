@@ -4,23 +4,22 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
-
 from megatron.errors import ConfigError, MegatronError
 from tasks.model_args import run_of, words_of
 from tests.harness.evaluation import SmallGPT2
+from tests.harness.sentences import expect_error
 
 
 def test_mistakes_are_one_sentence(gpt2: SmallGPT2) -> None:
     load = str(gpt2.native)
-    for flags, message in (
-        ({"load": "nowhere"}, "there is no checkpoint in nowhere to take the architecture from: give another --load"),
-        ({"load": load, "sizes": 3}, "there is no flag --sizes"),
-        ({"load": load, "data_path": "a"}, "leave --data-path out"),
+    for flags, fact in (
+        ({"load": "nowhere"}, "nowhere"),
+        ({"load": load, "sizes": 3}, "--sizes"),
+        ({"load": load, "data_path": "a"}, "--data-path"),
     ):
-        with pytest.raises(MegatronError, match=message):
+        with expect_error(MegatronError, fact, exit_code=2):
             run_of(flags, batch_size=None, device=None)
-    with pytest.raises(ConfigError, match="--device mps"):
+    with expect_error(ConfigError, "--device mps"):
         run_of({"load": load}, batch_size=None, device="mps")
 
 

@@ -204,7 +204,7 @@ def test_samples_are_batched_with_others_of_their_length(gpt2: SmallGPT2, monkey
 
 
 def test_mistakes_are_one_sentence(gpt2: SmallGPT2) -> None:
-    with pytest.raises(ConfigError, match="num_beams: only until, max_gen_toks"):
+    with expect_error(ConfigError, "num_beams", "max_gen_toks"):
         Asked.of({"until": ["."], "max_gen_toks": 16, "num_beams": 4})
     with expect_error(ConfigError, "5 tokens", "4"):
         sample_of([1], [1, 2, 3, 4, 5], length=4)

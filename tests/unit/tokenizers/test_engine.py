@@ -76,7 +76,7 @@ def test_without_the_library(tokenizer: RustTokenizer, monkeypatch: pytest.Monke
 def test_lone_surrogates_are_refused_by_both(tokenizer: RustTokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
     install(monkeypatch)
     for name in (GIGATOKEN, OWN):
-        with pytest.raises(DataError, match="an unpaired surrogate"):
+        with expect_error(DataError):
             build_engine(name, tokenizer, "uint16").encode(["\ud83d"])
 
 

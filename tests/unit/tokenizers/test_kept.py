@@ -87,7 +87,7 @@ def test_damage_to_the_tokenizer_is_damage_to_the_checkpoint(kinds: dict[str, To
     with expect_error(CheckpointError, "tokenizer/merges.txt"):
         find_checkpoint(tmp_path / "runs")
     merges.unlink()
-    with pytest.raises(CheckpointError, match=r"tokenizer/merges\.txt is missing"):
+    with expect_error(CheckpointError, "merges.txt"):
         find_checkpoint(tmp_path / "runs")
 
 

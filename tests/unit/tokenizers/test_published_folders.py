@@ -109,50 +109,39 @@ def test_a_file_of_the_vocabulary_names_its_folder(tmp_path: Path) -> None:
 
 
 REFUSED = [
-    (form("class", {"tokenizer.json": published_folders.byte_level("<|endoftext|>")},
+    form("class", {"tokenizer.json": published_folders.byte_level("<|endoftext|>")},
          {"tokenizer_class": "XLNetTokenizer"}),
-     "is of XLNetTokenizer, which cuts text by rules of its own"),
-    (form("program", {"tokenizer.model": llama_model()},
+    form("program", {"tokenizer.model": llama_model()},
           {"tokenizer_class": "BaichuanTokenizer", "auto_map": {"AutoTokenizer": ["tokenization_baichuan.X", None]}}),
-     r"has its tokenizer as a program \(auto_map\), which is never run"),
-    (form("other model", {"tokenizer.json": published_folders.json_of_words("WordPiece")},
+    form("other model", {"tokenizer.json": published_folders.json_of_words("WordPiece")},
          {"tokenizer_class": "GPT2Tokenizer"}),
-     'holds a tokenizer.json of WordPiece, but its files name GPT2Tokenizer, which is a BPE: .*"TokenizersBackend"'),
-    (form("no vocabulary", {}, {"tokenizer_class": "T5Tokenizer"}),
-         "no tokenizer.model or tiktoken.model or spiece.model"),
-    (form("empty", {"tokenizer.model": b""}), r"tokenizer\.model is empty"),
-    (form("noise", {"tokenizer.model": b"\xff" * 99}), "neither a SentencePiece model nor a tiktoken file"),
-    (form("words", {"tokenizer.model": published_folders.sentencepiece_model("word", vocab_size=60)}),
-     "is a SentencePiece model of words or characters"),
-    (form("no mark", {"vocab.txt": "a\nb\n[UNK]\n"}, {"tokenizer_class": "BertTokenizer"}),
-     "is of BertTokenizer, which needs a cls_token in its vocabulary"),
-    (form("no end", {"tokenizer.model": published_folders.ranks()}), "none is named"),
-    (form("no merges", {"vocab.json": {"a": 0}}, {"tokenizer_class": "GPT2Tokenizer"}), "vocab.json and merges.txt"),
-    (form("list", {"tokenizer.model": llama_model()}, {"added_tokens_decoder": []}), "added_tokens_decoder is"),
-    (form("token", {"tokenizer.model": llama_model()}, {"added_tokens_decoder": {"900": {"content": 3}}}),
-         "describes a token as"),
-    (form("far id", {"tokenizer.model": llama_model()}, {"added_tokens_decoder": decoder(token("x"),
-         first=1 << 40)}), "has the id"),
-    (form("far rank", {"tokenizer.model": published_folders.ranks()},
+    form("no vocabulary", {}, {"tokenizer_class": "T5Tokenizer"}),
+    form("empty", {"tokenizer.model": b""}),
+    form("noise", {"tokenizer.model": b"\xff" * 99}),
+    form("words", {"tokenizer.model": published_folders.sentencepiece_model("word", vocab_size=60)}),
+    form("no mark", {"vocab.txt": "a\nb\n[UNK]\n"}, {"tokenizer_class": "BertTokenizer"}),
+    form("no end", {"tokenizer.model": published_folders.ranks()}),
+    form("no merges", {"vocab.json": {"a": 0}}, {"tokenizer_class": "GPT2Tokenizer"}),
+    form("list", {"tokenizer.model": llama_model()}, {"added_tokens_decoder": []}),
+    form("token", {"tokenizer.model": llama_model()}, {"added_tokens_decoder": {"900": {"content": 3}}}),
+    form("far id", {"tokenizer.model": llama_model()}, {"added_tokens_decoder": decoder(token("x"),
+         first=1 << 40)}),
+    form("far rank", {"tokenizer.model": published_folders.ranks()},
           {"eos_token": "<e>", "added_tokens_decoder": decoder(token("<e>"), first=2_000_000_000)}),
-         "gives '<e>' the id 2000000000, but the vocabulary has 264 tokens"),
-    (form("long rank", {"tokenizer.model": base64.b64encode(b"a" * 30_000) + b" 0\n"}), "a piece of length 30,000"),
-    (form("list of the map", {"tokenizer.model": llama_model()}, map={"extra_special_tokens": 3}),
-         "special_tokens_map.json: extra_special_tokens is 3; expected a list"),
-    (form("half a pair", {"tokenizer.model": llama_model(), "added_tokens.json": '{"\\ud800": 420}'}),
-         r"added_tokens.json describes the token '\\ud800', which is not a text"),
-    (form("no file of it", {"spiece.model": llama_model()}, {"tokenizer_class": "GPTSw3Tokenizer"}),
-         'is of GPTSw3Tokenizer, .* with a tokenizer.json and "tokenizer_class": "TokenizersBackend"'),
-    (form("switch", {"tokenizer.model": llama_model()}, {"add_bos_token": "yes"}), "expected true or false"),
-    (form("role", {"tokenizer.model": llama_model()}, {"eos_token": 3}), "eos_token is 3"),
+    form("long rank", {"tokenizer.model": base64.b64encode(b"a" * 30_000) + b" 0\n"}),
+    form("list of the map", {"tokenizer.model": llama_model()}, map={"extra_special_tokens": 3}),
+    form("half a pair", {"tokenizer.model": llama_model(), "added_tokens.json": '{"\\ud800": 420}'}),
+    form("no file of it", {"spiece.model": llama_model()}, {"tokenizer_class": "GPTSw3Tokenizer"}),
+    form("switch", {"tokenizer.model": llama_model()}, {"add_bos_token": "yes"}),
+    form("role", {"tokenizer.model": llama_model()}, {"eos_token": 3}),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("published", "message"), REFUSED, ids=lambda each: getattr(each, "name", ""))
-def test_other_folders_are_refused_by_name(published: Form, message: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("published", REFUSED, ids=lambda each: each.name)
+def test_other_folders_are_refused_by_name(published: Form, tmp_path: Path) -> None:
     """Never some other tokenizer than the folder's, and never a traceback."""
     published.write(tmp_path)
-    with pytest.raises(DataError, match=message):
+    with expect_error(DataError, tmp_path.name):
         build(tmp_path)
 
 

@@ -116,7 +116,7 @@ def test_held_out_depends_on_the_name_alone() -> None:
 
 
 def test_a_python_without_sources(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="holds no Python sources"):
+    with expect_error(DataError):
         list(gather(tmp_path))
 
 

@@ -229,15 +229,15 @@ def test_mistakes(tmp_path: Path) -> None:
         tool.main([str(tmp_path / "nowhere")])
     with expect_error(CheckpointError):
         tool.main([str(tmp_path), "--verify"])
-    with pytest.raises(ConfigError, match="name a checkpoint"):
+    with expect_error(ConfigError):
         tool.main([])
-    for words, message in (
-        ("x --json --verify", "--json and --verify cannot be combined"),
-        ("--diff x y --can-load --lr 1", "--diff and --can-load cannot be combined"),
-        ("x --diff y z", "--diff A B compares two checkpoints, but x is not one"),
-        ("--diff y z --ckpt-step 3", "--diff A B compares two checkpoints, but --ckpt-step 3 is not one"),
+    for words, fact in (
+        ("x --json --verify", "--verify"),
+        ("--diff x y --can-load --lr 1", "--can-load"),
+        ("x --diff y z", "x"),
+        ("--diff y z --ckpt-step 3", "--ckpt-step 3"),
     ):
-        with pytest.raises(ConfigError, match=message):
+        with expect_error(ConfigError, fact):
             tool.main(words.split())
 
 

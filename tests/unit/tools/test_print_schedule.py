@@ -39,21 +39,20 @@ def test_pictures(name: str, kind: str, tmp_path: Path, capsys: pytest.CaptureFi
 
 
 @pytest.mark.parametrize(
-    ("flags", "message"),
+    ("flags", "fact"),
     [
         (
             "--pipeline-schedule gpipe --num-virtual-stages-per-pipeline-rank 2",
-            "--num-virtual-stages-per-pipeline-rank have no effect on --pipeline-schedule gpipe; use interleaved",
+            "--num-virtual-stages-per-pipeline-rank",
         ),
-        ("--num-microbatches 0", "--num-microbatches is 0; it must be at least 1"),
-        ("--forward-time 0", "--forward-time is 0.0; it must be more than 0"),
+        ("--num-microbatches 0", "--num-microbatches"),
+        ("--forward-time 0", "--forward-time"),
     ],
 )
-def test_bad_flags(flags: str, message: str) -> None:
+def test_bad_flags(flags: str, fact: str) -> None:
     """A flag without effect would leave somebody with the wrong picture."""
-    with pytest.raises(ConfigError) as caught:
+    with expect_error(ConfigError, fact):
         main(flags.split())
-    assert str(caught.value) == message
 
 
 @pytest.mark.parametrize(("name", "most"), [("zb-v", 6), ("interleaved", 4), ("1f1b", 2)])
@@ -78,5 +77,5 @@ def test_a_schedule_of_millions_is_refused() -> None:
 def test_pictures_that_cannot_be_written(tmp_path: Path) -> None:
     """One sentence, not a traceback."""
     pytest.importorskip("matplotlib", reason="pictures need matplotlib")
-    with pytest.raises(ConfigError, match="cannot be written"):
+    with expect_error(ConfigError):
         main(["--output", str(tmp_path / "schedule.tapestry")])

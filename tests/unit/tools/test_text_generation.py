@@ -80,7 +80,7 @@ def test_client_asks_for_more_prompts_than_one_request_takes(
 
 def test_client_says_what_the_server_refuses(server: Running) -> None:
     address = server.url.removeprefix("http://")
-    with pytest.raises(DataError, match=r"/api answers 400: .*tokens"):
+    with expect_error(DataError, "400"):
         text_generation_cli.main([address, "--prompt", "Hello", "--tokens-to-generate", "9999"])
     with expect_error(ConfigError, "http://127.0.0.1:1/api"):
         text_generation_cli.main(["127.0.0.1:1", "--prompt", "Hello"])
@@ -147,7 +147,7 @@ def test_client_sends_its_key_and_its_seed(monkeypatch: pytest.MonkeyPatch, caps
             "--tokens-to-generate",
             "4",
         ]
-        with pytest.raises(DataError, match="/api answers 401"):
+        with expect_error(DataError, "401"):
             text_generation_cli.main(words)
         monkeypatch.setenv("MEGATRON_API_KEY", "secret")
         capsys.readouterr()  # where the server listens

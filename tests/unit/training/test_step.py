@@ -125,8 +125,7 @@ def test_a_loss_without_a_count_is_named() -> None:
             return (*super().loss_names(run), "router loss")
 
     run = build_run(parse_run(FLAGS.split(), extra_groups=GPT_GROUPS), Forgetful(), ParallelContext.single())
-    sentence = r"counts\(\) of the train spec forgetful lacks router loss, which its loss_names\(\) lists"
-    with pytest.raises(ConfigError, match=sentence):
+    with expect_error(ConfigError, "counts()", "router loss", "loss_names()"):
         train_step(run, next(run.data.training_batches(0)))
 
 

@@ -65,9 +65,7 @@ def test_a_run_is_not_started_over_another(place: str, start: str, tmp_path: Pat
     """A forgotten --load started at 0 beside iteration 6, wrote 2 and 4 there, and moved the tracker back to them."""
     saved(str(tmp_path / "other"), 2)
     flags = f"--save {place} {start.format(place=place, other=tmp_path / 'other')}"
-    with pytest.raises(
-        CheckpointError, match=r"holds a run at iteration 6, .*--load|leave --finetune.*--overwrite-run"
-    ):
+    with expect_error(CheckpointError):
         train(flags)
     assert iterations(place) == [4, 6]
 
@@ -114,7 +112,7 @@ def test_an_overwritten_run_goes_when_the_new_one_is_durable(place: str) -> None
 def test_nothing_is_lost_before(place: str) -> None:
     """A new run that ends before its first checkpoint is complete leaves the earlier run as it was."""
     full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "disk")
-    with mock.patch.object(save, "write_durably", side_effect=full), pytest.raises(CheckpointError, match="No space"):
+    with mock.patch.object(save, "write_durably", side_effect=full), expect_error(CheckpointError, exit_code=1):
         train(f"--save {place} --overwrite-run --train-iters 4")
     assert iterations(place) == [4, 6]
 
@@ -129,22 +127,22 @@ def test_checkpoints_of_another_program_are_not_deleted(tmp_path: Path) -> None:
     """Weeks of a Megatron-LM run were in the folder that was mistyped."""
     (tmp_path / "iter_0000009").mkdir()
     (tmp_path / "iter_0000009" / "common.pt").touch()
-    for flag, words in (("", "damaged or another program's"), ("--overwrite-run", "another program .iter_0000009")):
-        with pytest.raises(CheckpointError, match=words):
+    for flag in ("", "--overwrite-run"):
+        with expect_error(CheckpointError, "iter_0000009" if flag else tmp_path):
             train(f"--save {tmp_path} {flag}")
     assert (tmp_path / "iter_0000009" / "common.pt").exists()
 
 
 @pytest.mark.parametrize(
-    ("flags", "words"),
+    "flags",
     [
-        ("--overwrite-run", "--overwrite-run needs --save"),
-        ("--overwrite-run --save {0} --save-interval 1 --load {0}", "goes on with the one there; keep one"),
+        "--overwrite-run",
+        "--overwrite-run --save {0} --save-interval 1 --load {0}",
     ],
 )
-def test_flags_that_say_two_things(flags: str, words: str, tmp_path: Path) -> None:
+def test_flags_that_say_two_things(flags: str, tmp_path: Path) -> None:
     """A restarted job with both flags would delete what it had saved, or not: nobody could know."""
-    with pytest.raises(ConfigError, match=words):
+    with expect_error(ConfigError):
         tiny_config(f"--mock-data {flags.format(tmp_path)}")
 
 
