@@ -61,7 +61,7 @@ def ours(shape: Shape, dtype: torch.dtype, *, is_dense: bool = False) -> Callabl
     context = ModelContext.single(dtype=dtype)
     moe = MoEConfig(num_experts=shape.experts, moe_router_topk=shape.chosen, moe_ffn_hidden_size=shape.width)
     place = BranchPlace(StackConfig(model, causal=True), context, 0)
-    built: nn.Module = MLP(model, context) if is_dense else MoELayer(moe, place)
+    built: nn.Module = MLP(place) if is_dense else MoELayer(moe, place)
     initialize(built, context.mesh, seed=1)
     return lambda x: built(x, LayerInputs(rng_key=StreamKey(0), side_losses=SideLosses()))
 

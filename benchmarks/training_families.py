@@ -318,7 +318,7 @@ class Experts:
     def ours(self, shape: Shape, config: ModelConfig, context: ModelContext) -> tuple[nn.Module, Loss]:
         """GPTModel with the same experts, whatever ``config`` says."""
         from megatron.config.moe import MoEConfig
-        from megatron.core.models.gpt.model import decoder_stack
+        from megatron.core.models.gpt.layer_kinds import decoder_stack
 
         width = int(self.width * shape.hidden)
         moe = MoEConfig(num_experts=self.number, moe_router_topk=self.chosen, moe_ffn_hidden_size=width)

@@ -22,10 +22,14 @@ class NeededFlagError(ConfigError):
 
 @dataclass(frozen=True)
 class Told:
-    """What a command line says besides the flag: the flags' ``values`` by field, and ``flags`` of other programs."""
+    """What a command line says besides the flag: the flags' ``values`` by field, and ``flags`` of other programs.
+
+    ``fields``: those that the run has.
+    """
 
     values: Mapping[str, Any]
     flags: Collection[str]
+    fields: Collection[str] = ()
 
     def needed(self, field: str, flag: str) -> Any:
         """The value of a field that must be given; ``flag``: its spelling."""
@@ -148,12 +152,16 @@ def _scaled_positions(words: list[str], told: Told) -> Mapping[str, Any]:
     raise ConfigError("use linear, llama3 or yarn, or --position-embedding-type with the flags of its scaling")
 
 
-_MODULES_WITHOUT_MORE = re.compile(r"local|(?!mamba)\w+_layer_specs|(gemma2|qwen3|deepseek)_spec")
+_MODULES_WITHOUT_MORE = re.compile(r"local|\w+_layer_specs|(gemma2|qwen3|deepseek)_spec")
+_HYBRID_MODULES = ("mamba_layer_specs", "hybrid_layer_specs")
 
 
 def _layers_of_a_module(words: list[str], told: Told) -> Mapping[str, Any]:
-    """A Python object that builds layers; some build what the other flags describe."""
-    if words and _MODULES_WITHOUT_MORE.fullmatch(words[0].rpartition(".")[2]):
+    """A Python object that builds layers; some build what the other flags describe, and a hybrid's are two of them."""
+    module = words[0].rpartition(".")[2] if words else ""
+    if module in _HYBRID_MODULES and "is_hybrid_model" in told.fields:
+        return {"is_hybrid_model": True}
+    if module not in _HYBRID_MODULES and _MODULES_WITHOUT_MORE.fullmatch(module):
         return {}
     raise ConfigError("layers are chosen by model flags, not by a Python object; leave it out")
 

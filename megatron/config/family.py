@@ -93,6 +93,20 @@ class PartConfig(CheckedSettings):
         """The group with the values that follow from other groups."""
         return self
 
+    def implied(self, stacks: Sequence[int]) -> Mapping[str, Any]:
+        """Fields of other parts whose values follow from this part's, once it is resolved."""
+        return {}
+
+    @property
+    def segments(self) -> tuple[int, ...]:
+        """Numbers of layers of the pipeline stages, where the part says how the model is cut."""
+        return ()
+
+    @property
+    def least_layers(self) -> int:
+        """Layers of a small model that has all kinds of layers of the part."""
+        return 1
+
     @property
     def divides_over_expert_ranks(self) -> bool:
         """Whether expert-parallel ranks divide it in this run."""

@@ -15,26 +15,13 @@ from megatron.config.flags import FlagSpec, abridged, flags_of, group_name, word
 from megatron.config.layer_patterns import canonical
 from megatron.config.legacy_flags import LEGACY_WORDS, LegacyFlag, legacy_flag
 from megatron.config.names_elsewhere import ADVICE, SAME
+from megatron.config.parallel import MODEL_PARALLEL_FIELDS
 from megatron.config.positions import ORIGINAL_LENGTH, ROTARY_FIELDS
 from megatron.config.run import CORE_GROUPS, CheckpointReader, FlagOwner, PublishedReader, nobody
 from megatron.config.suggestions import did_you_mean, meant_by, parts_of
 from megatron.errors import ConfigError
 
 FLAG, FILE, CHECKPOINT, COMMAND = 3, 2, 1, 0
-
-# What --use-mp-args-from-checkpoint-args takes.
-MODEL_PARALLEL_FIELDS = (
-    "tensor_model_parallel_size",
-    "pipeline_model_parallel_size",
-    "num_layers_per_virtual_pipeline_stage",
-    "num_virtual_stages_per_pipeline_rank",
-    "decoder_first_pipeline_num_layers",
-    "decoder_last_pipeline_num_layers",
-    "account_for_embedding_in_pipeline_split",
-    "account_for_loss_in_pipeline_split",
-    "pipeline_model_parallel_layout",
-    "pipeline_schedule",
-)
 
 
 @dataclass(frozen=True)
@@ -113,6 +100,7 @@ class FlagResolver:
         for path in self.value("config") if "config" in self._by_field else ():
             self._read_file(path)
         self._check_bounds()
+        self._take_implied()
         for spelling, (legacy, values, rank) in self._computed.items():
             self._compute(spelling, legacy, values, rank=rank)
         if self.is_run:
@@ -132,6 +120,18 @@ class FlagResolver:
                     self._take_key(str(field), inner, source=path, group=key)
             else:
                 self._take_key(key, value, source=path)
+
+    def _take_implied(self) -> None:
+        """Take the values that follow from others, where they are not given."""
+        for spec in self._by_field.values():
+            given = self.given.get(spec.field)
+            if given is None:
+                continue
+            for field, value in spec.options.implies(given.value).items():
+                implied = Given(value, f"from {spec.positive}", given.rank)
+                if field not in self.given or self.given[field].rank < implied.rank:
+                    self._offer(self._by_field[field], implied)
+        self._check_bounds()
 
     def _take_latent_positions(self) -> None:
         """Take rotary positions of latent attention as Megatron-LM does: they are YaRN's wherever there is a factor.
@@ -362,7 +362,7 @@ class FlagResolver:
     def _compute(self, spelling: str, legacy: LegacyFlag, values: list[Any], *, rank: int) -> None:
         """Take a flag whose meaning depends on others, which are all read."""
         typed = words([spelling, *values])
-        told = Told({field: given.value for field, given in self.given.items()}, self._computed)
+        told = Told({field: given.value for field, given in self.given.items()}, self._computed, self._by_field)
         assert legacy.computed is not None, f"{spelling} has no meaning"
         try:
             meant = legacy.computed([*map(str, values)], told)

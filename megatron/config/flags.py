@@ -60,6 +60,7 @@ class FlagOptions:
     architecture: bool = False
     from_checkpoint: bool = False
     internal: bool = False
+    implies: Callable[[Any], Mapping[str, Any]] = lambda value: {}
 
 
 def flag(help: str, *, default: Any = dataclasses.MISSING, **options: Any) -> Any:
@@ -77,6 +78,7 @@ def flag(help: str, *, default: Any = dataclasses.MISSING, **options: Any) -> An
     ``REAL`` for a fraction, if they say no other.
     ``architecture``: see ``architecture_flag``.
     ``from_checkpoint``: it may differ, but ``--use-checkpoint-args`` takes it, too.
+    ``implies``: gives other fields, with the values that follow from this one's unless they are given.
     ``internal``: no flag after all, but a value that the run resolves and that is saved with the others.
     """
     if "derived" in options and default is dataclasses.MISSING:

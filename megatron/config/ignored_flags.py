@@ -39,6 +39,10 @@ scales of --fp8-recipe delayed change after every step
     fp8-interval
 products in FP8 add rows of zeros where kernels need them
     moe-router-padding-for-quantization moe-router-padding-for-fp8
+the scan of Mamba layers keeps chunk states and recomputes the rest, with every backend
+    disable-mamba-mem-eff-path
+the scan of Mamba layers keeps its states in fp32, and its convolution in the type of the weights
+    mamba-training-ssm-states-dtype mamba-inference-conv-states-dtype mamba-inference-ssm-states-dtype
 all layers are PyTorch modules; Transformer Engine is not used
     transformer-impl
 it tunes Transformer Engine's communication overlap, and Transformer Engine is not used

@@ -10,6 +10,20 @@ from megatron.config.flags import COUNT, Settings, flag, switch
 CpCommType = Literal["p2p", "all_gather", "a2a", "a2a+p2p"]
 GroupName = Literal["tp", "cp", "pp", "dp", "dp_cp", "tp_cp", "ep", "ep_tp", "ep_dp"]
 
+MODEL_PARALLEL_FIELDS = (
+    "tensor_model_parallel_size",
+    "pipeline_model_parallel_size",
+    "num_layers_per_virtual_pipeline_stage",
+    "num_virtual_stages_per_pipeline_rank",
+    "decoder_first_pipeline_num_layers",
+    "decoder_last_pipeline_num_layers",
+    "account_for_embedding_in_pipeline_split",
+    "account_for_loss_in_pipeline_split",
+    "pipeline_model_parallel_layout",
+    "pipeline_schedule",
+)
+"""The fields that --use-mp-args-from-checkpoint-args takes."""
+
 
 def head_exchange_size(kind: CpCommType, ranks: int, levels: Sequence[int]) -> int:
     """Context-parallel ranks that exchange heads with each other, of ``ranks``; ``levels``: sizes of "a2a+p2p"."""

@@ -80,6 +80,13 @@ def chunks_per_rank(run: RunConfig) -> int:
     ranks, per_chunk = parallel.pipeline_model_parallel_size, parallel.num_layers_per_virtual_pipeline_stage
     if parallel.pipeline_schedule == "zb-v":
         return 2
+    if run.segments and ranks > 1:
+        if len(run.segments) % ranks:
+            raise ConfigError(
+                f"--hybrid-layer-pattern has {len(run.segments)} stages, not divisible by "
+                f"--pipeline-model-parallel-size {ranks}; write a multiple of {ranks}, separated by |"
+            )
+        return len(run.segments) // ranks
     if parallel.pipeline_model_parallel_layout is not None:
         stages = len(parse_layout(parallel.pipeline_model_parallel_layout))
         if stages % ranks:
@@ -107,6 +114,13 @@ def stage_sizes(run: RunConfig) -> list[int]:
     Raises ConfigError when the flags don't describe such a division.
     """
     parallel, layers, stages = run.parallel, run.num_layers, num_stages(run)
+    if run.segments and stages > 1:
+        if len(run.segments) != stages:
+            raise ConfigError(
+                f"--hybrid-layer-pattern has {len(run.segments)} stages and --pipeline-schedule zb-v two for each of "
+                f"--pipeline-model-parallel-size {parallel.pipeline_model_parallel_size}; write {stages}"
+            )
+        return list(run.segments)
     if parallel.pipeline_model_parallel_layout is not None:
         layout = parse_layout(parallel.pipeline_model_parallel_layout)
         sizes, later = [stage.count(_LAYER) for stage in layout], layout[-1].count(_LATER)

@@ -89,8 +89,8 @@ class RunConfig:
         of_family = (g.resolved(self.model, self.data) if isinstance(g, FamilyConfig) else g for g in self.extra)
         object.__setattr__(self, "extra", tuple(of_family))
         stacks = self.stacks
-        extra = (g.resolved(self.model, stacks) if isinstance(g, PartConfig) else g for g in self.extra)
-        object.__setattr__(self, "extra", tuple(extra))
+        extra = tuple(g.resolved(self.model, stacks) if isinstance(g, PartConfig) else g for g in self.extra)
+        object.__setattr__(self, "extra", tuple(_with_implied(extra, stacks)))
         for name, changes in self._resolved().items():
             if changes:
                 object.__setattr__(self, name, dataclasses.replace(getattr(self, name), **changes))
@@ -166,6 +166,11 @@ class RunConfig:
     def stacks(self) -> tuple[int, ...]:
         """Numbers of layers of each stack: of one, or of an encoder and then its decoder."""
         return self.family.stacks(self.model)
+
+    @property
+    def segments(self) -> tuple[int, ...]:
+        """Numbers of layers of the pipeline stages, where a part of the model says how it is cut."""
+        return next((part.segments for part in self.parts if part.segments), ())
 
     @property
     def num_layers(self) -> int:
@@ -328,6 +333,16 @@ class RunConfig:
         import hashlib  # OpenSSL's library, which takes longer to load than most files of settings
 
         return hashlib.sha256(json.dumps(self.to_json(), sort_keys=True).encode()).hexdigest()
+
+
+def _with_implied(groups: Sequence[object], stacks: Sequence[int]) -> Iterator[object]:
+    """The groups, with the values of parts that follow from other parts."""
+    implied = {
+        field: value for each in groups if isinstance(each, PartConfig) for field, value in each.implied(stacks).items()
+    }
+    for group in groups:
+        own = {spec.field: implied[spec.field] for spec in flags_of(type(group)) if spec.field in implied}
+        yield dataclasses.replace(group, **own) if own else group  # type: ignore[type-var]  # settings are dataclasses
 
 
 def groups_to_json(groups: Iterable[Any]) -> dict[str, dict[str, Any]]:

@@ -78,12 +78,14 @@ def shrunk(run: RunConfig) -> RunConfig:
     experts = parallel.expert_model_parallel_size * parallel.etp
     replicas = max(min(run.data_parallel_size, 2), experts // math.gcd(experts, inside))
     flags_place_layers = (
-        parallel.pipeline_model_parallel_layout
+        run.segments
+        or parallel.pipeline_model_parallel_layout
         or parallel.decoder_first_pipeline_num_layers
         or parallel.decoder_last_pipeline_num_layers
     )
-    # One layer more than there are stages, so that stages differ.
-    depth = run.num_layers if flags_place_layers else min(run.num_layers, num_stages(run) + 1)
+    # One layer more than there are stages, so that stages differ, and all kinds of layers.
+    least = max((num_stages(run) + 1, *(part.least_layers for part in run.parts)))
+    depth = run.num_layers if flags_place_layers else min(run.num_layers, least)
     multiple = 2 * run.parallel.context_parallel_size * run.parallel.tensor_model_parallel_size
     length = multiple * -(-_LENGTH // multiple)
     layers, own = run.family.shrunk(run.model, num_layers=depth, seq_length=length, multiple=multiple)
@@ -148,7 +150,7 @@ def _small_parallel(run: RunConfig, layers: int) -> ParallelConfig:
         ddp_bucket_size=_BUCKET,
         num_layers_per_virtual_pipeline_stage=None,
         num_virtual_stages_per_pipeline_rank=(
-            chunks if chunks > 1 and parallel.pipeline_model_parallel_layout is None else None
+            chunks if chunks > 1 and parallel.pipeline_model_parallel_layout is None and not run.segments else None
         ),
         cp_comm_type=parallel.cp_comm_type[:layers] if per_layer else parallel.cp_comm_type,
     )

@@ -21,6 +21,7 @@ def with_stages(run: RunConfig, train_spec: TrainSpec) -> RunConfig:
     """
     parallel, stages = run.parallel, num_stages(run)
     asked = (
+        run.segments,
         parallel.pipeline_model_parallel_layout,
         parallel.num_layers_per_virtual_pipeline_stage,
         parallel.decoder_first_pipeline_num_layers,

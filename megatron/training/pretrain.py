@@ -35,18 +35,21 @@ class ModelTypeConfig(Settings):
 # Torch is imported only after the settings have been checked: --help and flag errors take milliseconds.
 
 
-def main(family: Family) -> None:
-    """Entry point of the ``pretrain_…`` scripts; ends the process."""
-    run_command(lambda: pretrain(family, sys.argv[1:]))
+def main(family: Family, *, defaults: Mapping[str, Any] | None = None) -> None:
+    """Entry point of the ``pretrain_…`` scripts; ends the process. ``defaults``: those of the script, by field."""
+    run_command(lambda: pretrain(family, sys.argv[1:], defaults=defaults))
 
 
-def pretrain(family: Family, argv: Sequence[str], *, prog: str | None = None) -> int:
+def pretrain(
+    family: Family, argv: Sequence[str], *, prog: str | None = None, defaults: Mapping[str, Any] | None = None
+) -> int:
     """Check the settings of ``argv``, then train a model of ``family``; the process's exit code.
 
-    ``prog``: the command's name in ``--help``; None: that of the script. Raises MegatronError for a user's mistake.
+    ``prog``: the command's name in ``--help``; None: that of the script. ``defaults``: those of the command, by field.
+    Raises MegatronError for a user's mistake.
     """
     register(family)
-    start(family, argv, prog=prog or os.path.basename(sys.argv[0]))
+    start(family, argv, prog=prog or os.path.basename(sys.argv[0]), defaults=defaults)
     return 0
 
 

@@ -162,7 +162,7 @@ class GatedFeedForward(nn.Module):
         super().__init__()
         config, self._context = place.stack.model, place.context
         self.gate = ReplicatedLinear(config.hidden_size, 4, place.context, init=input_init(config))
-        self.inner = MLP(config, place.context)
+        self.inner = MLP(place)
 
     @override
     def forward(self, x: Tensor, inputs: LayerInputs) -> Tensor:

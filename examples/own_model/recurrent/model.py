@@ -43,7 +43,7 @@ class Recurrence(nn.Module):
         self.linear_in = ColumnParallelLinear(
             hidden, 3 * hidden, context, init=input_init(config), bias=bias, parts=parts
         )
-        self.linear_out = RowParallelLinear(hidden, hidden, context, init=output_init(config), bias=bias)
+        self.linear_out = RowParallelLinear(hidden, hidden, context, init=output_init(place.stack), bias=bias)
 
     @override
     def forward(self, x: Tensor, inputs: LayerInputs) -> Tensor:

@@ -14,7 +14,10 @@ _ACCOUNTS = ("account_for_embedding_in_pipeline_split", "account_for_loss_in_pip
 
 def layers_fall_into_stages(run: RunConfig) -> str | None:
     """Every layer is in a stage, and every stage has a layer."""
-    others = (stages_need_ranks, virtual_stages_are_given_once, layout_stands_alone, ends_stand_alone)
+    others = (
+        *(stages_need_ranks, virtual_stages_are_given_once, layout_stands_alone, ends_stand_alone),
+        borders_stand_alone,
+    )
     if any(rule(run) for rule in others):
         return None
     try:
@@ -27,6 +30,7 @@ def layers_fall_into_stages(run: RunConfig) -> str | None:
 def stages_need_ranks(run: RunConfig) -> str | None:
     """Flags that describe a pipeline need at least two pipeline ranks."""
     named = _named(run, *_VIRTUAL, *_ENDS, "pipeline_schedule", "pipeline_model_parallel_layout")
+    named += ["| in --hybrid-layer-pattern"] if len(run.segments) > 1 else []
     if run.parallel.pipeline_model_parallel_size > 1 or not named:
         return None
     return (
@@ -47,6 +51,14 @@ def layout_stands_alone(run: RunConfig) -> str | None:
     if run.parallel.pipeline_model_parallel_layout is None or not named:
         return None
     return f"--pipeline-model-parallel-layout already places every layer; leave {' and '.join(named)} out"
+
+
+def borders_stand_alone(run: RunConfig) -> str | None:
+    """Stage borders in the pattern of a hybrid replace the other flags that divide layers."""
+    named = _named(run, *_VIRTUAL, *_ENDS, *_ACCOUNTS, "pipeline_model_parallel_layout")
+    if not run.segments or not named:
+        return None
+    return f"| in --hybrid-layer-pattern already places every layer; leave {' and '.join(named)} out"
 
 
 def ends_stand_alone(run: RunConfig) -> str | None:
@@ -82,9 +94,10 @@ def schedule_suits_the_chunks(run: RunConfig) -> str | None:
             "2 or more"
         )
     if schedule != "interleaved" and chunks > 1:
+        where = "--hybrid-layer-pattern" if run.segments else "--pipeline-model-parallel-layout"
         return (
             f"--pipeline-schedule {schedule} has one stage on a rank, and the flags ask for {chunks}; use interleaved, "
-            f"or {f'leave {virtual[0]} out' if virtual else 'give --pipeline-model-parallel-layout fewer stages'}"
+            f"or {f'leave {virtual[0]} out' if virtual else f'give {where} fewer stages'}"
         )
     return None
 
@@ -107,6 +120,7 @@ RULES = (
     stages_need_ranks,
     virtual_stages_are_given_once,
     layout_stands_alone,
+    borders_stand_alone,
     ends_stand_alone,
     schedule_suits_the_chunks,
     schedule_can_be_listed,

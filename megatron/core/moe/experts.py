@@ -24,6 +24,7 @@ from megatron.core.tensor_parallel.fp8_linear import Fp8Quantizer
 from megatron.core.tensor_parallel.initialize import Constant, Initialization
 from megatron.core.tensor_parallel.layers import make_parameter
 from megatron.core.transformer.initialization import input_init, output_init
+from megatron.core.transformer.place import BranchPlace
 
 _REPLICAS: tuple[Axis, ...] = ("edp",)  # over which the gradients of an expert are summed
 
@@ -57,17 +58,16 @@ class Experts(nn.Module):
     """y = W2·(p·act(W1·x)) of the experts that this rank holds, gated or not, for rows in the order of the experts.
 
     A row's weight p multiplies the activation, not the output, which then needn't be kept for p's gradient. With
-    biases p multiplies that of W2 as well. Without ``keeps_activation`` the activation is computed again for the
-    backward pass.
+    biases p multiplies that of W2 as well. With "moe_act" among the place's recomputed modules the activation is
+    computed again for the backward pass.
     """
 
-    def __init__(
-        self, model: ModelConfig, moe: MoEConfig, context: ModelContext, *, keeps_activation: bool = True
-    ) -> None:
+    def __init__(self, moe: MoEConfig, place: BranchPlace) -> None:
         super().__init__()
+        model, context = place.stack.model, place.context
         assert moe.num_experts is not None
         self._context, self._choices = context, moe.moe_router_topk
-        self._keeps_activation = keeps_activation
+        self._keeps_activation = "moe_act" not in place.recompute
         experts, width, hidden, matrices = moe.num_experts, moe.moe_ffn_hidden_size, model.hidden_size, 1 + model.gated
         self.linear_fc1 = StackedLinear(
             (experts, matrices, width, hidden),
@@ -80,7 +80,7 @@ class Experts(nn.Module):
             (experts, hidden, width),
             {0: "ep", 2: "etp"},
             context,
-            init=output_init(model),
+            init=output_init(place.stack),
             bias_dims=(0, 1) if model.add_mlp_bias else (),
         )
         for parameter in self.parameters():

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
-from megatron.config.model import ModelConfig
 from megatron.config.moe import MoEConfig
 from megatron.core.moe.dispatch import DispatchPlan, combine, dispatch, plan_dispatch
 from megatron.core.moe.experts import Experts
@@ -19,7 +18,6 @@ from megatron.core.moe.report import CHOICES, log_line_and_curves, metric_name
 from megatron.core.moe.router import Router
 from megatron.core.moe.routing import Routing
 from megatron.core.parallel.costs import Costs, Workload, costs_of, total_of
-from megatron.core.parallel.model_context import ModelContext
 from megatron.core.parallel.recompute import recomputed
 from megatron.core.tensor_parallel.layers import ReplicatedLinear
 from megatron.core.tensor_parallel.regions import all_rows, own_rows
@@ -35,10 +33,10 @@ Layers = tuple[Layer, ...]
 class SharedExperts(MLP):
     """A dense MLP for every token; with a gate (Qwen2-MoE) multiplied by a learned number between 0 and 1."""
 
-    def __init__(self, model: ModelConfig, moe: MoEConfig, context: ModelContext) -> None:
-        width = moe.moe_shared_expert_intermediate_size
-        assert width is not None
-        super().__init__(dataclasses.replace(model, ffn_hidden_size=width), context)
+    def __init__(self, moe: MoEConfig, place: BranchPlace) -> None:
+        model, context = place.stack.model, place.context
+        assert moe.moe_shared_expert_intermediate_size is not None
+        super().__init__(place, width=moe.moe_shared_expert_intermediate_size)
         self.gate = (
             ReplicatedLinear(model.hidden_size, 1, context.in_layer(None), init=input_init(model), bias=False)
             if moe.moe_shared_expert_gate
@@ -76,10 +74,10 @@ class MoELayer(nn.Module):
         assert moe.num_experts is not None
         self._num_experts, self._choices, self._context = moe.num_experts, moe.moe_router_topk, context
         self.router = Router(model, moe, context, number=place.number, stack=stack)
-        self.experts = Experts(model, moe, context, keeps_activation="moe_act" not in place.recompute)
+        self.experts = Experts(moe, place)
         self._gathers = moe.moe_token_dispatcher_type == "allgather" and context.mesh.size("ep", "etp") > 1
         has_shared = moe.moe_shared_expert_intermediate_size is not None
-        self.shared_experts = SharedExperts(model, moe, context) if has_shared else None
+        self.shared_experts = SharedExperts(moe, place) if has_shared else None
         self._recomputes_shared = "shared_experts" in place.recompute
 
     @override
@@ -179,6 +177,10 @@ def layers_with(branches: Sequence[Branch], moe: MoEConfig, marked: Sequence[boo
 
     ``stack``: see ``RouterLosses``.
     """
-    build = partial(MoELayer, moe, stack=stack)
-    experts = dataclasses.replace(FEED_FORWARD, build=build, recompute_name="moe")
+    experts = expert_branch(moe, stack=stack)
     return tuple((*branches, experts if is_marked else FEED_FORWARD) for is_marked in marked)
+
+
+def expert_branch(moe: MoEConfig, *, stack: str = "") -> Branch:
+    """The feed-forward branch of a layer with experts."""
+    return dataclasses.replace(FEED_FORWARD, build=partial(MoELayer, moe, stack=stack), recompute_name="moe")

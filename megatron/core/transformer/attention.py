@@ -54,7 +54,7 @@ class Attention(nn.Module):
     def __init__(self, place: BranchPlace, *, causal: bool, purpose: str = "scores") -> None:
         super().__init__()
         config, context = place.stack.model, place.context
-        self._config, self._context = config, context
+        self._config, self._context, self._output_init = config, context, output_init(place.stack)
         self.number, self.is_causal = place.number, causal
         self._recompute, self._recompute_core = place.recompute, "core_attn" in place.recompute
         self._purpose = purpose
@@ -86,7 +86,7 @@ class Attention(nn.Module):
             self._value_width,
             config.hidden_size,
             context,
-            init=output_init(config),
+            init=self._output_init,
             bias=config.add_attention_output_bias,
         )
 

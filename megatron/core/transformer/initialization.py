@@ -6,6 +6,7 @@ import math
 
 from megatron.config.model import ModelConfig
 from megatron.core.tensor_parallel.initialize import Normal
+from megatron.core.transformer.place import StackSettings
 
 
 def input_init(config: ModelConfig) -> Normal:
@@ -13,8 +14,8 @@ def input_init(config: ModelConfig) -> Normal:
     return Normal(config.init_method_std)
 
 
-def output_init(config: ModelConfig) -> Normal:
+def output_init(stack: StackSettings) -> Normal:
     """Initialization of matrices that write to the residual stream: narrower, so that its variance doesn't grow with
     depth.
     """
-    return Normal(config.init_method_std / math.sqrt(2.0 * config.num_layers))
+    return Normal(stack.model.init_method_std / math.sqrt(stack.residual_writers))

@@ -7,32 +7,34 @@ import dataclasses
 from torch import Tensor, nn
 from typing_extensions import override
 
-from megatron.config.model import ModelConfig
 from megatron.core.ops.activation import gated_activation, plain_activation
 from megatron.core.parallel.costs import Costs, Workload, costs_of
-from megatron.core.parallel.model_context import ModelContext
 from megatron.core.parallel.sharding import StackedPart
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.initialization import input_init, output_init
 from megatron.core.transformer.inputs import LayerInputs
+from megatron.core.transformer.place import BranchPlace
 
 
 class MLP(nn.Module):
-    """Two matmuls around an activation, optionally gated (SwiGLU, GEGLU: arXiv:2002.05202)."""
+    """Two matmuls around an activation, optionally gated (SwiGLU, GEGLU: arXiv:2002.05202). ``width``: between them, if
+    not ``--ffn-hidden-size``.
+    """
 
     text_state = None
 
-    def __init__(self, config: ModelConfig, context: ModelContext) -> None:
+    def __init__(self, place: BranchPlace, *, width: int | None = None) -> None:
         super().__init__()
+        config, context = place.stack.model, place.context
         self._kind, self._context = config.nonlinearity, context
         self._gated = config.gated
         self._limit, self._offset = config.activation_func_clamp_value, config.glu_linear_offset
-        hidden, inner, bias = config.hidden_size, config.ffn_hidden_size, config.add_mlp_bias
+        hidden, inner, bias = config.hidden_size, width or config.ffn_hidden_size, config.add_mlp_bias
         matrices = (StackedPart(inner),) * (2 if config.gated else 1)
         self.linear_fc1 = ColumnParallelLinear(
             hidden, len(matrices) * inner, context, init=input_init(config), bias=bias, parts=matrices
         )
-        self.linear_fc2 = RowParallelLinear(inner, hidden, context, init=output_init(config), bias=bias)
+        self.linear_fc2 = RowParallelLinear(inner, hidden, context, init=output_init(place.stack), bias=bias)
 
     @override
     def forward(self, x: Tensor, inputs: LayerInputs) -> Tensor:

@@ -21,6 +21,10 @@ class StackSettings(Protocol):
     def causal(self) -> bool:
         """Whether self-attention is causal."""
 
+    @property
+    def residual_writers(self) -> int:
+        """Branches that add to the residual stream, as initial weights count them."""
+
 
 @dataclass(frozen=True, eq=False)
 class BranchPlace:

@@ -38,19 +38,18 @@ class Branch:
     recompute_name: RecomputeModule | None = None
 
 
-SELF_ATTENTION = Branch(
-    "self_attention",
-    "input_layernorm",
-    "attention",
-    lambda place: (LatentAttention if place.stack.model.multi_latent_attention else SelfAttention)(place),
-)
+SELF_ATTENTION = Branch("self_attention", "input_layernorm", "attention", SelfAttention)
+LATENT_ATTENTION = replace(SELF_ATTENTION, build=LatentAttention)
 CROSS_ATTENTION = Branch("cross_attention", "pre_cross_attn_layernorm", "cross attention", CrossAttention)
-FEED_FORWARD = Branch(
-    "mlp", "pre_mlp_layernorm", "mlp", lambda place: MLP(place.stack.model, place.context), recompute_name="mlp"
-)
+FEED_FORWARD = Branch("mlp", "pre_mlp_layernorm", "mlp", MLP, recompute_name="mlp")
 
 Layer = tuple[Branch, ...]
 """The residual branches of a layer, in order."""
+
+
+def self_attention(model: ModelConfig) -> Branch:
+    """The branch of a model's kind of self-attention."""
+    return LATENT_ATTENTION if model.multi_latent_attention else SELF_ATTENTION
 
 
 @dataclass(frozen=True)
@@ -58,13 +57,21 @@ class StackConfig:
     """One stack of layers of a model.
 
     ``model``: what all its layers share, and how many they are. ``first``: number of its first layer in the whole
-    model. ``pattern``: layers that the stack repeats.
+    model. ``pattern``: layers that the stack repeats, of which each occurrence has branches of its own; those of
+    multi-token prediction come after the stack's, ``layers_per_depth`` for each depth.
     """
 
     model: ModelConfig
     causal: bool
     first: int = 0
     pattern: tuple[Layer, ...] = ((SELF_ATTENTION, FEED_FORWARD),)
+    layers_per_depth: int = 1
+
+    @property
+    def residual_writers(self) -> int:
+        """Two for each layer, and one in a hybrid, whose layers have one branch each (Megatron-LM's count)."""
+        is_hybrid = all(len(layer) == 1 for layer in self.pattern)
+        return self.model.num_layers * (1 if is_hybrid else 2)
 
     def layer(self, number: int) -> Layer:
         """Branches of layer ``number`` of the stack, with norms where ``--norm-placement`` and

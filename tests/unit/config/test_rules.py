@@ -11,6 +11,7 @@ import pytest
 
 from megatron.config import RunConfig, rules
 from megatron.config.family import CheckedSettings, Rule
+from megatron.config.hybrid import HybridConfig
 from megatron.config.moe import MoEConfig
 from megatron.config.rules import (
     RULES,
@@ -61,7 +62,7 @@ BAD = _read_cases()
 def parsed(changes: str, without: str, ranks: int) -> RunConfig:
     """The run of a transcript; GPT, BERT, T5 and TASK (tasks/main.py) name the script that has it."""
     known: dict[str, tuple[type, ...]] = {
-        "GPT": (GPTConfig, MoEConfig),
+        "GPT": (GPTConfig, HybridConfig, MoEConfig),
         "BERT": GROUPS,
         "T5": (T5Config,),
         "TASK": (TaskConfig, GPTConfig),
@@ -104,6 +105,7 @@ def test_every_rule_has_a_bad_configuration(monkeypatch: pytest.MonkeyPatch) -> 
     """A rule that no bad configuration meets may be dead."""
     met = set()
     known = {*RULES, *of_tasks(), *BertConfig().rules(), *T5Config().rules(), *MoEConfig().rules()}
+    known |= {*HybridConfig().rules()}
     messages = [refusal(changes, without, ranks) for changes, without, ranks, _ in BAD]
     monkeypatch.setattr(rules, "rules_of", lambda run: ())
     for (changes, without, ranks, _), message in zip(BAD, messages, strict=True):

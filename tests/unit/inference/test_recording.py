@@ -15,7 +15,8 @@ from megatron.core.inference.cache import CachedStep, KeyValueCache
 from megatron.core.inference.recording import RecordedSteps
 from megatron.core.inference.runner import CachedRunner
 from megatron.core.inference.step_plan import PlanRow, StepPlan
-from megatron.core.models.gpt.model import GPTModel, decoder_stack
+from megatron.core.models.gpt.layer_kinds import decoder_stack
+from megatron.core.models.gpt.model import GPTModel
 from megatron.core.models.t5.config import T5Config
 from megatron.core.models.t5.model import T5Model
 from megatron.core.ops.attention import AttentionOptions

@@ -29,7 +29,7 @@ from megatron.core.transformer.inputs import LayerInputs, text_rows
 from megatron.core.transformer.norm import Norm
 from megatron.core.transformer.output_layer import OutputLayer, VocabularyOutput, vocabulary_costs, vocabulary_output
 from megatron.core.transformer.positions import RotaryPositions
-from megatron.core.transformer.stack import SELF_ATTENTION, StackConfig
+from megatron.core.transformer.stack import StackConfig, self_attention
 
 NO_EXPERTS = MoEConfig()
 
@@ -64,7 +64,7 @@ class BertBody(nn.Module):
         self.embedding = LanguageModelEmbedding(config, context, token_types=token_types) if stage.is_first else None
         marked = moe.expert_layers(config.num_layers)
         self.encoder = TransformerBlock(
-            StackConfig(config, causal=False, pattern=layers_with((SELF_ATTENTION,), moe, marked)),
+            StackConfig(config, causal=False, pattern=layers_with((self_attention(config),), moe, marked)),
             context,
             layer_numbers=stage.layers,
             final_norm=stage.is_last,

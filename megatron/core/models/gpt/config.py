@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import ClassVar
 
 from megatron.config.family import FamilyConfig
+from megatron.config.hybrid import HybridConfig
 from megatron.config.moe import MoEConfig
 from megatron.config.positions import ROTARY_TYPES
 
@@ -19,4 +20,4 @@ class GPTConfig(FamilyConfig):
     usual_tokenizer: ClassVar[str | None] = "GPT2BPETokenizer"
 
 
-GROUPS: tuple[type, ...] = (GPTConfig, MoEConfig)
+GROUPS: tuple[type, ...] = (GPTConfig, HybridConfig, MoEConfig)

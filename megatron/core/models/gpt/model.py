@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
 
 from torch import Tensor, nn
 from typing_extensions import override
 
 from megatron.config.model import ModelConfig
-from megatron.config.moe import MoEConfig
 from megatron.config.pipeline import Stage
+from megatron.core.models.gpt.layer_kinds import decoder_stack
 from megatron.core.models.gpt.multi_token import MultiTokenPrediction
-from megatron.core.moe.layer import expert_layers, layers_with
 from megatron.core.ops.text_cache import LayerStates, TextCache
 from megatron.core.parallel.costs import Costs, Workload, costs_of, total_of
 from megatron.core.parallel.model_context import ModelContext
@@ -24,16 +22,7 @@ from megatron.core.transformer.embedding import LanguageModelEmbedding, word_pro
 from megatron.core.transformer.inputs import LayerInputs, text_rows
 from megatron.core.transformer.output_layer import OutputLayer, VocabularyOutput, vocabulary_costs, vocabulary_output
 from megatron.core.transformer.positions import RotaryPositions
-from megatron.core.transformer.stack import SELF_ATTENTION, StackConfig
-
-
-def decoder_stack(model: ModelConfig, groups: Sequence[object]) -> StackConfig:
-    """Causal layers, each with its own kind of feed-forward network; those of multi-token prediction have that of the
-    last. ``groups``: settings that only a decoder has.
-    """
-    moe = MoEConfig.among(groups)
-    marked = expert_layers(moe, (model.num_layers,), mtp_layers=model.mtp_num_layers)
-    return StackConfig(model, causal=True, pattern=layers_with((SELF_ATTENTION,), moe, marked))
+from megatron.core.transformer.stack import StackConfig
 
 
 class GPTModel(nn.Module):
@@ -58,7 +47,7 @@ class GPTModel(nn.Module):
         predicts_later = stage.is_last and config.mtp_num_layers > 0
         has_embedding, copied = stage.is_first or predicts_later, config.mtp_num_layers > 0
         self.embedding = LanguageModelEmbedding(config, context, copied=copied) if has_embedding else None
-        stack, recompute = stack or StackConfig(config, causal=True), recompute or RecomputePlan()
+        stack, recompute = stack or decoder_stack(config, ()), recompute or RecomputePlan()
         self.decoder = TransformerBlock(
             stack, context, layer_numbers=stage.layers, final_norm=stage.is_last, recompute=recompute
         )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -66,7 +66,7 @@ class MultiTokenLayer(nn.Module):
     """One depth (DeepSeek-V3, arXiv:2412.19437, section 2.2): hidden states of the depth before and the embedding of a
     future token, normalized and projected together, through a transformer layer and a norm.
 
-    ``number``: of its layer, which comes after those of the model and is like the last of them.
+    ``number``: of its layer, which comes after those of the model. A hybrid has several layers, of one mixer each.
     """
 
     def __init__(self, stack: StackConfig, context: ModelContext, *, number: int, recompute: RecomputePlan) -> None:
@@ -78,7 +78,12 @@ class MultiTokenLayer(nn.Module):
         self.hnorm = Norm(model.hidden_size, model, context)
         init = input_init(model)
         self.eh_proj = RowParallelLinear(2 * model.hidden_size, model.hidden_size, context, init=init, bias=False)
-        self.transformer_layer = TransformerLayer(stack, context, number=number, recompute=recompute.selected)
+        numbers, selected = range(number, number + stack.layers_per_depth), recompute.selected
+        layers = [TransformerLayer(stack, context, number=each, recompute=selected) for each in numbers]
+        if len(layers) == 1:
+            (self.transformer_layer,) = layers
+        else:
+            self.layers = nn.ModuleList(layers)
         self.final_layernorm = Norm(model.hidden_size, model, context)
 
     @override
@@ -95,12 +100,19 @@ class MultiTokenLayer(nn.Module):
         x: Tensor = self.eh_proj(mine)
         if self._stream_is_fp32:
             x = x.to(torch.promote_types(x.dtype, torch.float32))
-        normed: Tensor = self.final_layernorm(self.transformer_layer(x, inputs))
+        for layer in self._layers:
+            x = layer(x, inputs)
+        normed: Tensor = self.final_layernorm(x)
         return normed
+
+    @property
+    def _layers(self) -> Sequence[nn.Module]:
+        return list(self.layers) if "layers" in self._modules else [self.transformer_layer]
 
     def costs(self, workload: Workload) -> Costs:
         """Costs of the parts. A recomputed layer keeps its two inputs."""
-        found = total_of(self.children(), workload)
+        own = (self.enorm, self.hnorm, self.eh_proj)
+        found = total_of((*own, *self._layers, self.final_layernorm), workload)
         if not self._recompute:
             return found
         given = workload.rows * self._hidden_size * (workload.itemsize + workload.stream_itemsize)
@@ -112,10 +124,10 @@ class MultiTokenPrediction(nn.Module):
 
     def __init__(self, stack: StackConfig, context: ModelContext, *, recompute: RecomputePlan) -> None:
         super().__init__()
-        first = stack.model.num_layers
+        first, size = stack.model.num_layers, stack.layers_per_depth
         self.layers = nn.ModuleDict(
             {
-                str(depth): MultiTokenLayer(stack, context, number=first + depth, recompute=recompute)
+                str(depth): MultiTokenLayer(stack, context, number=first + depth * size, recompute=recompute)
                 for depth in range(stack.model.mtp_num_layers)
             }
         )

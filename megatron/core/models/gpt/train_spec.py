@@ -16,10 +16,12 @@ from megatron.core.datasets.build import DatasetSplits
 from megatron.core.datasets.samples import TEXT_LENGTH
 from megatron.core.datasets.splits import SplitSizes
 from megatron.core.models.gpt.data import build_gpt_splits
-from megatron.core.models.gpt.model import GPTModel, decoder_stack
+from megatron.core.models.gpt.layer_kinds import decoder_stack, layers_with_experts
+from megatron.core.models.gpt.model import GPTModel
 from megatron.core.models.gpt.multi_token import LABELS, MASK, TEXT, TOKENS, loss_name, shifted_fields, text_mask
 from megatron.core.models.train_spec import TrainSpec
 from megatron.core.moe.balancing import router_counts
+from megatron.core.moe.layer import layer_metrics
 from megatron.core.parallel.context import ParallelContext
 from megatron.core.parallel.model_context import ModelContext
 from megatron.core.pipeline_parallel.chunk import LossSum, Microbatch, StageInputs
@@ -53,6 +55,14 @@ class GPTSpec(TrainSpec):
         """Names of the losses: of the next token, of each depth of multi-token prediction, and of routers."""
         mtp = map(loss_name, range(run.model.mtp_num_layers))
         return ("lm loss", *mtp, *run.part(MoEConfig).loss_names)
+
+    @override
+    def layer_metrics(self, run: RunConfig) -> Mapping[str, int]:
+        """Choices of experts and, where they are asked for, losses of each router, those of multi-token prediction
+        among them.
+        """
+        moe = run.part(MoEConfig)
+        return layer_metrics(moe, layers_with_experts(run.model, run.extra)) if moe.has_experts else {}
 
     @override
     def fields(self, run: RunConfig, stages: Sequence[Stage]) -> frozenset[str]:

@@ -27,7 +27,7 @@ from megatron.core.transformer.inputs import LayerInputs, text_rows
 from megatron.core.transformer.output_layer import OutputLayer, VocabularyOutput, vocabulary_costs, vocabulary_output
 from megatron.core.transformer.positions import RotaryPositions
 from megatron.core.transformer.relative import RelativeBias
-from megatron.core.transformer.stack import CROSS_ATTENTION, SELF_ATTENTION, StackConfig
+from megatron.core.transformer.stack import CROSS_ATTENTION, StackConfig, self_attention
 
 DECODER = "decoder_"
 """How the names of losses of the decoder's routers begin."""
@@ -63,10 +63,10 @@ class T5Model(nn.Module):
         self.encoder_positions = self._relative_bias("encoder_positions") if has_encoder else None
         plan, moe = recompute or RecomputePlan(), moe or MoEConfig()
         marked = moe.expert_layers(layers, t5.decoder_num_layers)
-        attention = (SELF_ATTENTION, CROSS_ATTENTION)
+        attention = (self_attention(config), CROSS_ATTENTION)
         self.encoder = (
             TransformerBlock(
-                StackConfig(config, causal=False, pattern=layers_with((SELF_ATTENTION,), moe, marked[:layers])),
+                StackConfig(config, causal=False, pattern=layers_with((self_attention(config),), moe, marked[:layers])),
                 context,
                 layer_numbers=held.encoder,
                 final_norm=held.closes_encoder,

@@ -1,0 +1,55 @@
+"""The layers of a decoder: one for each letter of a hybrid's pattern, or attention and MLP in all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+from megatron.config.hybrid import HybridConfig
+from megatron.config.hybrid_pattern import ATTENTION, EXPERTS, MLP
+from megatron.config.model import ModelConfig
+from megatron.config.moe import MoEConfig
+from megatron.core.moe.layer import expert_branch, expert_layers, layers_with
+from megatron.core.transformer.stack import FEED_FORWARD, Layer, StackConfig, self_attention
+
+
+def _attention(model: ModelConfig, groups: Sequence[object]) -> Layer:
+    return (self_attention(model),)
+
+
+def _mlp(model: ModelConfig, groups: Sequence[object]) -> Layer:
+    return (FEED_FORWARD,)
+
+
+def _experts(model: ModelConfig, groups: Sequence[object]) -> Layer:
+    return (expert_branch(MoEConfig.among(groups)),)
+
+
+LAYER_KINDS: Mapping[str, Callable[[ModelConfig, Sequence[object]], Layer]] = {
+    ATTENTION: _attention,
+    MLP: _mlp,
+    EXPERTS: _experts,
+}
+"""The layer that each letter of a pattern means, from the model's settings and its family's groups."""
+
+
+def decoder_stack(model: ModelConfig, groups: Sequence[object]) -> StackConfig:
+    """Causal layers: of a hybrid those of its pattern, else attention and a feed-forward network each, which may be
+    experts. Those of multi-token prediction come last, and are like the last of the model unless the pattern says them.
+
+    ``groups``: settings that only a decoder has.
+    """
+    hybrid, moe, depths = HybridConfig.among(groups), MoEConfig.among(groups), model.mtp_num_layers
+    if hybrid.is_hybrid:
+        letters = hybrid.letters + hybrid.depth_letters * depths
+        pattern = tuple(LAYER_KINDS[letter](model, groups) for letter in letters)
+        return StackConfig(model, causal=True, pattern=pattern, layers_per_depth=len(hybrid.depth_letters))
+    marked = expert_layers(moe, (model.num_layers,), mtp_layers=depths)
+    return StackConfig(model, causal=True, pattern=layers_with((self_attention(model),), moe, marked))
+
+
+def layers_with_experts(model: ModelConfig, groups: Sequence[object]) -> tuple[bool, ...]:
+    """Whether each layer has experts, those of multi-token prediction last."""
+    hybrid = HybridConfig.among(groups)
+    if hybrid.is_hybrid:
+        return tuple(letter == EXPERTS for letter in hybrid.letters + hybrid.depth_letters * model.mtp_num_layers)
+    return expert_layers(MoEConfig.among(groups), (model.num_layers,), mtp_layers=model.mtp_num_layers)
