@@ -40,7 +40,7 @@ class MovingAverage(nn.Module):
         config, context, self._number = place.stack.model, place.context, place.number
         hidden = config.hidden_size
         self.linear_in = ColumnParallelLinear(hidden, hidden, context, init=input_init(config), bias=False)
-        self.linear_out = RowParallelLinear(hidden, hidden, context, init=output_init(config), bias=False)
+        self.linear_out = RowParallelLinear(hidden, hidden, context, init=output_init(place.stack), bias=False)
 
     @property
     def text_state(self) -> Slotted:
