@@ -183,6 +183,10 @@ class ModelConfig(PositionConfig, LatentAttentionConfig, MultiTokenConfig):
     qk_l2_norm: bool = architecture_switch(
         "Divide each head's queries and keys by their root mean square, without weights (Llama 4)."
     )
+    attention_output_gate: bool = architecture_switch(
+        "Multiply the result of self-attention by the sigmoid of a gate that is projected beside each head's queries "
+        "(Qwen3-Next)."
+    )
     clip_qkv: float | None = architecture_flag(
         "Clip queries, keys and values to at most this absolute value.", default=None, above=0
     )

@@ -106,8 +106,6 @@ give --position-embedding-type yarn, longrope or dynamic_ntk with --rotary-scali
     rope-scaling-* dynamic-factor rotary-scale-factor
 LoRA is not available yet; leave it out to train all weights
     lora-*
-a gate on the output of attention is not available yet; leave it out
-    attention-output-gate
 choose with --activation
     no-swiglu no-geglu no-relu no-squared-relu no-exact-gelu
 a separate standard deviation for embeddings is not available yet; use --init-method-std

@@ -80,6 +80,7 @@ VARIANTS: dict[str, str] = {
     "post norm, no first norm, narrow words": (
         f"{SMALL} --apply-residual-connection-post-layernorm --no-first-attention-norm --word-embedding-size 8"
     ),
+    "output gate, qk norm": f"{LLAMA} --attention-output-gate --qk-layernorm --apply-layernorm-1p",
     "norms without weights, clipped qkv": f"{SMALL} --norm-parameters none --clip-qkv 0.5",
     "qk l2 norm, dynamic NTK, another scale of scores": (
         f"{LLAMA} --position-embedding-type dynamic_ntk --qk-l2-norm --original-max-position-embeddings 4 "
@@ -122,6 +123,7 @@ FEW_GROUPS: dict[str, str] = {
     "two groups, qk norm over all heads": (
         f"{LLAMA} --num-query-groups 2 --qk-layernorm --qk-layernorm-kind all_heads --norm-placement after"
     ),
+    "two groups, output gate": f"{LLAMA} --num-query-groups 2 --attention-output-gate --add-qkv-bias",
     "one group, qk norm weights per head": f"{LLAMA} --num-query-groups 1 --qk-layernorm --qk-layernorm-kind per_head",
 }
 DRAWING: dict[str, str] = {

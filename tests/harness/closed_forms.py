@@ -120,6 +120,7 @@ def _attention_parameters(model: ModelConfig, ranks: int) -> int:
         return _latent_attention_parameters(model, ranks)
     hidden, width = model.hidden_size, model.num_attention_heads * model.kv_channels
     fused = width + 2 * max(model.num_query_groups, ranks) * model.kv_channels  # ranks may have to share heads
+    fused += width * model.attention_output_gate
     split = fused * hidden + width * hidden + fused * model.add_qkv_bias
     head_norms = _head_norm_parameters(model, ranks) if model.qk_layernorm else 0
     sinks = model.num_attention_heads // ranks if model.softmax_type == "learnable" else 0

@@ -107,6 +107,7 @@ def latent_attention_fits(run: RunConfig) -> str | None:
     others = {
         "--group-query-attention": model.group_query_attention,
         "--qk-l2-norm": model.qk_l2_norm,
+        "--attention-output-gate": model.attention_output_gate,
         f"--qk-layernorm-kind {model.qk_layernorm_kind}": model.qk_layernorm_kind != "shared",
         f"--clip-qkv {model.clip_qkv}": model.clip_qkv is not None,
     }

@@ -16,6 +16,7 @@ from megatron.core.context_parallel.visible import Documents
 from megatron.core.ops.attention import AttentionOptions, AttentionRequest, LayerBackend
 from megatron.core.ops.attention.chunked import bytes_of_scores
 from megatron.core.ops.attention.masks import alibi_slopes
+from megatron.core.ops.output_gate import sigmoid_gated
 from megatron.core.ops.rotary import apply_rotary
 from megatron.core.ops.text_cache import Paged, TextCache, TextState, WholeText
 from megatron.core.parallel.costs import Costs, Workload, costs_of, total_of
@@ -106,12 +107,25 @@ class Attention(nn.Module):
         limit = self._config.clip_qkv
         return projected if limit is None else projected.clamp(-limit, limit)
 
-    def _mix(self, query: Tensor, key: Tensor, value: Tensor, stream: StreamKey, scope: AttentionScope) -> Tensor:
-        """``[S, b, n, d]``, keys and values ``[T, b, g, d]``, to ``[s, b, h]``."""
+    def _mix(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        stream: StreamKey,
+        scope: AttentionScope,
+        *,
+        gate: Tensor | None = None,
+    ) -> Tensor:
+        """``[S, b, n, d]``, keys and values ``[T, b, g, d]``, to ``[s, b, h]``. ``gate`` [S, b, n·d]: of the heads'
+        results.
+        """
         if self._recompute_core and self.training:
             mixed = recomputed(self._attend, query, key, value, stream, scope)
         else:
             mixed = self._attend(query, key, value, stream, scope)
+        if gate is not None:
+            mixed = sigmoid_gated(mixed, gate)
         out: Tensor = self.linear_proj(mixed)
         return out
 
@@ -286,14 +300,18 @@ class Attention(nn.Module):
 
 
 class SelfAttention(Attention):
-    """Query, key and value from one matmul, whose weight has ``[q … q, k, v]`` for each key/value head."""
+    """Query, key and value from one matmul, whose weight has ``[q … q, k, v]`` for each key/value head; with
+    ``--attention-output-gate`` ``[q, gate, … q, gate, k, v]``, so that ranks may divide the heads of a group.
+    """
 
     def __init__(self, place: BranchPlace) -> None:
         super().__init__(place, causal=place.stack.causal)
         config, context, number = place.stack.model, place.context, place.number
         rows = 2 * config.kv_channels
         self._rotary = rotary_of(config, number)
-        self.linear_qkv = self._columns(self._width + config.num_query_groups * rows, shared_rows=rows)
+        self._is_gated = config.attention_output_gate
+        queries = self._width * (2 if self._is_gated else 1)
+        self.linear_qkv = self._columns(queries + config.num_query_groups * rows, shared_rows=rows)
         self._window = config.window_of(number)
         if config.position_embedding_type == "alibi":
             heads, mesh = alibi_slopes(config.num_attention_heads), context.mesh
@@ -307,10 +325,11 @@ class SelfAttention(Attention):
         """``[s, b, h] -> [s, b, h]``."""
         fused = self._clipped(self.linear_qkv(x))
         length, batch, _ = fused.shape
-        per_group = self._queries_per_group
-        fused = fused.view(length, batch, self._groups, per_group + 2, self._head_dim)
-        query = fused[..., :per_group, :].reshape(length, batch, self._groups * per_group, self._head_dim)
-        key, value = fused[..., per_group, :], fused[..., per_group + 1, :]  # [S, b, g, d], queries [S, b, n, d]
+        per_group, step = self._queries_per_group, 2 if self._is_gated else 1
+        fused = fused.view(length, batch, self._groups, step * per_group + 2, self._head_dim)
+        query = fused[..., : step * per_group : step, :].reshape(length, batch, -1, self._head_dim)
+        gate = fused[..., 1 : step * per_group : step, :].reshape(length, batch, -1) if self._is_gated else None
+        key, value = fused[..., -2, :], fused[..., -1, :]  # [S, b, g, d], queries [S, b, n, d]
         if self.q_layernorm is not None and self.k_layernorm is not None:
             query, key = self.q_layernorm(query), self.k_layernorm(key)
         if self._rotary is not None:
@@ -319,7 +338,7 @@ class SelfAttention(Attention):
             key = apply_rotary(key, table, interleaved=interleaved)
         documents = inputs.documents if self._context.mesh.size("cp") > 1 else None
         scope = AttentionScope(inputs.document_ids, documents, inputs.attention_mask, inputs.bias, inputs.cache)
-        return self._mix(query, key, value, inputs.rng_key, scope)
+        return self._mix(query, key, value, inputs.rng_key, scope, gate=gate)
 
     def costs(self, workload: Workload) -> Costs:
         """Costs of the matmuls, and of attention of every token to the sequence."""
@@ -347,19 +366,21 @@ class SelfAttention(Attention):
         norm or grouping make.
         """
         queries, keys, config = self._queries, self._keys, self._config
+        gate = queries if self._is_gated else 0  # kept with the result that it multiplies
         clipped = (queries + 2 * keys) * (config.clip_qkv is not None)
         if self._keeps_scores and not self._recompute_core and self._comm_type == "a2a":
-            return workload.tokens * ((queries + 2 * keys) * config.has_qk_norms + clipped) * workload.itemsize
+            normed = (queries + 2 * keys) * config.has_qk_norms
+            return workload.tokens * (normed + clipped + 2 * gate) * workload.itemsize
         moved = self._rotary is not None or config.has_qk_norms
         grouped = config.num_query_groups != config.num_attention_heads
-        one_group = self._groups == 1  # its queries lie side by side
+        one_group = self._groups == 1 and not self._is_gated  # its queries lie side by side
         anew = (queries if moved or grouped else 0) + (keys if moved else 0)
         again = queries if grouped and not one_group and config.has_qk_norms else 0
         if heads_split_over(self._comm_type, self._context) > 1:
             # What arrives, and the result that is sent back; norms keep what they were given.
             given = queries + 2 * keys + again if config.has_qk_norms else 0
-            return workload.tokens * (2 * queries + 2 * keys + given + clipped) * workload.itemsize
-        return workload.tokens * (queries + 2 * keys + anew + again + clipped) * workload.itemsize
+            return workload.tokens * (2 * queries + 2 * keys + given + clipped + 2 * gate) * workload.itemsize
+        return workload.tokens * (queries + 2 * keys + anew + again + clipped + 3 * gate) * workload.itemsize
 
 
 class CrossAttention(Attention):

@@ -78,6 +78,7 @@ CHANGES: dict[str, Any] = {
     "qk_layernorm": True,
     "qk_layernorm_kind": ("per_head", "all_heads"),
     "qk_l2_norm": True,
+    "attention_output_gate": True,
     "norm_placement": ("after", "both"),
     "norm_parameters": ("weight", "none"),
     "clip_qkv": 4.0,
