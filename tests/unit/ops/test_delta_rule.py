@@ -68,9 +68,7 @@ def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor], *, atol: 
     assert found.keys() == expected.keys()
     for name, value in expected.items():
         assert torch.isfinite(found[name]).all(), name
-        torch.testing.assert_close(
-            found[name], value, rtol=1e-12, atol=atol, msg=lambda text, name=name: f"{name} {text}"
-        )
+        torch.testing.assert_close(found[name], value, rtol=1e-12, atol=atol, msg=name)
 
 
 @pytest.mark.parametrize("backend", EVERYWHERE.values(), ids=EVERYWHERE)

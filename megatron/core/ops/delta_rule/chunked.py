@@ -20,11 +20,11 @@ from typing_extensions import override
 from megatron.core.ops.delta_rule.request import (
     DeltaInputs,
     DeltaOptions,
-    document_runs,
     first_state,
     unit_rows,
     wide_type,
 )
+from megatron.core.ops.documents import numbered
 
 
 def apply(inputs: DeltaInputs, options: DeltaOptions, initial_state: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -32,9 +32,8 @@ def apply(inputs: DeltaInputs, options: DeltaOptions, initial_state: Tensor | No
 
     For the backward pass it keeps its inputs and the state before each chunk; the rest is computed again.
     """
-    runs = None if inputs.document_ids is None else document_runs(inputs.document_ids)
-    given = (inputs.q, inputs.k, inputs.v, inputs.log_decay, inputs.beta)
-    return _Chunked.apply(*given, first_state(inputs, initial_state), runs, options)  # type: ignore[no-untyped-call, no-any-return]
+    runs = None if inputs.document_ids is None else numbered(inputs.document_ids)
+    return _Chunked.apply(*inputs.tensors, first_state(inputs, initial_state), runs, options)  # type: ignore[no-untyped-call, no-any-return]
 
 
 class _Terms(NamedTuple):
@@ -73,7 +72,7 @@ class _Chunked(torch.autograd.Function):
         runs: Tensor | None,
         options: DeltaOptions,
     ) -> tuple[Tensor, Tensor]:
-        terms = _terms(q, k, v, log_decay, beta, runs, options)
+        terms = _terms(DeltaInputs(q, k, v, log_decay, beta), runs, options)
         before, changes, final = [], [], state.flatten(0, 1)
         for u, w, keys, decay in zip(terms.u, terms.w, terms.keys, terms.decay):
             before.append(final)
@@ -91,7 +90,7 @@ class _Chunked(torch.autograd.Function):
         *given, states, runs = ctx.saved_tensors
         leaves = [x.detach().requires_grad_() for x in given]
         with torch.enable_grad():
-            differentiable = _terms(*leaves, runs, ctx.options)
+            differentiable = _terms(DeltaInputs(*leaves), runs, ctx.options)
         terms = _Terms(*(x.detach() for x in differentiable))
         size = terms.u.shape[2]
         grad = _by_chunk(grad.to(states.dtype), size).flatten(1, 2)
@@ -116,20 +115,15 @@ class _Chunked(torch.autograd.Function):
         return *found, grad_before.view_as(grad_state), None, None
 
 
-def _terms(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    log_decay: Tensor,
-    beta: Tensor,
-    runs: Tensor | None,
-    options: DeltaOptions,
-) -> _Terms:
-    size, wide, heads_of_key = min(options.chunk_size, v.shape[1]), wide_type(v), v.shape[2] // k.shape[2]
-    queries, keys = (_by_chunk(x, size).unsqueeze(3) for x in unit_rows(q, k, options))  # [n, b, g, 1, C, dk]
+def _terms(inputs: DeltaInputs, runs: Tensor | None, options: DeltaOptions) -> _Terms:
+    v = inputs.v
+    size, wide, heads_of_key = min(options.chunk_size, v.shape[1]), wide_type(v), v.shape[2] // inputs.k.shape[2]
+    queries, keys = (
+        _by_chunk(x, size).unsqueeze(3) for x in unit_rows(inputs.q, inputs.k, options)
+    )  # [n, b, g, 1, C, dk]
     values, steps, rates = (
-        _by_chunk(x.to(wide), size).unflatten(2, (-1, heads_of_key))
-        for x in (v, log_decay.unsqueeze(-1), beta.unsqueeze(-1))
+        _by_chunk(x.to(wide), size).unflatten(2, (-1, heads_of_key))  # type: ignore[no-untyped-call]
+        for x in (v, inputs.log_decay.unsqueeze(-1), inputs.beta.unsqueeze(-1))
     )  # [n, b, g, r, C, dv or 1]
     total = steps.cumsum(-2)
     last = total[..., -1:, :]
@@ -145,7 +139,7 @@ def _terms(
     mixed = (torch.matmul(keys, keys.mT) * between * rates).tril(-1)
     right = torch.cat((rates * values, rates * from_state * keys), -1)
     solved = torch.linalg.solve_triangular(mixed, right, upper=False, unitriangular=True)
-    u, w = solved.split([values.shape[-1], keys.shape[-1]], -1)
+    u, w = torch.split(solved, [values.shape[-1], keys.shape[-1]], dim=-1)
     scores = torch.matmul(queries, keys.mT) * between
     return _Terms(*(x.flatten(1, 3) for x in (u, w, from_state * queries, scores, to_state * keys, decay)))
 
@@ -163,10 +157,10 @@ def _runs_by_chunk(runs: Tensor, size: int) -> tuple[Tensor, Tensor]:
 def _by_chunk(x: Tensor, size: int) -> Tensor:
     """``[b, l, heads, d]`` to ``[n, b, heads, size, d]``, with zeros in place of tokens that are missing."""
     x = F.pad(x, (0, 0, 0, 0, 0, -x.shape[1] % size))
-    return x.unflatten(1, (-1, size)).permute(1, 0, 3, 2, 4)
+    return x.reshape(x.shape[0], -1, size, *x.shape[2:]).permute(1, 0, 3, 2, 4)
 
 
 def _by_token(x: Tensor, like: Tensor) -> Tensor:
     """The inverse, ``[n, b·heads, size, d]`` to the shape of ``like``."""
-    x = x.unflatten(1, (like.shape[0], -1)).permute(1, 0, 3, 2, 4)
+    x = x.view(x.shape[0], like.shape[0], -1, *x.shape[2:]).permute(1, 0, 3, 2, 4)
     return x.flatten(1, 2)[:, : like.shape[1]]

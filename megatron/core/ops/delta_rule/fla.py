@@ -42,7 +42,7 @@ def apply(inputs: DeltaInputs, options: DeltaOptions, initial_state: Tensor | No
     call: Callable[..., tuple[Tensor, Tensor]] = kernels.chunk_gated_delta_rule
     repeats = inputs.v.shape[2] // inputs.k.shape[2]  # not all releases share keys among heads of values
     q, k = (x if repeats == 1 else x.repeat_interleave(repeats, 2) for x in (inputs.q, inputs.k))
-    tensors = (q, k, inputs.v, inputs.log_decay, inputs.beta)
+    tensors = (q, k, *inputs.tensors[2:])
     state = first_state(inputs, initial_state)
     settings: dict[str, Any] = {
         "scale": options.scale,

@@ -26,6 +26,15 @@ class DeltaInputs:
     beta: Tensor
     document_ids: Tensor | None = None
 
+    @property
+    def tensors(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        """Everything that has a gradient, in the order above."""
+        return self.q, self.k, self.v, self.log_decay, self.beta
+
+    def token(self, number: int) -> DeltaInputs:
+        """One token of each sequence, of which all tensors lack their dim ``l``."""
+        return DeltaInputs(*(x[:, number] for x in self.tensors))
+
 
 @dataclass(frozen=True)
 class DeltaOptions:
@@ -49,12 +58,6 @@ def unit_rows(q: Tensor, k: Tensor, options: DeltaOptions) -> tuple[Tensor, Tens
     if options.normalizes:
         q, k = (x * (x.square().sum(-1, keepdim=True) + L2_EPS).rsqrt() for x in (q, k))
     return q * options.scale, k
-
-
-def document_runs(document_ids: Tensor) -> Tensor:
-    """Number of each token's document in its sequence, [b, l], counted where ids change: an id may return."""
-    changes = document_ids[:, 1:] != document_ids[:, :-1]
-    return torch.nn.functional.pad(changes.cumsum(1), (1, 0))
 
 
 def first_state(inputs: DeltaInputs, initial_state: Tensor | None) -> Tensor:

@@ -32,14 +32,21 @@ class SliceMap:
         return self.outputs + torch.matmul(reads, state).transpose(1, 2).to(self.outputs.dtype)
 
 
-def slice_map(inputs: DeltaInputs, options: DeltaOptions, backend: Backend) -> SliceMap:
-    """What ``inputs`` makes of any state, in one pass: the identity beside a zero state, with values of zero."""
+def slice_map(
+    inputs: DeltaInputs, options: DeltaOptions, backend: Backend, *, continues: Tensor | None = None
+) -> SliceMap:
+    """What ``inputs`` makes of any state, in one pass: the identity beside a zero state, with values of zero.
+
+    ``continues`` [b]: whether the first token is of the document before the slice; others read nothing of it.
+    """
     batch, _, heads, width = inputs.v.shape
     key_width = inputs.k.shape[3]
     values = F.pad(inputs.v, (0, key_width))
     identity = torch.eye(key_width, dtype=wide_type(inputs.v), device=inputs.v.device)
     state = F.pad(identity, (width, 0)).expand(batch, heads, -1, -1)
+    if continues is not None:
+        state = state * continues[:, None, None, None]
     out, final = backend.apply(dataclasses.replace(inputs, v=values), options, state)
-    outputs, reads = out.split([width, key_width], -1)
-    added, transition = final.split([width, key_width], -1)
+    outputs, reads = torch.split(out, [width, key_width], dim=-1)
+    added, transition = torch.split(final, [width, key_width], dim=-1)
     return SliceMap(outputs, reads, transition, added)
