@@ -8,7 +8,7 @@ from typing_extensions import override
 
 from megatron.config.flags import COUNT, Settings, flag, switch
 
-RecomputeModule = Literal["core_attn", "layernorm", "mlp", "moe", "moe_act", "shared_experts", "mla_up_proj"]
+RecomputeModule = Literal["core_attn", "layernorm", "mlp", "moe", "moe_act", "shared_experts", "mla_up_proj", "mamba"]
 
 _ALL_LAYERS = 1 << 30
 
@@ -72,7 +72,7 @@ class TrainingConfig(Settings):
         "With --recompute-granularity selective. core_attn: attention scores; layernorm: outputs of the norms before "
         "attention and MLPs; mlp: dense MLPs; moe: experts and their router, which sends tokens again; moe_act: the "
         "activation of experts; shared_experts; mla_up_proj: queries, keys and values of multi-latent attention, from "
-        "their latents.",
+        "their latents; mamba: what Mamba-2 layers compute between their projections.",
         default=("core_attn",),
     )
     recompute_activations: bool = switch("Short for --recompute-granularity selective.")

@@ -101,6 +101,8 @@ KNOWS_FACTS = (
     *KNOWS_FAMILIES,
     "megatron/core/transformer/",  # parts of models are theirs
     "megatron/core/moe/",
+    "megatron/core/ssm/",
+    "megatron/config/mamba.py",
     "megatron/config/moe.py",  # settings of such a part, for any family
     "megatron/config/expert_settings.py",
     "megatron/config/rules/moe.py",

@@ -15,13 +15,12 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
-from typing_extensions import override
 
 from megatron.config.parallel import CpCommType, head_exchange_size
+from megatron.core.context_parallel.head_exchange import exchange
 from megatron.core.context_parallel.key_exchange import Gather, KeyExchange, Ring
 from megatron.core.context_parallel.merged_attention import Expand, merged_attention
 from megatron.core.context_parallel.slicing import by_rank, in_order
@@ -29,7 +28,7 @@ from megatron.core.context_parallel.visible import Documents
 from megatron.core.ops.attention import AttentionOptions, AttentionRequest, LayerBackend
 from megatron.core.ops.attention import attention as attention_of_one_rank
 from megatron.core.parallel.context import ParallelContext
-from megatron.core.parallel.exchange import RankGroup, all_to_all
+from megatron.core.parallel.exchange import RankGroup
 
 KEYS_TRAVEL: tuple[CpCommType, ...] = ("p2p", "all_gather")
 """The types by which a rank gets the keys and values of all heads."""
@@ -73,10 +72,10 @@ def attention(
     options = _of_heads(options, neighbours)
     if counterparts.size == 1:
         return _with_heads_split(plain, q, k, v, neighbours)
-    exchange: KeyExchange = Gather(everyone) if comm_type == "all_gather" else Ring(counterparts)
+    key_exchange: KeyExchange = Gather(everyone) if comm_type == "all_gather" else Ring(counterparts)
     merged = functools.partial(
         merged_attention,
-        exchange=exchange,
+        exchange=key_exchange,
         options=options,
         backend=backend,
         documents=documents or (None if options.document_ids is None else Documents(options.document_ids)),
@@ -131,27 +130,8 @@ def _with_heads_split(
     parts = [
         x.reshape(*x.shape[:2], size, -1, x.shape[3]).permute(2, 0, 1, 3, 4) for x in whole
     ]  # [size, s, b, n/size, d]
-    arrived = _exchange(torch.cat([part.flatten(1) for part in parts], dim=1), peers)
+    arrived = exchange(torch.cat([part.flatten(1) for part in parts], dim=1), peers)
     mine = torch.split(arrived, [part[0].numel() for part in parts], dim=1)
     out = attend(*(in_order(x.reshape(part.shape)) for x, part in zip(mine, parts)))  # [size·s, b, n/size·d]
-    by_head = _exchange(by_rank(out, size), peers)
+    by_head = exchange(by_rank(out, size), peers)
     return by_head.permute(1, 2, 0, 3).flatten(2)
-
-
-def _exchange(x: Tensor, peers: RankGroup) -> Tensor:
-    return _Exchange.apply(x, peers)  # type: ignore[no-untyped-call, no-any-return]
-
-
-class _Exchange(torch.autograd.Function):
-    """All-to-all, which is its own transpose."""
-
-    @staticmethod
-    @override
-    def forward(ctx: Any, x: Tensor, peers: RankGroup) -> Tensor:
-        ctx.peers = peers
-        return all_to_all(x, peers)
-
-    @staticmethod
-    @override
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return all_to_all(grad, ctx.peers), None

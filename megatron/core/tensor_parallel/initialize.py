@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -30,7 +30,16 @@ class Normal:
     std: float
 
 
-Initialization = Constant | Normal
+@dataclass(frozen=True)
+class Uniform:
+    """Elements are drawn between ``low`` and ``high``; ``transform``: what becomes of each of them."""
+
+    low: float
+    high: float
+    transform: Callable[[Tensor], Tensor] | None = None
+
+
+Initialization = Constant | Normal | Uniform
 
 
 def initialize(module: nn.Module, mesh: Mesh, *, seed: int) -> None:
@@ -54,21 +63,25 @@ def initialize_parameters(parameters: Iterable[tuple[str, nn.Parameter, Sharding
         for piece in sharding.pieces(mesh):
             first, count = piece.logical[0], piece.sizes[0]
             columns = piece.slices(of_local=False)[1:]
-            blocks = _normal_rows(sharding.shape, first, first + count, std=initialization.std, seed=own_seed)
+            blocks = _drawn_rows(sharding.shape, first, first + count, initialization, seed=own_seed)
             for start, block in blocks:
                 target = piece.local[0] + start - first
                 destination = tensor[(slice(target, target + len(block)), *piece.slices(of_local=True)[1:])]
                 destination.copy_(block[(slice(None), *columns)])
 
 
-def _normal_rows(
-    shape: tuple[int, ...], start: int, stop: int, *, std: float, seed: int
+def _drawn_rows(
+    shape: tuple[int, ...], start: int, stop: int, drawn: Normal | Uniform, *, seed: int
 ) -> Iterator[tuple[int, Tensor]]:
-    """Rows ``[start, stop)`` of the normal tensor of ``shape``, as (first row, values) of each block of rows."""
+    """Rows ``[start, stop)`` of the random tensor of ``shape``, as (first row, values) of each block of rows."""
     rows = max(1, _BLOCK_ELEMENTS // max(1, math.prod(shape[1:])))
     for number in range(start // rows, -(-stop // rows)):
         first = number * rows
         generator = torch.Generator().manual_seed(derive_seed(seed, number))
         block = torch.empty(min(rows, shape[0] - first), *shape[1:], dtype=torch.float32)
-        block.normal_(0.0, std, generator=generator)
+        if isinstance(drawn, Normal):
+            block.normal_(0.0, drawn.std, generator=generator)
+        else:
+            block.uniform_(drawn.low, drawn.high, generator=generator)
+            block = block if drawn.transform is None else drawn.transform(block)
         yield max(start, first), block[max(0, start - first) : stop - first]

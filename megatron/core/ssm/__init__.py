@@ -1,0 +1,1 @@
+"""Mixers with a state of fixed size: state-space layers, at every layout."""

@@ -1,0 +1,336 @@
+"""The Mamba-2 mixer: a state-space model of each head, with heads split over tensor-parallel ranks.
+
+``in_proj`` gives, of each token, ``z`` (the gate), ``x``, ``B``, ``C`` and ``dt``. A causal convolution and SiLU act on
+``x``, ``B`` and ``C``; a scan mixes the tokens; a norm gated by ``z`` and ``out_proj`` follow (arXiv:2405.21060).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from typing_extensions import override
+
+from megatron.config.mamba import MambaConfig
+from megatron.core.ops.causal_conv import causal_conv
+from megatron.core.ops.gated_norm import gated_norm
+from megatron.core.ops.state_space import default_chunk_size, from_earlier, scan, step, total_decay
+from megatron.core.ops.text_cache import Slotted, States
+from megatron.core.parallel.collectives import all_reduce_among
+from megatron.core.parallel.costs import Costs, Workload, total_of
+from megatron.core.parallel.exchange import RankGroup
+from megatron.core.parallel.model_context import ModelContext
+from megatron.core.parallel.recompute import recomputed
+from megatron.core.parallel.sharding import Sharding, StackedPart
+from megatron.core.ssm import sequences
+from megatron.core.tensor_parallel.initialize import Constant, Initialization, Uniform
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear, make_parameter
+from megatron.core.transformer.initialization import input_init, output_init
+from megatron.core.transformer.inputs import LayerInputs
+from megatron.core.transformer.place import BranchPlace
+from megatron.core.transformer.stack import Branch
+
+_STEPS = (0.001, 0.1)  # initial time steps are between them, equally likely on a logarithmic scale
+_LEAST_STEP = 1e-4
+_DECAYS = (1.0, 16.0)
+
+
+def mamba_branch(config: MambaConfig) -> Branch:
+    """A Mamba-2 mixer as a residual branch."""
+    return Branch("mixer", "norm", "mamba", functools.partial(MambaMixer, config=config))
+
+
+def _as_bias(logarithm: Tensor) -> Tensor:
+    """What softplus makes a time step of, of whose logarithm this is."""
+    steps = logarithm.exp().clamp(min=_LEAST_STEP)
+    return steps + torch.log(-torch.expm1(-steps))
+
+
+class Convolution(nn.Module):
+    """Weight ``[channels, 1, taps]`` and bias of a causal convolution of each channel by itself."""
+
+    def __init__(self, parts: tuple[StackedPart, ...], taps: int, context: ModelContext) -> None:
+        super().__init__()
+        channels, limit = sum(part.rows for part in parts), 1.0 / math.sqrt(taps)
+        init = Uniform(-limit, limit)
+        self.weight = make_parameter(Sharding((channels, 1, taps), {0: "tp"}, parts=parts), init, context)
+        self.bias = make_parameter(Sharding((channels,), {0: "tp"}, parts=parts), init, context)
+
+
+class NormWeight(nn.Module):
+    """Weight ``[channels]`` of the gated norm, which ranks divide."""
+
+    def __init__(self, channels: int, context: ModelContext) -> None:
+        super().__init__()
+        self.weight = make_parameter(Sharding((channels,), {0: "tp"}), Constant(1.0), context)
+
+
+@dataclass(frozen=True)
+class _Heads:
+    """Parameters of the heads that a call computes: this rank's, or its part of them with all tokens.
+
+    ``groups``: of B and C. ``conv_weight`` [c, 1, k], ``conv_bias`` [c]: channels of x, B and C. ``dt_bias``, ``a``,
+    ``D`` [h].
+    """
+
+    groups: int
+    conv_weight: Tensor
+    conv_bias: Tensor
+    dt_bias: Tensor
+    a: Tensor
+    D: Tensor
+
+
+class MambaMixer(nn.Module):
+    """The mixer over this rank's heads. ``A_log``, ``D`` and ``dt_bias`` are fp32 or wider, and so are time steps and
+    states.
+
+    With fewer groups than ranks, the ranks of a group each compute its B and C, and average the squares of its norm.
+    """
+
+    def __init__(self, place: BranchPlace, *, config: MambaConfig) -> None:
+        super().__init__()
+        model, context = place.stack.model, place.context
+        self.number, self._context, self._config = place.number, context, config
+        self._eps, self._recomputes = model.norm_epsilon, "mamba" in place.recompute
+        ranks, groups, heads = context.mesh.size("tp"), config.mamba_num_groups, config.num_heads
+        self._heads, self._groups = heads // ranks, max(1, groups // ranks)
+        self._inner, self._states = self._heads * config.mamba_head_dim, self._groups * config.mamba_state_dim
+        self._sharers = max(1, ranks // groups)
+        self._scan = functools.partial(scan, chunk_size=config.mamba_chunk_size, backend=config.mamba_scan_backend)
+        of_groups = StackedPart(groups * config.mamba_state_dim, groups=groups)
+        inner = StackedPart(config.inner_size)
+        parts = (inner, inner, of_groups, of_groups, StackedPart(heads))
+        self.in_proj = ColumnParallelLinear(
+            model.hidden_size,
+            sum(part.rows for part in parts),
+            context,
+            init=input_init(model),
+            bias=False,
+            parts=parts,
+        )
+        self.conv1d = Convolution(parts[1:4], config.mamba_conv_kernel_dim, context)
+        lowest, highest = (math.log(each) for each in _STEPS)
+        self.dt_bias = self._of_heads(Uniform(lowest, highest, transform=_as_bias))
+        self.A_log = self._of_heads(Uniform(*_DECAYS, torch.log))
+        self.D = self._of_heads(Constant(1.0))
+        self.norm = NormWeight(config.inner_size, context)
+        self.out_proj = RowParallelLinear(
+            config.inner_size, model.hidden_size, context, init=output_init(model), bias=False
+        )
+
+    def _of_heads(self, init: Initialization) -> nn.Parameter:
+        """A number for each head, in fp32 or wider whatever the model's type."""
+        wide = dataclasses.replace(self._context, dtype=self._wide)
+        return make_parameter(Sharding((self._config.num_heads,), {0: "tp"}), init, wide)
+
+    @property
+    def _wide(self) -> torch.dtype:
+        return torch.promote_types(self._context.dtype, torch.float32)
+
+    @property
+    def text_state(self) -> Slotted:
+        """The last rows before the convolution, and the state of each head."""
+        config = self._config
+        channels = self._inner + 2 * self._states
+        return Slotted(
+            {
+                "conv": (config.mamba_conv_kernel_dim - 1, channels),
+                "ssm": (self._heads, config.mamba_head_dim, config.mamba_state_dim),
+            },
+            {"conv": self._context.dtype, "ssm": self._wide},
+        )
+
+    @override
+    def forward(self, x: Tensor, inputs: LayerInputs) -> Tensor:
+        """``[s, b, h] -> [s, b, h]``, through ``[S, b, d/tp]``."""
+        projected = self.in_proj(x)
+        if inputs.cache is not None:
+            mixed = inputs.cache.advance(self.number, self._advance, projected)
+        elif self._recomputes and self.training:
+            mixed = recomputed(self._mix, projected, inputs.document_ids)
+        else:
+            mixed = self._mix(projected, inputs.document_ids)
+        out: Tensor = self.out_proj(mixed)
+        return out
+
+    def _mix(self, projected: Tensor, document_ids: Tensor | None) -> Tensor:
+        """What is between the projections: [s, b, z|x|B|C|dt] -> [s, b, d]."""
+        mesh = self._context.mesh
+        gate, given, dt = self._parts(projected)
+        if mesh.size("cp") == 1:
+            y, _ = self._scanned(given, dt, self._own_heads(), document_ids)
+        elif self._config.mamba_cp_comm_type == "a2a":
+            y = self._with_heads_split(projected, document_ids)
+        else:
+            y = self._with_states_passed(given, dt, document_ids)
+        return self._normalized(y, gate)
+
+    def _parts(self, projected: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """z, the rows of the convolution, and dt, of ``projected`` [s, b, z|x|B|C|dt]."""
+        widths = [self._inner, self._inner + 2 * self._states, self._heads]
+        gate, given, dt = torch.split(projected, widths, dim=-1)
+        return gate, given, dt
+
+    def _normalized(self, y: Tensor, gate: Tensor) -> Tensor:
+        average = self._average if self._sharers > 1 else None
+        return gated_norm(y, gate, self.norm.weight, eps=self._eps, groups=self._groups, average=average)
+
+    def _average(self, mean: Tensor) -> Tensor:
+        """The mean over all channels of a group, which neighbouring ranks divide equally."""
+        mesh = self._context.mesh
+        members = RankGroup.of(mesh, "tp").neighbours(self._sharers).members
+        return all_reduce_among(mean.contiguous(), mesh, members).div_(self._sharers)
+
+    def _own_heads(self) -> _Heads:
+        """Parameters of all heads of this rank."""
+        conv, a = self.conv1d, -self.A_log.exp()
+        return _Heads(self._groups, conv.weight, conv.bias, self.dt_bias, a, self.D)
+
+    def _steps(self, dt: Tensor, heads: _Heads) -> Tensor:
+        """Time steps [b, l, h] in fp32 or wider."""
+        steps, limits = F.softplus(dt + heads.dt_bias), self._config.mamba_time_step_limits
+        return steps if limits is None else steps.clamp(*limits)
+
+    def _x_B_C(self, convolved: Tensor, heads: _Heads) -> tuple[Tensor, Tensor, Tensor]:
+        """x [b, l, h, p], B and C [b, l, g, n], of what the convolution gives [b, l, x|B|C]."""
+        config, groups = self._config, heads.groups
+        states = groups * config.mamba_state_dim
+        active = F.silu(convolved)
+        x, B, C = torch.split(active, [active.shape[-1] - 2 * states, states, states], dim=-1)
+        by_group = (*B.shape[:-1], groups, config.mamba_state_dim)
+        return x.view(*x.shape[:-1], -1, config.mamba_head_dim), B.view(by_group), C.view(by_group)
+
+    def _scanned(
+        self, given: Tensor, dt: Tensor, heads: _Heads, document_ids: Tensor | None, states: States | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """y [l, b, d], with the D term, and the last state, of whole sequences [l, b, x|B|C] and dt [l, b, h].
+
+        ``states``: what came before.
+        """
+        convolved = causal_conv(
+            given.transpose(0, 1),
+            heads.conv_weight,
+            heads.conv_bias,
+            initial=None if states is None else states["conv"],
+            document_ids=document_ids,
+        )
+        x, B, C = self._x_B_C(convolved, heads)
+        steps = self._steps(dt.transpose(0, 1), heads)
+        if states is not None and x.shape[1] == 1:  # the next token of each text
+            y, state = step(x[:, 0], steps[:, 0], heads.a, B[:, 0], C[:, 0], states["ssm"])
+            y = y.unsqueeze(1)
+        else:
+            before = None if states is None else states["ssm"]
+            y, state = self._scan(x, steps, heads.a, B, C, initial_state=before, document_ids=document_ids)
+        return self._with_skip(y, x, heads).transpose(0, 1).flatten(2), state
+
+    @staticmethod
+    def _with_skip(y: Tensor, x: Tensor, heads: _Heads) -> Tensor:
+        """``y + D·x`` [b, l, h, p], computed in fp32 or wider."""
+        return (y + x * heads.D.unsqueeze(-1)).to(y.dtype)
+
+    def _with_heads_split(self, projected: Tensor, document_ids: Tensor | None) -> Tensor:
+        """y [s, b, d] of this rank's tokens: each context-parallel rank scans the whole sequence for its heads."""
+        mesh, own = self._context.mesh, self._own_heads()
+        channels = self._channels_of_ranks(projected.device)
+        of_conv, of_heads = torch.split(
+            channels[mesh.rank("cp")],
+            [channels.shape[1] - len(own.D) // mesh.size("cp"), len(own.D) // mesh.size("cp")],
+        )
+        whole = sequences.to_heads(projected, channels, mesh)
+        given, dt = torch.split(whole, [len(of_conv), len(of_heads)], dim=-1)
+        of_conv, of_heads = of_conv - self._inner, of_heads - 2 * (self._inner + self._states)
+        heads = _Heads(
+            max(1, self._groups // mesh.size("cp")),
+            own.conv_weight.index_select(0, of_conv),
+            own.conv_bias.index_select(0, of_conv),
+            *(each.index_select(0, of_heads) for each in (own.dt_bias, own.a, own.D)),
+        )
+        y, _ = self._scanned(given, dt, heads, document_ids)
+        return sequences.to_sequence(y, mesh)
+
+    def _channels_of_ranks(self, device: torch.device) -> Tensor:
+        """Channels of x|B|C|dt among those of ``in_proj`` that each context-parallel rank needs, [cp, c]."""
+        ranks, dim = self._context.mesh.size("cp"), self._config.mamba_state_dim
+        numbers = torch.arange(2 * (self._inner + self._states) + self._heads, device=device)
+        widths = [self._inner, self._inner, self._states, self._states, self._heads]
+        _, x, B, C, dt = torch.split(numbers, widths)
+
+        def of_groups(given: Tensor) -> Tensor:  # a group goes to all ranks that have heads of it
+            return given.view(-1, dim).repeat_interleave(max(1, ranks // self._groups), dim=0).view(ranks, -1)
+
+        return torch.cat((x.view(ranks, -1), of_groups(B), of_groups(C), dt.view(ranks, -1)), dim=1)
+
+    def _with_states_passed(self, given: Tensor, dt: Tensor, document_ids: Tensor | None) -> Tensor:
+        """y [s, b, d] of this rank's tokens, whose two runs begin with zero states; what came before is added."""
+        mesh, heads, before = self._context.mesh, self._own_heads(), self._config.mamba_conv_kernel_dim - 1
+        given, dt = sequences.runs_of(given), sequences.runs_of(dt)
+        own = earlier = previous = None
+        if document_ids is not None:
+            own, earlier = sequences.documents_of_runs(document_ids, max(before, 1), mesh)
+            previous = earlier[:, -1]
+            earlier = earlier[:, earlier.shape[1] - before :]
+        convolved = causal_conv(
+            given,
+            heads.conv_weight,
+            heads.conv_bias,
+            initial=sequences.rows_before(given, before, mesh),
+            document_ids=own,
+            initial_ids=earlier,
+        )
+        x, B, C = self._x_B_C(convolved, heads)
+        steps = self._steps(dt, heads)
+        y, added = self._scan(x, steps, heads.a, B, C, document_ids=own)
+        decay = total_decay(steps, heads.a, document_ids=own, previous=previous)
+        state = sequences.states_before(decay, added, mesh)
+        y = y + from_earlier(state, steps, heads.a, C, document_ids=own, previous=previous)
+        return sequences.joined(self._with_skip(y, x, heads)).flatten(2)
+
+    def _advance(self, states: States, projected: Tensor) -> tuple[Tensor, States]:
+        """Tokens [t, n, z|x|B|C|dt] of n texts to [t, n, d], and the states behind them."""
+        gate, given, dt = self._parts(projected)
+        y, state = self._scanned(given, dt, self._own_heads(), None, states)
+        last = torch.cat((states["conv"], given.transpose(0, 1)), dim=1)[:, given.shape[0] :]
+        return self._normalized(y, gate), {"conv": last, "ssm": state}
+
+    def costs(self, workload: Workload) -> Costs:
+        """Keeps what the projection gives, the convolution's rows before and after SiLU, time steps, the states
+        between chunks, and the norm's input and one number per group; recomputed, only what the projection gives.
+
+        The scan counts as its products of whole chunks; gradients of what it keeps need most memory at a time.
+        """
+        config, context, ranks = self._config, self._context, self._context.mesh.size("cp")
+        item, wide, tokens = workload.itemsize, self._wide.itemsize, workload.tokens
+        channels = self._inner + 2 * self._states
+        length = workload.length // (1 if ranks == 1 or config.mamba_cp_comm_type == "a2a" else 2 * ranks)
+        chunk = min(config.mamba_chunk_size or default_chunk_size(context.device), length)
+        has_limits = config.mamba_time_step_limits is not None
+        numbers = self._heads * config.mamba_head_dim * config.mamba_state_dim
+        states = workload.all_tokens // ranks * -(-length // chunk) // length * numbers
+        projected = tokens * (self._inner + channels + self._heads) * item
+        inside = tokens * ((2 * channels + self._inner) * item + (2 + has_limits) * self._heads * wide)
+        inside += states * wide + tokens * self._groups * wide
+        if ranks > 1 and config.mamba_cp_comm_type == "a2a":  # copies with the whole sequence, of shared groups several
+            copies = max(1, ranks // self._groups)
+            channels = self._inner + 2 * self._states * copies
+            inside += tokens * (
+                (channels + self._heads) * item + 2 * (channels - self._inner - 2 * self._states) * item
+            )
+        inner, all_states = config.inner_size, config.mamba_num_groups * config.mamba_state_dim
+        per_token = 2 * config.mamba_conv_kernel_dim * (inner + 2 * all_states) + 2 * chunk * (all_states + inner)
+        flops = float(workload.all_tokens * (per_token + 4 * inner * config.mamba_state_dim))
+        matmuls = total_of((self.in_proj, self.out_proj), workload)
+        kept, again = (projected, inside) if self._recomputes else (projected + inside, 0)
+        gradients = projected + tokens * (channels + 2 * self._inner) * item
+        return dataclasses.replace(
+            matmuls,
+            flops=matmuls.flops + flops,
+            kept=matmuls.kept + kept,
+            working=matmuls.working + gradients + again,
+        )
