@@ -27,7 +27,8 @@ class Table:
     ``broken``: tokens after which all logits are NaN. ``is_draft``: of a smaller model, which is wrong after every
     third text, and may miss the last token of a block that it shares.
     ``encoders``: the encoder prompt of each slot. ``cache``: at each place of each block the
-    token, and the encoder prompt, on which a model's keys and values depend, too.
+    token, and the encoder prompt, on which a model's keys and values depend, too. ``states``: in a model that has
+    some, of each slot the text whose tokens it has taken in, from which the next token follows.
     """
 
     limits: RunnerLimits
@@ -38,6 +39,7 @@ class Table:
     is_closed: bool = False
     encoders: dict[int, tuple[int, ...]] = field(default_factory=dict)
     cache: dict[tuple[int, int], tuple[int, tuple[int, ...]]] = field(default_factory=dict)
+    states: dict[int, list[int]] = field(default_factory=dict)
     in_flight: int = 0
     failure: Exception | None = None
 
@@ -53,6 +55,9 @@ class Table:
         for row, content in copies:
             block, _ = self._place(row, row.start)
             self.cache |= {(block, offset): content[offset] for offset in content}
+        for source, target in plan.state_copies:
+            assert self.limits.has_states and max(source, target) < self.limits.num_slots
+            self.states[target] = [*self.states[source]]
         for row in plan.rows:
             assert 0 <= row.slot < self.limits.max_requests
             if row.encoder:
@@ -73,6 +78,10 @@ class Table:
     def _write(self, row: PlanRow) -> None:
         for position, token in enumerate(row.tokens, start=row.start):
             self.cache[self._place(row, position)] = (token, self.encoders.get(row.slot, ()))
+        if self.limits.has_states:
+            before = [] if row.start == 0 else self.states[row.slot]
+            assert len(before) == row.start, f"slot {row.slot} goes on at {row.start} from a state at {len(before)}"
+            self.states[row.slot] = [*before, *row.tokens]
 
     def _block(self, number: int) -> dict[int, tuple[int, tuple[int, ...]]]:
         return {offset: content for (block, offset), content in self.cache.items() if block == number}
@@ -90,6 +99,8 @@ class Table:
         text = [token for token, _ in found]
         assert self.is_draft or EMPTY not in text, f"slot {row.slot} reads a place that nobody has written"
         assert not self.limits.max_encoder_length or {each for _, each in found} == {encoder}, "another's encoder"
+        if self.limits.has_states:
+            assert text == self.states[row.slot], "blocks hold another text than the state"
         ends = range(row.start + row.logits_from + 1, len(text) + 1)
         return [self.logits_after(text[:end], encoder) for end in ends]
 
@@ -127,6 +138,8 @@ def table(
     depth: int = 1,
     broken: frozenset[int] = frozenset(),
     is_draft: bool = False,
+    has_states: bool = False,
+    num_snapshots: int = 0,
 ) -> Table:
     """A table of these limits."""
     limits = RunnerLimits(
@@ -136,5 +149,7 @@ def table(
         max_length=max_length,
         vocabulary=vocabulary,
         max_encoder_length=max_encoder_length,
+        has_states=has_states,
+        num_snapshots=num_snapshots,
     )
     return Table(limits, depth=depth, broken=broken, is_draft=is_draft)

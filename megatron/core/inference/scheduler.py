@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 
 from megatron.core.inference.block_pool import BlockPool, block_key
 from megatron.core.inference.request import Request
+from megatron.core.inference.snapshots import StateSnapshots
 from megatron.core.inference.step_plan import PlanRow, RunnerLimits
 
 
@@ -33,10 +34,12 @@ class SchedulerOptions:
     num_drafts: int = 0
 
     def possible(self, limits: RunnerLimits) -> SchedulerOptions:
-        """The options without those that states of fixed size rule out: such a state can neither be cut back to where
-        two prompts differ nor to the last draft that was right.
+        """The options without those that states of fixed size rule out: such a state can't be cut back to the last
+        draft that was right, and to where two prompts differ only by a snapshot of it.
         """
-        return replace(self, prefix_caching=False, num_drafts=0) if limits.has_states else self
+        if not limits.has_states:
+            return self
+        return replace(self, prefix_caching=self.prefix_caching and limits.num_snapshots > 0, num_drafts=0)
 
 
 @dataclass(eq=False)
@@ -171,6 +174,9 @@ class Scheduler:
     waiting ones in order of arrival. When blocks run out, the youngest running text loses its own and starts again from
     the head of the queue. ``depth``: steps in flight at once; each gets its share of the generating texts. Beams of a
     search are texts that share blocks: a beam that writes to a shared one gets a copy first.
+
+    States of fixed size are copied as a whole. Of each prompt's state at the end of its last full block a snapshot is
+    kept, at which texts with an equal beginning start.
     """
 
     def __init__(self, limits: RunnerLimits, options: SchedulerOptions, *, depth: int = 1) -> None:
@@ -184,7 +190,10 @@ class Scheduler:
         self._searches: list[BeamPlaces] = []
         self._arrivals = 0
         self._keyed: TextState | None = None
+        has_snapshots = limits.has_states and self.options.prefix_caching
+        self._snapshots = StateSnapshots(range(limits.max_requests, limits.num_slots)) if has_snapshots else None
         self._state_copies: list[tuple[int, int]] = []
+        self._at_ends: list[tuple[TextState, int]] = []  # texts whose state is to be kept, and their attempt
 
     def take_state_copies(self) -> tuple[tuple[int, int], ...]:
         """Pairs of slots whose states the next plan copies, from the first to the second, before its rows."""
@@ -202,6 +211,8 @@ class Scheduler:
         """End a text, wherever it is, and all beams of its search; the content of its blocks is kept for others, unless
         ``is_broken``.
         """
+        if is_broken and self._snapshots is not None:
+            self._snapshots.forget(text.keys)
         if text.places is not None:
             for each in list(text.places.texts):
                 if is_broken:
@@ -247,6 +258,7 @@ class Scheduler:
         """The rows of the next step, whose tokens count as computed from now on; drafts may be added to them. No
         rows while every text waits for a step in flight.
         """
+        self._take_snapshots()
         rows: dict[TextState, ScheduledRow] = {}
         limit = -(-len(self.running) // self._depth)
         for text in sorted(self.running, key=lambda text: text.remaining > 1):
@@ -266,6 +278,8 @@ class Scheduler:
             else:
                 row.text.computed += len(row.tokens)
                 self._register(row.text)
+                if row.text.computed == self._end_of_snapshot(row.text):
+                    self._at_ends.append((row.text, row.attempt))
         return list(rows.values())
 
     def _admit(self, text: TextState, rows: dict[TextState, ScheduledRow]) -> bool:
@@ -278,7 +292,11 @@ class Scheduler:
                     return True  # as in the last step
                 keys = text.keys[: (len(text.tokens) - 1) // self.limits.block_size]
                 shared = self.pool.find(keys)
-                if len(shared) < len(keys) and self._is_being_computed(text, len(shared)):
+                if self._snapshots is not None:
+                    shared = shared[: self._snapshots.longest(keys[: len(shared)])]
+                    if self._is_being_read(keys, len(shared)):
+                        return True
+                elif len(shared) < len(keys) and self._is_being_computed(text, len(shared)):
                     return True  # it waits for an equal prompt; those behind it need not
         reserved = text.request.num_blocks(self.limits.block_size)  # of a search, for all beams at their full length
         needed = reserved if text.request.beams else self._num_blocks(len(text.tokens) + 1)
@@ -300,6 +318,8 @@ class Scheduler:
         else:
             text.slot = self._slots.pop()
         self.pool.hold(shared)
+        if shared and self._snapshots is not None:
+            self._state_copies.append((self._snapshots.use(text.keys[len(shared) - 1]), text.slot))
         text.blocks = shared
         text.computed = len(shared) * self.limits.block_size
         text.num_registered = len(shared)
@@ -328,6 +348,30 @@ class Scheduler:
                 text.awaited = number + bisect_left(common, True, key=lambda n: other.keys[n] != text.keys[n])
                 return True
         return False
+
+    def _end_of_snapshot(self, text: TextState) -> int:
+        """Where the text's prompt is cut to keep its state; 0 for a prompt without a full block before its last
+        token, and where no states are kept.
+        """
+        size = self.limits.block_size
+        return 0 if self._snapshots is None else (len(text.request.prompt) - 1) // size * size
+
+    def _is_being_read(self, keys: Sequence[bytes], number: int) -> bool:
+        """Whether a running text is on its way to a snapshot of more than ``number`` blocks with these ``keys``."""
+        for other in self.running:
+            last = (end := self._end_of_snapshot(other)) // self.limits.block_size
+            if number < last <= len(keys) and other.computed < end and other.keys[last - 1] == keys[last - 1]:
+                return True
+        return False
+
+    def _take_snapshots(self) -> None:
+        """Keep the states of texts that have come to the end of their snapshot in the last step."""
+        for text, attempt in self._at_ends:
+            if text.attempt == attempt and text.slot is not None and self._snapshots is not None:
+                key = text.keys[self._end_of_snapshot(text) // self.limits.block_size - 1]
+                if (slot := self._snapshots.add(key)) is not None:
+                    self._state_copies.append((text.slot, slot))
+        self._at_ends = []
 
     def _schedule(self, text: TextState, rows: dict[TextState, ScheduledRow]) -> None:
         """Add a row for the text, if budget and blocks allow it."""
@@ -365,6 +409,8 @@ class Scheduler:
             wanted = sum(row.start + len(row.tokens) - row.logits_from for row in rows.values())
             unscored = max(0, text.num_scored - start) + max(1, self.options.max_logits - wanted)
             length = min(length, len(text.request.prompt) - start, unscored)
+        if start < (end := self._end_of_snapshot(text)) < start + length:
+            length = end - start
         if self.options.chunked_prefill:
             return min(length, budget)
         return length if length <= budget or not rows else 0

@@ -31,12 +31,10 @@ class StateTables:
         return sum(table.nbytes for table in self._all())
 
     def copy(self, slots: Sequence[tuple[int, int]]) -> None:
-        """Copy states, from the first slot of each pair to the second; all are read before any is written."""
-        if not slots or not self.tables:
-            return
-        sources, targets = torch.tensor(slots, device=self.device).unbind(1)
-        for table in self._all():
-            table.index_copy_(0, targets, table[sources])
+        """Copy states from the first slot of each pair to the second, pair by pair."""
+        for source, target in slots:
+            for table in self._all():
+                table[target] = table[source]
 
     def clear(self, slots: Sequence[int]) -> None:
         """Zero the states of texts that begin."""

@@ -48,7 +48,7 @@ class StepPlan:
     """The rows of a step. Their tokens, side by side in this order, are one ragged flat batch.
 
     ``state_copies``: pairs of slots; before any row is computed, the states of fixed size in the first are copied to
-    the second. All are read before any is written. A row that starts at 0 begins with states of zeros.
+    the second, pair by pair. A row that starts at 0 begins with states of zeros.
     """
 
     rows: tuple[PlanRow, ...]

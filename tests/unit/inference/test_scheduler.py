@@ -34,6 +34,7 @@ class Setting:
     depth: int
     options: SchedulerOptions
     has_draft_model: bool
+    num_snapshots: int | None = None  # None: a model without states
 
 
 settings_of_engines = st.builds(
@@ -51,6 +52,7 @@ settings_of_engines = st.builds(
         num_drafts=st.integers(0, 4),
     ),
     has_draft_model=st.booleans(),
+    num_snapshots=st.sampled_from([None, 0, 1, 3]),
 )
 prompts = st.lists(st.integers(0, 2), min_size=1, max_size=14).map(tuple)
 requests = st.lists(
@@ -79,6 +81,8 @@ def new_engine(setting: Setting) -> tuple[Engine, Table]:
             depth=depth,
             vocabulary=VOCABULARY,
             is_draft=is_draft,
+            has_states=setting.num_snapshots is not None,
+            num_snapshots=setting.num_snapshots or 0,
         )
 
     model = runner(depth=setting.depth)

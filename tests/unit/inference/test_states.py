@@ -145,3 +145,15 @@ def test_beams_go_on_from_copies_of_their_text_s_state() -> None:
         texts = sorted(going_on, reverse=True)[:3]
     assert [[token.id for token in beam.tokens] for beam in search.beams] == [[*text[8:]] for _, text in texts]
     assert beside.ids == whole_text(hybrid(), PROMPTS[4], 9)
+
+
+@pytest.mark.parametrize("num_snapshots", [3, 0])
+def test_an_equal_beginning_is_read_once_where_its_state_is_kept(num_snapshots: int) -> None:
+    """The states of equal beginnings could not be found again, so each choice of a prompt read all of it."""
+    engine = Engine(runner(hybrid(), replace(LIMITS, num_snapshots=num_snapshots)))
+    begin, more = PROMPTS[7][:21], PROMPTS[6]
+    prompts = [begin, begin, begin, (*begin, *more), begin[:20], begin[:12]]
+    requests = [Request(id=str(n), prompt=each, max_tokens=5, sampling=GREEDY) for n, each in enumerate(prompts)]
+    found = [result.ids for result in engine.generate(requests)]
+    assert found == [whole_text(hybrid(), prompt, 5) for prompt in prompts]
+    assert engine.statistics.prefix_hits == (3 * 20 if num_snapshots else 0)
