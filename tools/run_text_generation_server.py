@@ -58,7 +58,7 @@ def main(argv: Sequence[str]) -> int:
         generation_engine(trained, inference, releases=True) as engine,
     ):
         if engine is not None and listener is not None:  # else another rank, whose work is done
-            print(exactness(trained, inference), file=sys.stderr, flush=True)
+            print(exactness(trained, inference, is_invariant=engine.is_batch_invariant), file=sys.stderr, flush=True)
             model = serving.served_model(
                 trained, server, max_length=engine.limits.max_length, quantization=engine.quantization
             )

@@ -80,7 +80,8 @@ def main(argv: Sequence[str]) -> int:
         if engine is None:  # another rank, whose work is done
             return 0
         together = len(prompts_of(config)) > 1 or local.input_jsonl is not None
-        print(exactness(trained, inference, together=together), file=sys.stderr, flush=True)
+        line = exactness(trained, inference, together=together, is_invariant=engine.is_batch_invariant)
+        print(line, file=sys.stderr, flush=True)
         generator = Generator(trained, engine, config, local)
         if local.input_jsonl is not None and local.output_jsonl is not None:
             answer_file(generator, Path(local.input_jsonl), Path(local.output_jsonl))

@@ -115,7 +115,7 @@ def _engine(text_model: TextModel, longest: int, max_requests: int, options: Gen
     (model,), config = placed.models, placed.config.model
     if not (isinstance(model, GenerativeModel) or placed.train_spec.continues_texts):
         raise ConfigError(f"a {placed.train_spec.name} model continues no texts: call it for its logits instead")
-    if not isinstance(model, GenerativeModel):
+    if not isinstance(model, GenerativeModel) or model.layer_states().unknown:
         return Engine(WholeTextRunner(Evaluator(placed), max_requests=max_requests), tokenizer=tokenizer)
     assert config.vocab_size is not None, "the model was built with one"
     encodes, length = isinstance(model, EncoderDecoder), config.max_position_embeddings

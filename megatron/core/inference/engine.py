@@ -97,7 +97,8 @@ class Engine:
     One thread calls it; only rank 0 has one, see ``workers``. A text depends on its own request alone. ``tokenizer``
     makes text of tokens; without it updates have tokens only. ``drafter``: guesses ``options.num_drafts`` tokens; None:
     from the text so far. ``limits``: what the engine has room for.
-    ``quantization``: of the model's weights, which fingerprints of answers name. ``on_step``: called with the number of
+    ``quantization``: of the model's weights, which fingerprints of answers name. ``is_batch_invariant``: whether a
+    text's logits have the same bits in any batch, which reports say. ``on_step``: called with the number of
     tokens of each step before it is computed.
     """
 
@@ -109,8 +110,9 @@ class Engine:
         options: SchedulerOptions | None = None,
         drafter: Drafter | None = None,
         quantization: str | None = None,
+        is_batch_invariant: bool = False,
     ) -> None:
-        self.quantization = quantization
+        self.quantization, self.is_batch_invariant = quantization, is_batch_invariant
         self.on_step: Callable[[int], None] = lambda num_tokens: None
         self._error: Exception | None = None
         self._runner, self._tokenizer = runner, tokenizer

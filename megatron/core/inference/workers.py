@@ -6,14 +6,14 @@ before hands on; the last stage's logits go to rank 0, which alone samples token
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from megatron.core.inference.step_plan import ModelStage, RunnerLimits, RunningStep, StepPlan
+from megatron.core.inference.step_plan import ModelRunner, ModelStage, RunnerLimits, RunningStep, StepPlan
 from megatron.core.parallel.collectives import Handle, broadcast
 from megatron.core.parallel.mesh import Mesh
 from megatron.core.parallel.messages import Messages
@@ -49,13 +49,45 @@ class Leader:
             self._messages.close()
 
 
+class LeaderOfAll:
+    """Rank 0's runner where the ranks' ``runner`` computes each plan as a collective; the others ``follow_runner``."""
+
+    def __init__(self, runner: ModelRunner, messages: Messages) -> None:
+        self.limits, self.depth = runner.limits, runner.depth
+        self._runner, self._messages = runner, messages
+
+    @property
+    def failure(self) -> Exception | None:
+        """The loss of a rank."""
+        return self._messages.failure
+
+    def start(self, plan: StepPlan) -> RunningStep:
+        """Send the plan to the other ranks and compute it with them; ParallelError for a lost rank."""
+        self._messages.send([0, *plan.to_array().tolist()])
+        return self._runner.start(plan)
+
+    def close(self) -> None:
+        """Let the other ranks return from ``follow_runner``."""
+        if self.failure is None:
+            self._messages.send([_END])
+            self._messages.close()
+
+
+def follow_runner(runner: ModelRunner, mesh: Mesh, messages: Messages) -> None:
+    """Compute the plans of rank 0's ``LeaderOfAll`` on another rank, as ``follow`` does."""
+    _follow([runner.start], mesh, messages)
+
+
 @torch.inference_mode()
 def follow(stages: Sequence[ModelStage], mesh: Mesh, messages: Messages) -> None:
     """Compute the plans of rank 0's runners on another rank, by number, until rank 0 closes.
 
     Waits for ever while there are no requests. Raises ParallelError when rank 0 is lost.
     """
-    places = [_PipelinePlace(stage, mesh) for stage in stages]
+    _follow([_PipelinePlace(stage, mesh).run for stage in stages], mesh, messages)
+
+
+def _follow(computations: Sequence[Callable[[StepPlan], object]], mesh: Mesh, messages: Messages) -> None:
     while True:
         with mesh.activity.during("waiting for requests"):
             number, *numbers = messages.receive()
@@ -63,7 +95,7 @@ def follow(stages: Sequence[ModelStage], mesh: Mesh, messages: Messages) -> None
             messages.close()
             return
         with mesh.activity.during("generation"):
-            places[number].run(StepPlan.from_array(np.array(numbers, dtype=np.int64)))
+            computations[number](StepPlan.from_array(np.array(numbers, dtype=np.int64)))
 
 
 class EveryRanksRunner:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 import torch
 
@@ -16,7 +17,7 @@ from megatron.core.inference.products import INT8, Form
 from megatron.core.inference.runner import CachedRunner, EncoderDecoder, GenerativeModel, costs_little
 from megatron.core.inference.scheduler import SchedulerOptions
 from megatron.core.inference.step_plan import RunnerLimits
-from megatron.core.inference.workers import EveryRanksRunner, Leader, follow
+from megatron.core.inference.workers import EveryRanksRunner, Leader, LeaderOfAll, follow, follow_runner
 from megatron.core.ops.matmul import lacks_bf16
 from megatron.core.parallel.collectives import gather_objects
 from megatron.core.parallel.messages import Messages
@@ -24,6 +25,8 @@ from megatron.core.pipeline_parallel.settings import PipelineSettings
 from megatron.core.tokenizers.conversations import OWN, ChatTemplate, load_template, own_template, template_tokens
 from megatron.errors import ConfigError
 from megatron.training.checkpoints.trained_model import PlacedModel, TrainedModel, another_trained_model
+from megatron.training.evaluation.evaluate import Evaluator
+from megatron.training.evaluation.whole_text_runner import WholeTextRunner
 
 _BLOCK_SIZE = 64
 
@@ -37,13 +40,18 @@ def generation_engine(
     ``releases``: the process does nothing else with the model; see ``CachedRunner.warm_up``.
     """
     check_limits(config)
+    needs = text_needs(trained)
+    if needs.unknown:
+        with _whole_text_engine(trained, config, needs) as engine:
+            yield engine
+        return
     form = weights_form(trained, config)
     mesh = trained.context.mesh
     limits = limits_of(trained, config)
     models = [trained]
     if config.draft_load is not None:
         models.append(draft_model(trained, config.draft_load, length=limits.max_length))
-    invariant = config.batch_invariant or None
+    invariant = config.batch_invariant or (costs_little(trained.context) and not limits.has_states)
     stages = [
         CachedRunner(each.models[0], each.config.model, each.context, limits, is_batch_invariant=invariant, form=form)
         for each in models
@@ -64,8 +72,15 @@ def generation_engine(
     )
     drafter = DraftModel(drafts[0]) if drafts else None
     engine = Engine(
-        runner, tokenizer=trained.tokenizer, options=options, drafter=drafter, quantization=config.quantization
+        runner,
+        tokenizer=trained.tokenizer,
+        options=options,
+        drafter=drafter,
+        quantization=config.quantization,
+        is_batch_invariant=invariant,
     )
+    for remark in state_remarks(needs, config, limits):
+        print(remark, file=sys.stderr)
     if engine.limits.max_length < limits.max_length:
         print(
             f"texts have at most {engine.limits.max_length:,} tokens, not {limits.max_length:,}: the cache has no room "
@@ -78,16 +93,106 @@ def generation_engine(
         engine.close()
 
 
+@contextmanager
+def _whole_text_engine(trained: TrainedModel, config: InferenceConfig, needs: TextNeeds) -> Iterator[Engine | None]:
+    """``generation_engine`` for a model that reads the whole text for each token."""
+    why = f"{', '.join(needs.unknown)} don't say what they keep of a text (text_state)"
+    given = {
+        "--draft-load": config.draft_load is not None,
+        "--quantization": config.quantization is not None,
+        "--batch-invariant": config.batch_invariant,
+    }
+    if flags := [flag for flag, is_given in given.items() if is_given]:
+        raise ConfigError(
+            f"layers with {why}, so the model reads the whole text for each token, without {', '.join(flags)}: leave "
+            "the flags out, or give the module a text_state (docs/adding_a_family.md, Generation)"
+        )
+    mesh, messages = trained.context.mesh, Messages(trained.context.mesh)
+    runner = WholeTextRunner(
+        Evaluator(trained), max_requests=config.inference_max_requests, length=_longest_text(trained, config)
+    )
+    if mesh.world_rank > 0:
+        follow_runner(runner, mesh, messages)
+        yield None
+        return
+    options = SchedulerOptions(
+        max_tokens=config.inference_dynamic_batching_max_tokens,
+        chunked_prefill=not config.disable_chunked_prefill,
+        prefix_caching=config.inference_dynamic_batching_prefix_caching,
+        num_drafts=config.num_speculative_tokens,
+    )
+    engine = Engine(LeaderOfAll(runner, messages), tokenizer=trained.tokenizer, options=options)
+    print(f"layers with {why}: the model reads the whole text for each token, which is slow", file=sys.stderr)
+    try:
+        yield engine
+    finally:
+        engine.close()
+
+
+@dataclass(frozen=True)
+class TextNeeds:
+    """What the layers of all ranks need of texts. ``unknown``: class names of branches that need whole texts.
+    ``bytes_per_text``: states of fixed size for one text, on the rank that has most.
+    """
+
+    unknown: tuple[str, ...]
+    bytes_per_text: int
+
+
+def text_needs(placed: PlacedModel) -> TextNeeds:
+    """What the model needs of texts. A collective. Raises ConfigError for a model that doesn't continue texts."""
+    unknown, most = dict[str, None](), 0
+    for part in placed.models:
+        if not isinstance(part, GenerativeModel):
+            raise ConfigError(
+                f"a {placed.train_spec.name} model ({type(part).__name__}) says neither how texts go on "
+                "(continue_texts) nor what its layers keep of them (layer_states), so it can't generate here"
+            )
+    states = [part.layer_states() for part in placed.models if isinstance(part, GenerativeModel)]
+    own = (tuple(name for each in states for name in each.unknown), sum(each.bytes_per_text for each in states))
+    for names, size in gather_objects(own, placed.context.mesh):
+        unknown |= dict.fromkeys(names)
+        most = max(most, size)
+    return TextNeeds(tuple(unknown), most)
+
+
+def state_remarks(needs: TextNeeds, config: InferenceConfig, limits: RunnerLimits) -> list[str]:
+    """What a user should know of states of fixed size: their memory, and what is off because of them."""
+    if not limits.has_states:
+        return []
+    memory = needs.bytes_per_text * limits.num_slots
+    line = (
+        f"each text keeps {_size(needs.bytes_per_text)} of states on a rank, however long it is: {_size(memory)} for "
+        f"{limits.max_requests} texts and {limits.num_snapshots} snapshots"
+    )
+    found = [line]
+    if config.inference_dynamic_batching_prefix_caching and not limits.num_snapshots:
+        found.append(
+            "equal beginnings of prompts are read again: the cache has no room for snapshots of states, and "
+            "--inference-dynamic-batching-buffer-size-gb gives it more"
+        )
+    if config.num_speculative_tokens:
+        found.append(
+            f"--num-speculative-tokens {config.num_speculative_tokens} has no effect: a state of fixed size can't be "
+            "cut back to the last guess that was right"
+        )
+    return found
+
+
+def _size(count: int) -> str:
+    return f"{count / 2**30:.3g} GiB" if count >= 2**30 else f"{count / 2**20:.3g} MiB"
+
+
 def engine_of_every_rank(
     placed: PlacedModel, *, length: int, max_requests: int, options: SchedulerOptions | None = None
 ) -> Engine | None:
     """A rank's engine, which all ranks of a replica ask the same, for texts of up to ``length`` tokens. A collective.
 
     Ranks that split sequences in training don't here: those of context parallelism compute the same. None for a model
-    that has no cache of keys and values.
+    that can't generate with a cache.
     """
     context, model = placed.context, placed.config.model
-    if not all(isinstance(part, GenerativeModel) for part in placed.models):
+    if not all(isinstance(part, GenerativeModel) for part in placed.models) or (needs := text_needs(placed)).unknown:
         return None
     assert model.vocab_size is not None, "a tokenizer has set it"
     limits = RunnerLimits(
@@ -96,15 +201,19 @@ def engine_of_every_rank(
         max_requests=max_requests,
         max_length=length,
         vocabulary=model.vocab_size,
+        has_states=needs.bytes_per_text > 0,
     )
     stages = [CachedRunner(part, model, context, limits) for part in placed.models]
     runner = EveryRanksRunner(stages, context.mesh, PipelineSettings.of(placed.config).placement)
     return Engine(runner, tokenizer=placed.tokenizer, options=options)
 
 
-def exactness(trained: TrainedModel, config: InferenceConfig, *, together: bool = True) -> str:
+def exactness(
+    trained: TrainedModel, config: InferenceConfig, *, together: bool = True, is_invariant: bool | None = None
+) -> str:
     """A line that says how exact generation is: the type of numbers, where, and, for texts that are written together,
-    whether they depend on each other. And what is faster, where the type is slow.
+    whether they depend on each other. And what is faster, where the type is slow. ``is_invariant``: what the engine
+    is; None: as its settings say.
     """
     context = trained.context
     mesh = context.mesh
@@ -113,7 +222,9 @@ def exactness(trained: TrainedModel, config: InferenceConfig, *, together: bool 
     ranks = [f"{size} {name}" for size, name in sizes if size > 1]
     dtype += f" with {config.quantization} weights" if config.quantization else ""
     where = f"{dtype} on {context.device.type}" + (f" with {' x '.join(ranks)}-parallel ranks" if ranks else "")
-    if config.batch_invariant or costs_little(context):
+    if is_invariant is None:
+        is_invariant = config.batch_invariant or costs_little(context)
+    if is_invariant:
         line = (
             f"generation in {where}, batch-invariant: a text's logits have the same bits whatever else is in the batch"
         )
@@ -158,20 +269,20 @@ def limits_of(trained: TrainedModel, config: InferenceConfig) -> RunnerLimits:
 
     Raises ConfigError when the cache is too small for the states of all texts and the shortest text.
     """
-    model, block_size = trained.config.model, config.inference_dynamic_batching_block_size
-    length = min(model.max_position_embeddings, config.inference_max_seq_length or model.max_position_embeddings)
+    block_size, length = config.inference_dynamic_batching_block_size, _longest_text(trained, config)
     part = trained.models[0]
     assert isinstance(part, GenerativeModel), f"{type(part).__name__} doesn't generate text"
     states, size = part.layer_states(), config.inference_dynamic_batching_buffer_size_gb
     bytes_per_block = block_size * states.bytes_per_token(trained.context.dtype)
     room = int(size * 2**30) - config.inference_max_requests * states.bytes_per_text
+    wanted = 1 + config.inference_max_requests * -(-length // block_size)
+    spare = (room - wanted * bytes_per_block) // max(1, states.bytes_per_text)
     found = gather_objects(  # layers may be divided unequally
-        (room // max(1, bytes_per_block), states.bytes_per_text), trained.context.mesh
+        (room // max(1, bytes_per_block), states.bytes_per_text, spare), trained.context.mesh
     )
-    num_blocks = min(
-        1 + config.inference_max_requests * -(-length // block_size), *(affordable for affordable, _ in found)
-    )
-    if num_blocks < 2 and (largest := max(per_text for _, per_text in found)):
+    num_blocks = min(wanted, *(affordable for affordable, *_ in found))
+    snapshots = [each for _, per_text, each in found if per_text]
+    if num_blocks < 2 and (largest := max(per_text for _, per_text, _ in found)):
         raise ConfigError(
             f"--inference-dynamic-batching-buffer-size-gb {size:g} has no room for the states of "
             f"--inference-max-requests {config.inference_max_requests} texts, {largest / 2**20:.3g} MiB each, and 2 "
@@ -190,8 +301,14 @@ def limits_of(trained: TrainedModel, config: InferenceConfig) -> RunnerLimits:
         max_length=length,
         vocabulary=trained.tokenizer.vocab_size,
         max_encoder_length=length if isinstance(part, EncoderDecoder) else 0,
-        has_states=any(per_text for _, per_text in found),
+        has_states=len(snapshots) > 0,
+        num_snapshots=max(0, min(config.inference_max_requests, *snapshots)) if snapshots else 0,
     )
+
+
+def _longest_text(trained: TrainedModel, config: InferenceConfig) -> int:
+    longest = trained.config.model.max_position_embeddings
+    return min(longest, config.inference_max_seq_length or longest)
 
 
 def draft_model(trained: TrainedModel, folder: str, *, length: int) -> TrainedModel:
@@ -203,6 +320,11 @@ def draft_model(trained: TrainedModel, folder: str, *, length: int) -> TrainedMo
     if draft.tokenizer.fingerprint != trained.tokenizer.fingerprint:
         raise ConfigError(
             f"--draft-load {folder} has another tokenizer than the model: name one trained with the same tokenizer"
+        )
+    if (needs := text_needs(draft)).unknown or needs.bytes_per_text:
+        raise ConfigError(
+            f"--draft-load {folder} has layers with a state of fixed size, which can't be cut back to the last guess "
+            "that was right: name a draft model whose layers keep keys and values, or leave the flag out"
         )
     if (longest := draft.config.model.max_position_embeddings) < length:
         raise ConfigError(

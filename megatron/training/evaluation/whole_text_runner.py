@@ -15,17 +15,18 @@ _BLOCK_SIZE = 64
 
 
 class WholeTextRunner:
-    """A ``ModelRunner`` for layouts that have no cache of keys and values; its blocks hold token ids.
+    """A ``ModelRunner`` for models and layouts that can't generate with a cache; its blocks hold token ids.
 
-    Every rank has one, in an engine with the same requests: ``start`` is a collective, and all ranks get all logits.
+    Every rank has one and starts the same plans: ``start`` is a collective, and all ranks get all logits. ``length``:
+    of the longest text; None: that of training's sequences.
     """
 
     depth = 1
     failure = None
 
-    def __init__(self, evaluator: Evaluator[PlacedModel], *, max_requests: int) -> None:
+    def __init__(self, evaluator: Evaluator[PlacedModel], *, max_requests: int, length: int | None = None) -> None:
         config = evaluator.trained.config
-        length, vocabulary = config.data.seq_length, config.model.vocab_size
+        length, vocabulary = length or config.data.seq_length, config.model.vocab_size
         assert vocabulary is not None, "a tokenizer has set it"
         self.limits = RunnerLimits(
             num_blocks=1 + max_requests * -(-length // _BLOCK_SIZE),

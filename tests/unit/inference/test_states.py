@@ -71,7 +71,7 @@ class MovingAverage(nn.Module):
 AVERAGE = Branch("average", "pre_average_layernorm", "average", MovingAverage)
 
 
-def model(pattern: str, *, context: ModelContext | None = None, **settings: object) -> GPTModel:
+def model(pattern: str, context: ModelContext | None = None) -> GPTModel:
     """Layers of ``pattern``: ``a`` a moving average, ``*`` attention."""
     config = ModelConfig(
         num_layers=len(pattern),
@@ -96,8 +96,8 @@ def hybrid() -> GPTModel:
     return model("a*aa")
 
 
-def runner(of: GPTModel, limits: RunnerLimits = LIMITS, **settings: bool) -> CachedRunner:
-    return CachedRunner(of, of._config, of._context, limits, **settings)
+def runner(of: GPTModel, limits: RunnerLimits = LIMITS, *, is_batch_invariant: bool | None = None) -> CachedRunner:
+    return CachedRunner(of, of._config, of._context, limits, is_batch_invariant=is_batch_invariant)
 
 
 def whole_text(of: GPTModel, prompt: tuple[int, ...], count: int) -> list[int]:

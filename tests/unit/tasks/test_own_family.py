@@ -7,12 +7,19 @@ from pathlib import Path
 import pytest
 import torch
 
+from megatron.config.inference import InferenceConfig
+from megatron.config.trained_model import TrainedModelConfig
+from megatron.core.inference.request import Request
+from megatron.core.inference.sampling import Sampling
 from megatron.core.models import registry
 from megatron.core.models.registry import FAMILIES, Family
 from megatron.core.parallel.context import ParallelContext
+from megatron.core.parallel.environment import launch_environment
 from megatron.errors import CheckpointError, ConfigError
+from megatron.library.opening import load
 from megatron.training.checkpoints.saving import Saver
-from megatron.training.checkpoints.trained_model import load_model
+from megatron.training.checkpoints.trained_model import load_model, trained_model
+from megatron.training.evaluation.generating import generation_engine
 from megatron.training.run.run import Run
 from tasks import main as tasks
 from tasks.model_args import run_of
@@ -20,7 +27,7 @@ from tasks.registry import TASKS
 from tasks.zero_shot.questions import Questions, sample_of
 from tests.architecture.source_tree import ROOT
 from tests.harness.runs import tiny_run
-from tests.harness.sentences import expect_error
+from tests.harness.sentences import check_line, expect_error
 
 TEXT = "5 6 7 8 9 10 11"
 
@@ -65,6 +72,51 @@ def test_a_family_of_ones_own_is_measured(recurrent: Family, tmp_path: Path) -> 
     asked = Questions(load_model(harness, recurrent.train_spec, ParallelContext.single()))
     ((likelihood, _),) = asked.likelihoods([sample_of(ids[0, :3].tolist(), ids[0, 3:].tolist(), length=16)])
     assert likelihood == pytest.approx(expected[2:].sum().item(), rel=1e-5)
+
+
+@pytest.mark.parametrize("declares", [True, False])
+def test_a_family_of_ones_own_generates_the_text_of_whole_forward_passes(
+    recurrent: Family,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    declares: bool,
+) -> None:
+    """The state of each text was lost between tokens: `5 6 7` went on with other tokens, and said nothing.
+
+    A layer that doesn't declare what it keeps is read as whole texts, with a remark.
+    """
+    from recurrent.model import Recurrence
+
+    run = saved(recurrent, tmp_path)
+    if not declares:
+        monkeypatch.delattr(Recurrence, "text_state")
+    prompts, (whole,) = [(5, 6, 7), (9,), (5, 6, 7, 8, 9)], run.models
+    expected = [[*prompt] for prompt in prompts]
+    for text in expected:
+        for _ in range(6):
+            with torch.no_grad():
+                text.append(int(whole.eval()(torch.tensor([text])).logits()[0, -1].argmax()))
+    sampling = Sampling(temperature=0.0)
+    requests = [Request(id=str(n), prompt=each, max_tokens=6, sampling=sampling) for n, each in enumerate(prompts)]
+    choice, specs = TrainedModelConfig(load=str(tmp_path)), {"gpt": FAMILIES["gpt"].train_spec}
+    with trained_model(choice, specs, launch_environment({})) as trained:
+        config = InferenceConfig(num_speculative_tokens=2)
+        with generation_engine(trained, config) as engine:
+            assert engine is not None
+            assert [[*each, *found.ids] for each, found in zip(prompts, engine.generate(requests))] == expected
+        if declares:
+            said = capsys.readouterr().err
+            check_line(said, "--num-speculative-tokens")
+            check_line(said, "snapshots")
+        else:
+            check_line(capsys.readouterr().err.strip(), "Recurrence")
+            with expect_error(ConfigError, "Recurrence", "--batch-invariant"):
+                generation_engine(trained, InferenceConfig(batch_invariant=True)).__enter__()
+    language_model = load(tmp_path)
+    assert language_model.generate([*map(list, prompts)], max_new_tokens=6, temperature=0.0) == [
+        text[len(prompt) :] for prompt, text in zip(prompts, expected)
+    ]
 
 
 def test_what_no_task_can_measure_is_refused_in_one_sentence(
