@@ -12,12 +12,13 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from megatron.config.model import ModelConfig
+from megatron.config.pipeline import Stage
 from megatron.core.inference.engine import Engine
 from megatron.core.inference.request import BeamSearch, Request
 from megatron.core.inference.runner import CachedRunner
 from megatron.core.inference.sampling import Sampling
 from megatron.core.inference.scheduler import SchedulerOptions
-from megatron.core.inference.step_plan import RunnerLimits
+from megatron.core.inference.step_plan import PlanRow, RunnerLimits, StepPlan
 from megatron.core.models.gpt.model import GPTModel
 from megatron.core.ops.text_cache import Slotted, States
 from megatron.core.parallel.model_context import ModelContext
@@ -26,6 +27,8 @@ from megatron.core.transformer.initialization import input_init, output_init
 from megatron.core.transformer.inputs import LayerInputs
 from megatron.core.transformer.place import BranchPlace
 from megatron.core.transformer.stack import FEED_FORWARD, SELF_ATTENTION, Branch, StackConfig
+from megatron.errors import ConfigError
+from tests.harness.sentences import expect_error
 
 VOCABULARY = 40
 LIMITS = RunnerLimits(num_blocks=40, block_size=4, max_requests=4, max_length=64, vocabulary=VOCABULARY)
@@ -71,8 +74,10 @@ class MovingAverage(nn.Module):
 AVERAGE = Branch("average", "pre_average_layernorm", "average", MovingAverage)
 
 
-def model(pattern: str, context: ModelContext | None = None) -> GPTModel:
-    """Layers of ``pattern``: ``a`` a moving average, ``*`` attention."""
+def model(
+    pattern: str, context: ModelContext | None = None, *, branch: Branch = AVERAGE, stage: Stage | None = None
+) -> GPTModel:
+    """Layers of ``pattern``: ``a`` a moving average, or ``branch``, ``*`` attention."""
     config = ModelConfig(
         num_layers=len(pattern),
         hidden_size=32,
@@ -85,10 +90,10 @@ def model(pattern: str, context: ModelContext | None = None) -> GPTModel:
         attention_dropout=0.0,
         init_method_std=0.3,
     )
-    layers = tuple(((AVERAGE if letter == "a" else SELF_ATTENTION), FEED_FORWARD) for letter in pattern)
+    layers = tuple(((branch if letter == "a" else SELF_ATTENTION), FEED_FORWARD) for letter in pattern)
     stack = StackConfig(config, causal=True, pattern=layers)
     context = context or ModelContext.single(dtype=torch.float64)
-    return GPTModel(config, context, stack=stack, seed=5).eval().requires_grad_(False)
+    return GPTModel(config, context, stage=stage, stack=stack, seed=5).eval().requires_grad_(False)
 
 
 @cache
@@ -157,3 +162,107 @@ def test_an_equal_beginning_is_read_once_where_its_state_is_kept(num_snapshots: 
     found = [result.ids for result in engine.generate(requests)]
     assert found == [whole_text(hybrid(), prompt, 5) for prompt in prompts]
     assert engine.statistics.prefix_hits == (3 * 20 if num_snapshots else 0)
+
+
+def steps_of(steps: CachedRunner) -> list[Tensor]:
+    """The logits of three prompts, and of twelve steps of one token each, whose texts change their order."""
+    lengths, found = {0: 3, 1: 1, 2: 6}, []
+    rows = [
+        PlanRow(slot=slot, start=0, tokens=PROMPTS[7][:length], blocks=(5 * slot + 1, 5 * slot + 2), logits_from=0)
+        for slot, length in lengths.items()
+    ]
+    blocks = {slot: tuple(range(1 + 5 * slot, 6 + 5 * slot)) for slot in lengths}
+    found.append(steps.start(StepPlan(tuple(rows))).logits())
+    for number in range(12):
+        order = [0, 1, 2] if number % 3 else [2, 0, 1]
+        rows = [
+            PlanRow(slot=slot, start=lengths[slot], tokens=(number,), blocks=blocks[slot], logits_from=0)
+            for slot in order
+        ]
+        lengths = {slot: length + 1 for slot, length in lengths.items()}
+        found.append(steps.start(StepPlan(tuple(rows))).logits())
+    return found
+
+
+@pytest.mark.parametrize("is_batch_invariant", [False, True])
+def test_replayed_steps_keep_the_states_of_computed_ones(is_batch_invariant: bool) -> None:
+    """The step that is computed and replayed for comparison took each token into the state twice."""
+    computed, replayed = (runner(hybrid(), is_batch_invariant=is_batch_invariant) for _ in "12")
+    computed._records = False
+    assert all(map(torch.equal, steps_of(computed), steps_of(replayed)))
+    assert [program is not None for program in replayed._recorded._programs.values()] == [True]
+    tables = zip(computed._cache.states._all(), replayed._cache.states._all(), strict=True)
+    assert all(torch.equal(one, other) for one, other in tables)
+
+
+class Forgetful(MovingAverage):
+    """Looks like a torch function to no recorder: it keeps a number that the recorder doesn't see."""
+
+    @override
+    def _advance(self, states: States, inner: Tensor) -> tuple[Tensor, States]:
+        out, after = super()._advance(states, inner)
+        unseen = torch.from_numpy(inner[-1].numpy().copy())
+        return out, {**after, "last": unseen}
+
+
+def test_a_state_that_a_recorder_does_not_see_is_not_replayed() -> None:
+    """Its outputs are right for one step, and the state behind them would be that of the recorded step for ever."""
+    of = model("aa", branch=replace(AVERAGE, build=Forgetful))
+    computed, replayed = runner(of), runner(of)
+    computed._records = False
+    assert all(map(torch.equal, steps_of(computed), steps_of(replayed)))
+
+
+def test_bits_do_not_depend_on_neighbours_where_that_is_wanted() -> None:
+    """With --batch-invariant a text alone, in one part, has the bits of a text in parts among others."""
+    of = model("a*aa", ModelContext.single(dtype=torch.float32))
+    texts = [PROMPTS[7], PROMPTS[6], PROMPTS[4]]
+    row = PlanRow(slot=0, start=0, tokens=texts[0], blocks=tuple(range(1, 9)), logits_from=0)
+    alone = runner(of, is_batch_invariant=True).start(StepPlan((row,))).logits()
+    crowded, parts = runner(of, is_batch_invariant=True), list[Tensor]()
+    for start, stop in ((0, 5), (5, 6), (6, 20), (20, 31)):
+        part = replace(row, start=start, tokens=texts[0][start:stop])
+        others = [
+            PlanRow(
+                slot=n, start=start, tokens=text[start:stop], blocks=tuple(range(1 + 8 * n, 9 + 8 * n)), logits_from=0
+            )
+            for n, text in enumerate(texts[1:], start=1)
+            if text[start:stop]
+        ]
+        parts.append(crowded.start(StepPlan((*others, part))).logits()[-(stop - start) :])
+    assert torch.equal(torch.cat(parts), alone)
+    half = model("a", ModelContext.single(dtype=torch.bfloat16))
+    assert not runner(half)._is_batch_invariant  # a default that would read prompts token by token
+
+
+class Silent(nn.Module):
+    """A mixer that says nothing of what it keeps."""
+
+    def __init__(self, place: BranchPlace) -> None:
+        super().__init__()
+        self._number = place.number
+
+    @override
+    def forward(self, x: Tensor, inputs: LayerInputs) -> Tensor:
+        assert inputs.cache is not None
+        return inputs.cache.advance(self._number, lambda states, x: (x, states), x)
+
+
+def test_a_mixer_that_declares_no_state_is_refused_in_one_sentence() -> None:
+    """Its text was another one, or a KeyError."""
+    branch = replace(AVERAGE, build=Silent)
+    with expect_error(ConfigError, "Silent"):
+        runner(model("a*", branch=branch))
+    Silent.text_state = None  # type: ignore[attr-defined]
+    row = PlanRow(slot=0, start=0, tokens=(1, 2), blocks=(1,), logits_from=1)
+    with expect_error(ConfigError, "text_state"):
+        runner(model("a*", branch=branch)).start(StepPlan((row,)))
+
+
+def test_memory_of_states_counts_in_that_of_the_cache() -> None:
+    """The report and the limit of memory left out what grows with texts, not with tokens."""
+    found, attention = (runner(model(pattern)).cache_bytes for pattern in ("a*aa", "*"))
+    assert found - attention == 3 * 3 * 32 * 8 * LIMITS.max_requests
+    states = hybrid().layer_states()
+    assert states.bytes_per_text == 3 * 3 * 32 * 8
+    assert states.bytes_per_token(torch.float64) == 2 * 32 * 8
