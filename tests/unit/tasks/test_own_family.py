@@ -109,6 +109,10 @@ def test_a_family_of_ones_own_generates_the_text_of_whole_forward_passes(
             said = capsys.readouterr().err
             check_line(said, "--num-speculative-tokens")
             check_line(said, "snapshots")
+            with generation_engine(trained, InferenceConfig(inference_dynamic_batching_buffer_size_gb=3.9e-6)):
+                check_line(capsys.readouterr().err, "again")
+            with expect_error(ConfigError, "--inference-max-requests 32"):
+                generation_engine(trained, InferenceConfig(inference_dynamic_batching_buffer_size_gb=3e-6)).__enter__()
         else:
             check_line(capsys.readouterr().err.strip(), "Recurrence")
             with expect_error(ConfigError, "Recurrence", "--batch-invariant"):
