@@ -46,7 +46,8 @@ def describe(device: torch.device) -> str:
         major, minor = torch.cuda.get_device_capability(device)
         tf32 = "with" if torch.backends.cuda.matmul.allow_tf32 else "without"
         return f"{torch.cuda.get_device_name(device)} (compute capability {major}.{minor}, fp32 products {tf32} TF32)"
-    return f"CPU, {torch.get_num_threads()} threads a rank"
+    threads = torch.get_num_threads()
+    return f"CPU, {threads} thread{'s' * (threads > 1)} a rank"
 
 
 def capability(device: torch.device) -> tuple[int, int] | None:

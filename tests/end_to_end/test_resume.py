@@ -125,7 +125,7 @@ def test_sigterm_saves_first(tmp_path: Path) -> None:
                 process.send_signal(signal.SIGTERM)
                 break
         rest = process.stdout.read()
-        assert process.wait(timeout=60) == 0
+        assert process.wait(timeout=600) == 0
     assert "exiting program after receiving SIGTERM." in rest
     assert len(list(tmp_path.glob("iter_*"))) == 1
 
@@ -143,7 +143,7 @@ def test_sigterm_to_the_launcher_saves_first(tmp_path: Path) -> None:
             # torchrun's handler raises, and Python discards what is raised in a destructor: then it is asked again.
             if (found := re.search(r"iteration +(\d+)/", line)) and int(found[1]) % 2000 == 3:
                 process.send_signal(signal.SIGTERM)
-        process.wait(timeout=60)
+        process.wait(timeout=600)
     assert "exiting program after receiving SIGTERM." in "".join(log)
     assert len(list(tmp_path.glob("iter_*"))) == 1
 

@@ -66,7 +66,7 @@ class SlurmCluster:
     def call(self, *command: str, **variables: str) -> str:
         """What a command of Slurm's prints."""
         done = subprocess.run(
-            command, cwd=ROOT, env=self.variables | variables, capture_output=True, text=True, timeout=60, check=False
+            command, cwd=ROOT, env=self.variables | variables, capture_output=True, text=True, timeout=600, check=False
         )
         assert done.returncode == 0, f"{command}: {done.stderr}"
         return done.stdout.strip()

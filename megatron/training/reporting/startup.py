@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from megatron.config.flags import plural_s
 from megatron.config.report import count, settings_report, stages_report
 from megatron.config.run import RunConfig
 
@@ -112,7 +113,8 @@ def _batch(run: RunConfig) -> str:
     sequences = f"{each} x " if each > 1 else ""
     tokens = f" of {sequences}{run.data.seq_length:,} tokens" if run.family.reads_tokens else ""
     ramp = f", {run.batch_ramp.size_at(0)} at first" if len(run.batch_ramp.sizes) > 1 else ""
-    return f"{full} samples{tokens}{ramp}: {replicas} replicas x {micro} a microbatch x {accumulated} accumulated"
+    groups = f"{replicas} replica{plural_s(replicas)}"
+    return f"{full} samples{tokens}{ramp}: {groups} x {micro} a microbatch x {accumulated} accumulated"
 
 
 def _length(run: RunConfig, facts: StartupFacts) -> str:

@@ -9,7 +9,7 @@ import pytest
 from megatron.config.run import RunConfig
 from megatron.core.models.registry import FAMILIES
 from megatron.errors import ConfigError
-from tests.harness.sentences import expect_error
+from tests.harness.sentences import check_sentence, expect_error
 from tests.unit.config.command_lines import parse
 
 EXPERTS: dict[str, Any] = {"extra_groups": FAMILIES["gpt"].groups}  # the line has 4 layers of 64, and sequences of 32
@@ -67,7 +67,7 @@ def test_what_is_meant(typed: str, fields: dict[str, Any]) -> None:
     """Lines of forks were refused for words about what is there."""
     run = parse(typed, **EXPERTS)
     assert {field: value(run, field) for field in fields} == fields
-    assert run.notes
+    check_sentence("\n".join(run.notes))
 
 
 def test_tokens_end_a_run_in_samples() -> None:

@@ -75,7 +75,7 @@ def parsed(arguments: list[str], **environment: str) -> subprocess.CompletedProc
         env={**os.environ, "PYTHONPATH": str(REPOSITORY), **environment},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=600,
         check=False,
     )
 

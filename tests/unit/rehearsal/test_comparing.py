@@ -8,7 +8,7 @@ import torch
 
 from megatron.rehearsal.comparing import disagreements, incomplete_beginnings, stuck
 from megatron.rehearsal.recorder import Communicator, Operation
-from tests.harness.sentences import check_line
+from tests.harness.sentences import check_line, check_sentence
 
 BOTH, OTHER = Communicator("both", (0, 1)), Communicator("other", (0, 1))
 
@@ -69,12 +69,12 @@ def test_an_early_receive_blocks_a_send_of_its_communicator() -> None:
             1: rank(*greetings[1], ("receive", BOTH, 0, True), ("send", back, 0, True)),
         }
 
-    assert stuck(crossed(BOTH)) is not None
+    check_sentence(stuck(crossed(BOTH)))
     assert stuck(crossed(OTHER)) is None
     # The first message of a pair connects the two, which the host waits for.
-    assert stuck(crossed(OTHER, greet=False)) is not None
+    check_sentence(stuck(crossed(OTHER, greet=False)))
     # One operation at a time on a device: the receive that was started early keeps the send from running.
-    assert stuck(crossed(OTHER), one_queue=True) is not None
+    check_sentence(stuck(crossed(OTHER), one_queue=True))
 
 
 def test_a_batch_of_messages_begins_with_all_ranks() -> None:
@@ -111,4 +111,4 @@ def test_messages_of_several_pairs_do_not_wait_for_each_other() -> None:
     for operations in early.values():
         for each in operations:
             each.grouped = True
-    assert stuck(early) is not None
+    check_sentence(stuck(early))

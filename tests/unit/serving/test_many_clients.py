@@ -171,7 +171,8 @@ def test_sigterm_answers_until_unfinished_texts_have_ended() -> None:
         while not running.engine.has_work:
             time.sleep(0.01)
         running.http_server.handle_exit(signal.SIGTERM, None)
-        time.sleep(0.3)  # uvicorn looks every 0.1 s
+        while ask(running.url, "/health").status != 503:  # uvicorn looks every 0.1 s
+            time.sleep(0.01)
         reply = ask(running.url, "/v1/completions", {"prompt": "b"})
         assert (reply.status, reply.json["error"]["code"]) == (503, "shutting_down")
         assert reply.headers["retry-after"] and reply.headers["connection"] == "close"

@@ -37,7 +37,7 @@ def environment() -> dict[str, str]:
 def run(tool: str, *arguments: str | Path, **options: Any) -> subprocess.CompletedProcess[str]:
     """Run a tool to its end."""
     return subprocess.run(
-        command(tool, *arguments), env=environment(), capture_output=True, text=True, timeout=60, **options
+        command(tool, *arguments), env=environment(), capture_output=True, text=True, timeout=600, **options
     )
 
 

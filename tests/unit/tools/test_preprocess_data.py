@@ -137,7 +137,10 @@ def test_gpt2_is_the_default_tokenizer(tmp_path: Path, corpus: Path, tokenizer_f
     """Megatron-LM's own default for GPT; same ids as from tokenizer.json of the same training."""
     pair = ("--vocab-file", f"{tokenizer_folder}/vocab.json", "--merge-file", f"{tokenizer_folder}/merges.txt")
     preprocess(corpus, tmp_path / "pair", pair)
-    assert DatasetMetadata.read(f"{tmp_path / 'pair'}_text_document") is not None
+    preprocess(corpus, tmp_path / "type", ("--tokenizer-type", "GPT2BPETokenizer", *pair))
+    for ending in ("bin", "idx"):
+        names = [tmp_path / f"{name}_text_document.{ending}" for name in ("pair", "type")]
+        assert names[0].read_bytes() == names[1].read_bytes()
 
 
 def test_several_files_in_the_order_given(tmp_path: Path, flags: tuple[str, ...], tokenizer: RustTokenizer) -> None:
@@ -345,7 +348,7 @@ def test_standard_input(tmp_path: Path, corpus: Path, flags: tuple[str, ...]) ->
     """What a pipe brings, which can be read only once and has no size, gives the bytes of the file."""
     preprocess(corpus, tmp_path / "file", flags)
     arguments = command("preprocess_data.py", "--input", "-", "--output-prefix", tmp_path / "pipe", *flags)
-    done = subprocess.run(arguments, env=environment(), input=corpus.read_bytes(), capture_output=True, timeout=60)
+    done = subprocess.run(arguments, env=environment(), input=corpus.read_bytes(), capture_output=True, timeout=600)
     assert done.returncode == 0, done.stderr
     for ending in ("bin", "idx"):
         names = [tmp_path / f"{name}_text_document.{ending}" for name in ("file", "pipe")]
@@ -372,7 +375,7 @@ def test_full_disk(tmp_path: Path, corpus: Path, flags: tuple[str, ...]) -> None
         env=environment(),
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=600,
     )
     assert done.returncode == 1
     assert done.stderr.startswith(

@@ -68,7 +68,7 @@ def test_never_wraps() -> None:
         "from megatron.training.reporting.progress import ProgressBar; import time; bar = ProgressBar(480); "
         "time.sleep(0.11); bar.show(120, 'loss 4.2500', 'x' * 200); import os; os._exit(0)"
     )
-    subprocess.run([sys.executable, "-c", code], stderr=terminal, cwd=ROOT, check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", code], stderr=terminal, cwd=ROOT, check=True, timeout=600)
     os.close(terminal)
     drawn = os.read(screen, 10_000).decode()
     os.close(screen)

@@ -14,8 +14,8 @@ ARGUMENTS = (
 )
 
 
-def report(**facts: object) -> str:
-    run = parse_run(ARGUMENTS.split(), world_size=8, extra_groups=GPT_GROUPS)
+def report(*, ranks: int = 8, **facts: object) -> str:
+    run = parse_run(ARGUMENTS.split(), world_size=ranks, extra_groups=GPT_GROUPS)
     known = {"model_name": "gpt", "device": "CPU", "parameters": 7_300_000, "parameters_here": 3_700_000}
     return startup_report(run, StartupFacts(flops_per_sample=1e10, **known | facts))  # type: ignore[arg-type]
 
@@ -27,6 +27,7 @@ def test_says_what_is_trained_on_what_and_how() -> None:
     assert lines["parameters"].endswith("7.3 M, 3.7 M on each rank")
     assert lines["ranks"].endswith("8 on CPU: tensor 2 x data 4")
     assert lines["batch"].endswith("16 samples of 256 tokens: 4 replicas x 2 a microbatch x 2 accumulated")
+    assert ": 1 replica x 2 a microbatch x 8 accumulated" in report(ranks=2)
     assert lines["length"].endswith("1,000 iterations, 16,000 samples, 4.1 M tokens, 1.6e+14 model FLOPs")
     assert "adam, lr 0.0006 cosine to 6e-05" in lines["optimizer"]
     assert lines["precision"].endswith("bf16")
