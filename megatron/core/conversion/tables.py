@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from megatron.config.model import ModelConfig
+from megatron.core.checkpointing.manifest import listed
 from megatron.core.conversion.portable import LazyTensor, check_shapes, parameters_of
 from megatron.core.conversion.transforms import SAME, Transform
 from megatron.errors import CheckpointError
@@ -69,7 +70,11 @@ def matches(table: Sequence[Row], model: ModelConfig, groups: Sequence[object] =
         theirs = tuple(their.format(**numbers) for their in modules)
         theirs = theirs if row.is_parameter else tuple(f"{their}.{kind}" for their in theirs)
         found.append(Match(name, theirs, row.transform, sharding.shape))
-    check_shapes(dict.fromkeys(unnamed, ()), {}, where=where)
+    if unnamed:
+        raise CheckpointError(
+            f"{where} cannot be converted: its format has no names for {listed(unnamed)}; only a mapping table with "
+            "rows for these tensors can convert such a model"
+        )
     return found
 
 
