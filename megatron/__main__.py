@@ -13,7 +13,7 @@ from megatron.core.models.registry import FAMILIES
 from megatron.errors import ConfigError, run_command
 
 PROGRAMS = {
-    **{f"pretrain-{name}": f"pretrain_{name}.py" for name in FAMILIES},
+    **{f"pretrain-{name}": f"pretrain_{name}.py" for name in (*FAMILIES, "mamba", "hybrid")},
     "train-tokenizer": "tools/train_tokenizer.py",
     "preprocess-data": "tools/preprocess_data.py",
     "preprocess-sft": "tools/preprocess_sft.py",

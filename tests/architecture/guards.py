@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable
 from pathlib import PurePosixPath
 
 from megatron.config.flags import flags_of
+from megatron.config.hybrid import HybridConfig
 from megatron.config.moe import MoEConfig
 from megatron.core.models.registry import FAMILIES
 from tests.architecture.source_tree import Function, Source, is_library
@@ -65,7 +66,7 @@ def _fields(groups: Iterable[type]) -> set[str]:
     return {spec.field for group in groups for spec in flags_of(group)}
 
 
-PARTS = {"experts": MoEConfig}
+PARTS = {"experts": MoEConfig, "hybrids": HybridConfig}
 """Settings of parts of models, which any family may have."""
 FACTS = {
     name: _fields(family.groups).difference(
@@ -106,6 +107,8 @@ KNOWS_FACTS = (
     "megatron/config/moe.py",  # settings of such a part, for any family
     "megatron/config/expert_settings.py",
     "megatron/config/rules/moe.py",
+    "megatron/config/hybrid.py",
+    "megatron/config/computed_flags.py",  # what flags of other programs mean
     "megatron/config/model.py",  # names the other lengths that positions follow
 )
 CUDA_CODE = "megatron/core/device.py"
