@@ -12,7 +12,7 @@ from typing_extensions import override
 
 from megatron.config.family import PartConfig, Rule
 from megatron.config.flags import architecture_flag, flag, plural_s, switch
-from megatron.config.hybrid_pattern import ATTENTION, EXPERTS, LETTERS, MLP, allocated, read_pattern, sizes_of
+from megatron.config.hybrid_pattern import ATTENTION, EXPERTS, LETTERS, MAMBA, MLP, allocated, read_pattern, sizes_of
 from megatron.config.layer_patterns import shortest_pattern
 from megatron.config.model import ModelConfig
 from megatron.config.moe import MoEConfig
@@ -112,6 +112,13 @@ class HybridConfig(PartConfig):
         with suppress(ConfigError):  # a rule reports it
             if EXPERTS in self.letters and len(self.letters) == sum(stacks):
                 return {"moe_layer_freq": shortest_pattern(tuple(letter == EXPERTS for letter in self.letters))}
+        return {}
+
+    @override
+    def recompute_modules(self) -> Mapping[str, str]:
+        """What layers of a kind compute, each with what the model lacks without them."""
+        with suppress(ConfigError):  # a rule reports it
+            return {"mamba": "" if MAMBA in self.letters + self.depth_letters else "M in --hybrid-layer-pattern"}
         return {}
 
     @override

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, Literal
 
 from typing_extensions import override
 
-from megatron.config.family import PartConfig
-from megatron.config.flags import architecture_flag, flag
+from megatron.config.family import PartConfig, Rule
+from megatron.config.flags import architecture_flag, flag, flags_of, plural_s, subject
+from megatron.config.hybrid import HybridConfig
+from megatron.config.hybrid_pattern import MAMBA
 from megatron.config.model import ModelConfig
+from megatron.config.rules.sizes import divisors, indivisible, some
+from megatron.config.run import RunConfig
+from megatron.errors import ConfigError
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -57,24 +63,129 @@ class MambaConfig(PartConfig):
         default="a2a",
     )
 
+    def num_heads(self, model: ModelConfig) -> int:
+        """Heads of a layer."""
+        return self.mamba_num_heads or 2 * model.hidden_size // self.mamba_head_dim
+
+    def inner_size(self, model: ModelConfig) -> int:
+        """Channels of all heads of a layer."""
+        return self.num_heads(model) * self.mamba_head_dim
+
     @override
     def resolved(self, model: ModelConfig, stacks: Sequence[int]) -> Self:
-        """The group with the number of heads."""
-        heads = self.mamba_num_heads or 2 * model.hidden_size // self.mamba_head_dim
-        return dataclasses.replace(self, mamba_num_heads=heads)
-
-    @property
-    def num_heads(self) -> int:
-        """Heads of a layer, once they are resolved."""
-        assert self.mamba_num_heads is not None, "resolved() says how many heads there are"
-        return self.mamba_num_heads
-
-    @property
-    def inner_size(self) -> int:
-        """Channels of all heads of a layer."""
-        return self.num_heads * self.mamba_head_dim
+        """The group in which a number of heads that is the default isn't written out, so that both compare equal."""
+        is_default = self.mamba_num_heads is not None and self.inner_size(model) == 2 * model.hidden_size
+        return dataclasses.replace(self, mamba_num_heads=None) if is_default else self
 
     @override
-    def recompute_modules(self) -> Mapping[str, str]:
-        """What layers compute between their projections."""
-        return {"mamba": ""}
+    def rules(self) -> Sequence[Rule]:
+        """Rules about sizes that ranks divide."""
+        return RULES
+
+
+def has_mamba_layers(run: RunConfig) -> bool:
+    """Whether the model has such layers."""
+    with suppress(ConfigError):  # a rule reports a pattern that is none
+        hybrid = run.part(HybridConfig)
+        return MAMBA in hybrid.letters + hybrid.depth_letters
+    return False
+
+
+def _heads_fill_the_width(run: RunConfig) -> str | None:
+    """Twice the hidden size is whole heads."""
+    mamba, width = run.part(MambaConfig), 2 * run.model.hidden_size
+    if mamba.mamba_num_heads is not None or width % mamba.mamba_head_dim == 0:
+        return None
+    fits = some(divisors(width), near=mamba.mamba_head_dim)
+    return (
+        f"--mamba-head-dim {mamba.mamba_head_dim} does not divide twice --hidden-size {run.model.hidden_size}, and "
+        f"--mamba-num-heads is not given; give it, or take a head of {fits} channels"
+    )
+
+
+def _heads_divide_over_groups(run: RunConfig) -> str | None:
+    mamba = run.part(MambaConfig)
+    return indivisible("--mamba-num-heads", mamba.num_heads(run.model), "--mamba-num-groups", mamba.mamba_num_groups)
+
+
+def _heads_divide_over_tensor_ranks(run: RunConfig) -> str | None:
+    ranks = run.parallel.tensor_model_parallel_size
+    return indivisible(
+        "--mamba-num-heads", run.part(MambaConfig).num_heads(run.model), "--tensor-model-parallel-size", ranks
+    )
+
+
+def _groups_divide_over_tensor_ranks(run: RunConfig) -> str | None:
+    """Ranks hold whole groups, or share one with a whole number of others."""
+    groups, ranks = run.part(MambaConfig).mamba_num_groups, run.parallel.tensor_model_parallel_size
+    if groups % ranks == 0 or ranks % groups == 0:
+        return None
+    heads = run.part(MambaConfig).num_heads(run.model)
+    fits = [each for each in divisors(heads) if groups % each == 0 or each % groups == 0]
+    return (
+        f"--mamba-num-groups {groups} is neither a multiple nor a divisor of --tensor-model-parallel-size {ranks}; "
+        f"tensor-parallel sizes that fit: {some(fits, near=ranks)}"
+    )
+
+
+def _heads_divide_over_context_ranks(run: RunConfig) -> str | None:
+    """Each context-parallel rank gets whole heads, and whole groups or a share of one."""
+    mamba, parallel = run.part(MambaConfig), run.parallel
+    ranks, tensor = parallel.context_parallel_size, parallel.tensor_model_parallel_size
+    if ranks == 1 or mamba.mamba_cp_comm_type == "states" or mamba.num_heads(run.model) % tensor:
+        return None
+    heads, groups = mamba.num_heads(run.model) // tensor, max(1, mamba.mamba_num_groups // tensor)
+    if heads % ranks == 0 and (groups % ranks == 0 or ranks % groups == 0):
+        return None
+    fits = [each for each in divisors(heads) if groups % each == 0 or each % groups == 0]
+    return (
+        f"--context-parallel-size {ranks} can't divide what a tensor-parallel rank has of a Mamba-2 layer, {heads} "
+        f"head{plural_s(heads)} in {groups} group{plural_s(groups)}; use --mamba-cp-comm-type states, or a size that "
+        f"fits: {some(fits, near=ranks)}"
+    )
+
+
+_SIZES = (
+    _heads_fill_the_width,
+    _heads_divide_over_groups,
+    _heads_divide_over_tensor_ranks,
+    _groups_divide_over_tensor_ranks,
+    _heads_divide_over_context_ranks,
+)
+
+
+def _sizes_fit(run: RunConfig) -> str | None:
+    """The first of the rules about sizes that a model with such layers breaks."""
+    if not has_mamba_layers(run):
+        return None
+    return next((found for each in _SIZES if (found := each(run)) is not None), None)
+
+
+def _limits_ascend(run: RunConfig) -> str | None:
+    limits = run.part(MambaConfig).mamba_time_step_limits
+    if limits is None or limits[0] < limits[1]:
+        return None
+    return f"--mamba-time-step-limits {limits[0]:g} {limits[1]:g}: the first is the lower one, as in 0.001 0.1"
+
+
+def _settings_need_layers(run: RunConfig) -> str | None:
+    """A setting of such layers has no effect without them."""
+    mamba = run.part(MambaConfig)
+    given = [
+        spec.typed(run.value(spec))
+        for spec in flags_of(MambaConfig)
+        if run.given(spec.field) and run.value(spec) != spec.default
+    ]
+    if not given or has_mamba_layers(run) or mamba not in run.extra:
+        return None
+    return (
+        f"{subject(given, 'has', 'have')} no effect without Mamba-2 layers; give --hybrid-layer-pattern with an M for "
+        "each, or leave it out"
+    )
+
+
+RULES: tuple[Rule, ...] = (
+    _sizes_fit,
+    _limits_ascend,
+    _settings_need_layers,
+)

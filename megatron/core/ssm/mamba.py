@@ -98,13 +98,14 @@ class MambaMixer(nn.Module):
         model, context = place.stack.model, place.context
         self.number, self._context, self._config = place.number, context, config
         self._eps, self._recomputes = model.norm_epsilon, "mamba" in place.recompute
-        ranks, groups, heads = context.mesh.size("tp"), config.mamba_num_groups, config.num_heads
+        ranks, groups, heads = context.mesh.size("tp"), config.mamba_num_groups, config.num_heads(model)
+        inner_size = config.inner_size(model)
         self._heads, self._groups = heads // ranks, max(1, groups // ranks)
         self._inner, self._states = self._heads * config.mamba_head_dim, self._groups * config.mamba_state_dim
         self._sharers = max(1, ranks // groups)
         self._scan = functools.partial(scan, chunk_size=config.mamba_chunk_size, backend=config.mamba_scan_backend)
         of_groups = StackedPart(groups * config.mamba_state_dim, groups=groups)
-        inner = StackedPart(config.inner_size)
+        inner = StackedPart(inner_size)
         parts = (inner, inner, of_groups, of_groups, StackedPart(heads))
         self.in_proj = ColumnParallelLinear(
             model.hidden_size,
@@ -116,18 +117,18 @@ class MambaMixer(nn.Module):
         )
         self.conv1d = Convolution(parts[1:4], config.mamba_conv_kernel_dim, context)
         lowest, highest = (math.log(each) for each in _STEPS)
-        self.dt_bias = self._of_heads(Uniform(lowest, highest, transform=_as_bias))
-        self.A_log = self._of_heads(Uniform(*_DECAYS, torch.log))
-        self.D = self._of_heads(Constant(1.0))
-        self.norm = NormWeight(config.inner_size, context)
+        self.dt_bias = self._of_heads(heads, Uniform(lowest, highest, transform=_as_bias))
+        self.A_log = self._of_heads(heads, Uniform(*_DECAYS, torch.log))
+        self.D = self._of_heads(heads, Constant(1.0))
+        self.norm = NormWeight(inner_size, context)
         self.out_proj = RowParallelLinear(
-            config.inner_size, model.hidden_size, context, init=output_init(model), bias=False
+            inner_size, model.hidden_size, context, init=output_init(place.stack), bias=False
         )
 
-    def _of_heads(self, init: Initialization) -> nn.Parameter:
+    def _of_heads(self, heads: int, init: Initialization) -> nn.Parameter:
         """A number for each head, in fp32 or wider whatever the model's type."""
         wide = dataclasses.replace(self._context, dtype=self._wide)
-        return make_parameter(Sharding((self._config.num_heads,), {0: "tp"}), init, wide)
+        return make_parameter(Sharding((heads,), {0: "tp"}), init, wide)
 
     @property
     def _wide(self) -> torch.dtype:
@@ -322,7 +323,10 @@ class MambaMixer(nn.Module):
             inside += tokens * (
                 (channels + self._heads) * item + 2 * (channels - self._inner - 2 * self._states) * item
             )
-        inner, all_states = config.inner_size, config.mamba_num_groups * config.mamba_state_dim
+        inner, all_states = (
+            self.out_proj.weight.shape[1] * context.mesh.size("tp"),
+            config.mamba_num_groups * config.mamba_state_dim,
+        )
         per_token = 2 * config.mamba_conv_kernel_dim * (inner + 2 * all_states) + 2 * chunk * (all_states + inner)
         flops = float(workload.all_tokens * (per_token + 4 * inner * config.mamba_state_dim))
         matmuls = total_of((self.in_proj, self.out_proj), workload)

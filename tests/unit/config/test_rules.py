@@ -12,6 +12,7 @@ import pytest
 from megatron.config import RunConfig, rules
 from megatron.config.family import CheckedSettings, Rule
 from megatron.config.hybrid import HybridConfig
+from megatron.config.mamba import MambaConfig
 from megatron.config.moe import MoEConfig
 from megatron.config.rules import (
     RULES,
@@ -29,6 +30,7 @@ from megatron.config.rules import (
 )
 from megatron.core.models.bert import config as bert_rules
 from megatron.core.models.bert.config import GROUPS, BertConfig, TokenTypesConfig
+from megatron.core.models.gpt.config import GROUPS as GPT_GROUPS
 from megatron.core.models.gpt.config import GPTConfig
 from megatron.core.models.t5 import config as t5_rules
 from megatron.core.models.t5.config import T5Config
@@ -62,7 +64,7 @@ BAD = _read_cases()
 def parsed(changes: str, without: str, ranks: int) -> RunConfig:
     """The run of a transcript; GPT, BERT, T5 and TASK (tasks/main.py) name the script that has it."""
     known: dict[str, tuple[type, ...]] = {
-        "GPT": (GPTConfig, HybridConfig, MoEConfig),
+        "GPT": GPT_GROUPS,
         "BERT": GROUPS,
         "T5": (T5Config,),
         "TASK": (TaskConfig, GPTConfig),
@@ -105,7 +107,7 @@ def test_every_rule_has_a_bad_configuration(monkeypatch: pytest.MonkeyPatch) -> 
     """A rule that no bad configuration meets may be dead."""
     met = set()
     known = {*RULES, *of_tasks(), *BertConfig().rules(), *T5Config().rules(), *MoEConfig().rules()}
-    known |= {*HybridConfig().rules()}
+    known |= {*HybridConfig().rules(), *MambaConfig().rules()}
     messages = [refusal(changes, without, ranks) for changes, without, ranks, _ in BAD]
     monkeypatch.setattr(rules, "rules_of", lambda run: ())
     for (changes, without, ranks, _), message in zip(BAD, messages, strict=True):

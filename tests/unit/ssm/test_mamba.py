@@ -57,9 +57,8 @@ def settings(layers: int = 1, hidden: int = 32) -> ModelConfig:
 
 def mixer(config: MambaConfig = SMALL, *, dtype: torch.dtype = torch.float64, hidden: int = 32) -> MambaMixer:
     model, context = settings(hidden=hidden), ModelContext.single(dtype=dtype)
-    own = config.resolved(model, (1,))
-    stack = StackConfig(model, causal=True, pattern=((mamba_branch(own),),))
-    made = MambaMixer(BranchPlace(stack, context, 0), config=own)
+    stack = StackConfig(model, causal=True, pattern=((mamba_branch(config),),))
+    made = MambaMixer(BranchPlace(stack, context, 0), config=config)
     initialize(made, context.mesh, seed=3)
     return made
 
@@ -77,7 +76,7 @@ def hybrid(
 ) -> GPTModel:
     """Layers of one branch: ``M`` the mixer, ``*`` attention, ``-`` an MLP."""
     model = settings(len(letters))
-    kinds = {"M": mamba_branch(config.resolved(model, (len(letters),))), "*": SELF_ATTENTION, "-": FEED_FORWARD}
+    kinds = {"M": mamba_branch(config), "*": SELF_ATTENTION, "-": FEED_FORWARD}
     stack = StackConfig(model, causal=True, pattern=tuple((kinds[letter],) for letter in letters))
     plan = RecomputePlan("selective", modules=recompute) if recompute else RecomputePlan()
     return GPTModel(model, context or ModelContext.single(dtype=torch.float64), stack=stack, seed=5, recompute=plan)

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 
 from megatron.config.hybrid import HybridConfig
-from megatron.config.hybrid_pattern import ATTENTION, EXPERTS, MLP
+from megatron.config.hybrid_pattern import ATTENTION, EXPERTS, MAMBA, MLP
+from megatron.config.mamba import MambaConfig
 from megatron.config.model import ModelConfig
 from megatron.config.moe import MoEConfig
 from megatron.core.moe.layer import expert_branch, expert_layers, layers_with
+from megatron.core.ssm.mamba import mamba_branch
 from megatron.core.transformer.stack import FEED_FORWARD, Layer, StackConfig, self_attention
 
 
@@ -24,10 +26,15 @@ def _experts(model: ModelConfig, groups: Sequence[object]) -> Layer:
     return (expert_branch(MoEConfig.among(groups)),)
 
 
+def _mamba(model: ModelConfig, groups: Sequence[object]) -> Layer:
+    return (mamba_branch(MambaConfig.among(groups)),)
+
+
 LAYER_KINDS: Mapping[str, Callable[[ModelConfig, Sequence[object]], Layer]] = {
     ATTENTION: _attention,
     MLP: _mlp,
     EXPERTS: _experts,
+    MAMBA: _mamba,
 }
 """The layer that each letter of a pattern means, from the model's settings and its family's groups."""
 
