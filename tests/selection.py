@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 import random
 import time
 from collections import Counter
@@ -14,6 +15,8 @@ import pytest
 STARTED = time.monotonic()
 OUT_OF_TIME = "the time that --all gives is up"
 REVERSED = "reversed"
+STEPS_OF_THE_TABLE = "TEST_STEPS_OF_THE_TABLE"
+"""Environment variable: how many steps rows of tests/equivalence take, in ranks too."""
 TOGETHER = 20
 """Most tests of a module that stay neighbours in a random order: what a module shares is made once for them."""
 
@@ -44,6 +47,8 @@ def pytest_configure(config: pytest.Config) -> None:
         raise pytest.UsageError(f"--order {order}: expected a number or {REVERSED!r}")
     if config.option.without_default and config.option.all is None:
         raise pytest.UsageError("--without-default leaves no test without --all")
+    if config.option.all is not None:
+        os.environ[STEPS_OF_THE_TABLE] = "3"
 
 
 @pytest.hookimpl(optionalhook=True)

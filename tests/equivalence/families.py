@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -37,9 +38,12 @@ from megatron.core.transformer.place import BranchPlace
 from megatron.core.transformer.stack import FEED_FORWARD, SELF_ATTENTION, Branch, StackConfig
 from tasks.fine_tuning.train_spec import ClassificationSpec, LabelledData
 from tasks.settings import FINE_TUNING, FineTunedBertConfig, TaskConfig
+from tests.selection import STEPS_OF_THE_TABLE
 
-STEPS, GLOBAL_BATCH, LENGTH, VOCABULARY = 3, 8, 16, 67
+GLOBAL_BATCH, LENGTH, VOCABULARY = 8, 16, 67
 """The vocabulary is prime, so that it divides at no layout."""
+STEPS = int(os.environ.get(STEPS_OF_THE_TABLE, "2"))
+"""The second one sees what the first one leaves: weights, moments, biases, scales. The whole tier takes a third."""
 
 
 class Batches:

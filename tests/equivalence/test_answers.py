@@ -39,7 +39,7 @@ LAYOUTS: dict[str, str] = {
 
 @functools.cache
 def reference(variant: str, *, drawing: bool = False) -> Observed:
-    """Three steps on one rank."""
+    """The table's steps on one rank."""
     return train_alone((DRAWING if drawing else VARIANTS)[variant])
 
 

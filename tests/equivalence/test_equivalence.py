@@ -238,12 +238,12 @@ SAME_DROPOUT_OVER_SLICES = {
 
 @functools.cache
 def reference(variant: str) -> Observed:
-    """Three steps on one rank."""
+    """The table's steps on one rank."""
     return train_alone(EVERY_VARIANT[variant])
 
 
 def ranks_of(variant: str, layout: str) -> list[Observed]:
-    """Three steps at a layout, by rank."""
+    """The table's steps at a layout, by rank."""
     return train_at(EVERY_VARIANT[variant], layout)
 
 

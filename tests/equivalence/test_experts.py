@@ -125,7 +125,7 @@ LAYOUTS: dict[str, str] = {
 
 @functools.cache
 def reference(variant: str) -> Observed:
-    """Three steps on one rank."""
+    """The table's steps on one rank."""
     return train_alone(VARIANTS[variant], at_equal_microbatches(variant, ""))
 
 

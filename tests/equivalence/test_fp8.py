@@ -86,7 +86,7 @@ DEEP = {"pp2 vpp2"}
 
 @functools.cache
 def reference(row: str, micro_batch_size: int) -> Observed:
-    """Three steps on one rank, with the microbatches of a layout."""
+    """The table's steps on one rank, with the microbatches of a layout."""
     return train_alone(row, f"--micro-batch-size {micro_batch_size}")
 
 

@@ -70,7 +70,7 @@ LAYOUTS: dict[str, str] = {
 
 @functools.cache
 def reference(variant: str) -> Observed:
-    """Three steps on one rank."""
+    """The table's steps on one rank."""
     return train_alone(VARIANTS[variant])
 
 

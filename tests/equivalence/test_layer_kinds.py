@@ -59,7 +59,7 @@ STACKS: dict[str, str] = {
 
 @functools.cache
 def reference(stack: str = "gated") -> Observed:
-    """Three steps on one rank."""
+    """The table's steps on one rank."""
     return train_alone(STACKS[stack])
 
 

@@ -44,7 +44,7 @@ MORE = {
 
 @functools.cache
 def reference(variant: str) -> Observed:
-    """Three steps on one rank."""
+    """The table's steps on one rank."""
     return train_alone(VARIANTS[variant])
 
 

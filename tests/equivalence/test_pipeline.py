@@ -104,7 +104,7 @@ def deep(variant: str, *, layers: int) -> str:
 
 @functools.cache
 def reference(variant: str, *, layers: int) -> list[Observed]:
-    """Three steps on one rank."""
+    """The table's steps on one rank."""
     return [train_alone(deep(variant, layers=layers))]
 
 

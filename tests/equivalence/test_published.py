@@ -43,7 +43,7 @@ def row_of(name: str) -> str:
 
 @functools.cache
 def reference(name: str) -> Observed:
-    """Three steps on one rank."""
+    """The table's steps on one rank."""
     return train_alone(row_of(name), published=model_of(name))
 
 

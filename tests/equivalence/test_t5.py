@@ -88,7 +88,7 @@ EVERYTHING = LAYOUTS | STAGES | COMBINED | EIGHT_RANKS | SLICED_STAGES | CUTS
 
 @functools.cache
 def reference(variant: str) -> list[Observed]:
-    """Three steps on one rank."""
+    """The table's steps on one rank."""
     return [train_alone((VARIANTS | OTHERS)[variant])]
 
 

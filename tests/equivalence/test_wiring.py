@@ -95,7 +95,7 @@ FIRST = ("no fault", "tied copies of a rank are two parameters", "gradient sync 
 
 
 def train_with(context: ParallelContext, fault: str, row: str, layout: str) -> Observed:
-    """Three steps of a run that is put together with the fault."""
+    """The table's steps of a run that is put together with the fault."""
     with FAULTS[fault][2]():
         return train(context, row, layout)
 

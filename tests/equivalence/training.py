@@ -1,4 +1,4 @@
-"""Three steps of a row of the table: what a command line builds and trains, on any number of ranks, in fp64."""
+"""Steps of a row of the table: what a command line builds and trains, on any number of ranks, in fp64."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def run_of(row: str, layout: str = "", *, published: PortableModel | None = None
 
 
 def train(context: ParallelContext, row: str, layout: str = "", published: PortableModel | None = None) -> Observed:
-    """Three steps of AdamW on this rank."""
+    """The table's steps of AdamW on this rank."""
     family, config = run_of(row, layout, published=published)
     run = build_run(config, family.train_spec, context_of(config, context), started=0.0)
     if published is not None:
@@ -68,12 +68,12 @@ def train(context: ParallelContext, row: str, layout: str = "", published: Porta
 
 
 def train_alone(row: str, layout: str = "", published: PortableModel | None = None) -> Observed:
-    """Three steps on one rank."""
+    """The table's steps on one rank."""
     return train(ParallelContext.single(dtype=torch.float64), row, layout, published)
 
 
 def train_at(row: str, layout: str, published: PortableModel | None = None) -> list[Observed]:
-    """Three steps at a layout, by rank."""
+    """The table's steps at a layout, by rank."""
     return run_ranks(train, row, layout, published, **at(row, layout), reuse=True)
 
 

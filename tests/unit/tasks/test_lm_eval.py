@@ -115,6 +115,7 @@ def test_the_harness_finds_what_it_finds_through_transformers(
     )
 
 
+@pytest.mark.slow  # the test above runs the real command; layouts of evaluation are in tests/parallel/test_tasks.py
 def test_answers_do_not_depend_on_batch_or_layout(folder: Path, gpt2: SmallGPT2, ours: dict[str, Any]) -> None:
     """Two ranks, another batch: the same answers, said once."""
     layout = f"load={gpt2.native},pipeline_model_parallel_size=2"
