@@ -9,22 +9,32 @@ from pathlib import Path
 
 import pytest
 
-from tests.end_to_end.commands import ROOT, quickstart
+from tests.end_to_end.commands import ROOT, environment, quickstart
+from tests.end_to_end.forked_python import run_bash
 
 pytest.importorskip("matplotlib", reason="the quickstart's last step draws a picture")
 
 ITERATIONS = 40
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("quick start")  # a space, as in many a home folder
+@pytest.fixture(scope="module", params=["forked", pytest.param("started", marks=pytest.mark.slow)])
+def python(request: pytest.FixtureRequest) -> str:
+    """How the script's Python is run: a start takes 3 seconds of CPU, and there are a dozen."""
+    return str(request.param)
 
 
 @pytest.fixture(scope="module")
-def said(folder: Path) -> str:
-    """What the whole script prints, run for a few iterations in a folder with a space and without a home."""
-    return quickstart("examples/quickstart.sh", folder, iterations=ITERATIONS)
+def folder(python: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp(f"quick start, {python}")  # a space, as in many a home folder
+
+
+@pytest.fixture(scope="module")
+def said(python: str, folder: Path) -> str:
+    """What the whole script prints, run for a few iterations in a folder with a space; if started, without a home."""
+    if python == "started":
+        return quickstart("examples/quickstart.sh", folder, iterations=ITERATIONS)
+    variables = {"QUICKSTART_DIR": str(folder / "run"), "QUICKSTART_ITERATIONS": str(ITERATIONS)}
+    return run_bash("examples/quickstart.sh", folder, variables=environment() | variables)
 
 
 def test_everything_it_names_at_the_end_is_there(said: str, folder: Path) -> None:
