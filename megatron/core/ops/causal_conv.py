@@ -41,10 +41,13 @@ def _seen(document_ids: Tensor, initial_ids: Tensor | None, taps: int) -> Tensor
     return torch.stack(same).unsqueeze(-1)
 
 
-class _CausalConv(torch.autograd.Function):
-    """A multiply-add for each tap, on rows of channels as they lie; keeps ``x``.
+_ELEMENTS = 1 << 16  # of a block of rows
 
-    dx_t = Σ_j weight_j·dy_{t+k-1-j};  dweight_j = Σ_t dy_t·x_{t-k+1+j};  dbias = Σ_t dy_t.
+
+class _CausalConv(torch.autograd.Function):
+    """A multiply-add for each tap, on rows of channels as they lie, a few rows at a time; keeps ``x``.
+
+    dx_t = Σ_j weight_j·dy_{t+k-1-j};  dweight_j = Σ_t dy_t·x_{t-k+1+j};  dbias = Σ_t dy_t. Sums are in fp32 or wider.
     """
 
     @staticmethod
@@ -54,52 +57,65 @@ class _CausalConv(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(x, weight, initial, seen)
         ctx.has_bias = bias is not None
-        taps = weight.squeeze(1).t().contiguous()  # [k, c]
-        out = x * taps[-1] if bias is None else torch.addcmul(bias, x, taps[-1])
-        for back, rows, given in _earlier(x, initial, taps.shape[0]):
-            tap, target = taps[-1 - back], out[:, rows]
-            if seen is None:
-                target.addcmul_(given, tap)
-            else:
-                target.addcmul_(given * seen[back - 1][:, rows], tap)
+        taps, earlier = _taps(weight), weight.shape[2] - 1
+        wide_bias = None if bias is None else bias.to(taps.dtype)
+        before = x.new_zeros(x.shape[0], earlier, x.shape[2]) if initial is None else initial
+        first = torch.cat((before, x[:, :earlier]), dim=1)  # what the first rows see
+        out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+        for rows in (slice(0, first.shape[1] - earlier), *_blocks(x, first.shape[1] - earlier)):
+            given = (x[:, rows.start - earlier : rows.stop] if rows.start else first).to(taps.dtype)
+            count, now = rows.stop - rows.start, given[:, earlier:]
+            total = now * taps[0] if wide_bias is None else torch.addcmul(wide_bias, now, taps[0])
+            for back in range(1, earlier + 1):
+                past = given[:, earlier - back : earlier - back + count]
+                total.addcmul_(past if seen is None else past * seen[back - 1][:, rows], taps[back])
+            out[:, rows] = total
         return out
 
     @staticmethod
     @override
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None, None]:
         x, weight, initial, seen = ctx.saved_tensors
-        taps = weight.squeeze(1).t().contiguous()
-        wide = torch.promote_types(weight.dtype, torch.float32)
-        grad_taps = torch.empty(taps.shape, dtype=wide, device=x.device)
-        grad_x = grad * taps[-1]
-        grad_initial = None if initial is None else torch.zeros_like(initial)
-        grad_taps[-1] = (grad * x).sum((0, 1), dtype=wide)
-        for back in range(1, taps.shape[0]):
-            grad_taps[-1 - back] = 0.0
-        for back, rows, given in _earlier(x, initial, taps.shape[0]):
-            upstream, tap = grad[:, rows], taps[-1 - back]
-            if seen is not None:
-                upstream = upstream * seen[back - 1][:, rows]
-            grad_taps[-1 - back] += (upstream * given).sum((0, 1), dtype=wide)
-            if rows.start == back:
-                grad_x[:, : x.shape[1] - back].addcmul_(upstream, tap)
-            elif grad_initial is not None:
-                first = initial.shape[1] - back
-                grad_initial[:, first : first + upstream.shape[1]].addcmul_(upstream, tap)
-        grad_weight = grad_taps.t().unsqueeze(1).to(weight.dtype)
-        grad_bias = grad.sum((0, 1), dtype=wide).to(weight.dtype) if ctx.has_bias else None
+        taps = _taps(weight)
+        grad_taps = torch.zeros_like(taps)
+        grad_x, grad_initial = torch.empty(x.shape, dtype=x.dtype, device=x.device), None
+        grad_bias = grad.sum((0, 1), dtype=taps.dtype).to(weight.dtype) if ctx.has_bias else None
+        for rows in _blocks(x, 0):
+            grad_x[:, rows] = _gradients(x[:, rows], rows.start, grad, taps, seen, grad_taps)
+        if initial is not None:
+            found = _gradients(initial, -initial.shape[1], grad, taps, seen, grad_taps)
+            grad_initial = found.to(initial.dtype)
+        grad_weight = grad_taps.flip(0).t().unsqueeze(1).to(weight.dtype)
         return grad_x, grad_weight, grad_bias, grad_initial, None
 
 
-def _earlier(x: Tensor, initial: Tensor | None, taps: int) -> Iterator[tuple[int, slice, Tensor]]:
-    """For each number of places back: tokens of ``x``, and the rows that lie so many places before them. Tokens from
-    the first on see ``initial`` rows, those after them rows of ``x``.
+def _gradients(given: Tensor, start: int, grad: Tensor, taps: Tensor, seen: Tensor | None, grad_taps: Tensor) -> Tensor:
+    """The gradient of the rows ``given``, the first of which is row ``start``, in the type of ``taps``; what they add
+    to those of the taps is added to ``grad_taps``.
     """
+    found, wide = torch.zeros(given.shape, dtype=taps.dtype, device=given.device), given.to(taps.dtype)
+    for back, tap in enumerate(taps):
+        first, last = max(start + back, 0), min(start + back + given.shape[1], grad.shape[1])
+        if first >= last:
+            continue
+        upstream = grad[:, first:last].to(taps.dtype)
+        if seen is not None and back:
+            upstream = upstream * seen[back - 1][:, first:last]
+        own = slice(first - start - back, last - start - back)
+        found[:, own].addcmul_(upstream, tap)
+        grad_taps[back] += (upstream * wide[:, own]).sum((0, 1))
+    return found
+
+
+def _taps(weight: Tensor) -> Tensor:
+    """``weight`` [c, 1, k] as [k, c], that of a token's own row first, in fp32 or wider."""
+    wide = torch.promote_types(weight.dtype, torch.float32)
+    return weight.squeeze(1).t().flip(0).to(wide).contiguous()
+
+
+def _blocks(x: Tensor, start: int) -> Iterator[slice]:
+    """Rows of ``x`` from ``start`` on, so many at a time that they stay in a CPU's cache."""
     length = x.shape[1]
-    for back in range(1, taps):
-        if initial is not None:
-            count = min(back, length)
-            first = initial.shape[1] - back
-            yield back, slice(0, count), initial[:, first : first + count]
-        if back < length:
-            yield back, slice(back, length), x[:, : length - back]
+    size = max(_ELEMENTS * length // max(x.numel(), 1), 16) if x.device.type == "cpu" else length
+    for first in range(start, length, size):
+        yield slice(first, min(first + size, length))

@@ -17,7 +17,7 @@ from typing_extensions import override
 from megatron.core.ops.documents import numbered
 
 # Scores computed at a time: those of a few chunks stay in a CPU's cache, a GPU wants many.
-_SCORES = {"cpu": 1 << 19}
+_SCORES = {"cpu": 1 << 18}
 _SCORES_ELSEWHERE = 1 << 26
 
 
@@ -78,7 +78,7 @@ class _Scan(torch.autograd.Function):
             for chunk in range(added.shape[1]):
                 states[:, chunks.start + chunk] = state
                 state = torch.addcmul(added[:, chunk], block.decay[:, chunk], state)
-            block.put(block.outputs(states[:, chunks]), y)
+            block.write_outputs(states[:, chunks], y)
         ctx.save_for_backward(x, dt, a, B, C, runs, states)
         ctx.chunk_size, ctx.initial_type = chunk_size, None if initial_state is None else initial_state.dtype
         ctx.set_materialize_grads(False)
@@ -129,12 +129,13 @@ def _chunks(x: Tensor, count: int) -> Tensor:
 
 @dataclass(frozen=True)
 class _Block:
-    """A few chunks of ``q`` tokens, heads first and tokens last, so that products need no copies.
+    """A few chunks of ``q`` tokens. Products of each head have its tokens as rows, [b, c, h, q, p]; products that the
+    ``r`` heads of a group share have them side by side, [b, c, g, q, r, p].
 
-    ``x`` and ``u`` = dt·x [b, c, h, p, q]; ``dt`` [b, c, h, 1, q]; ``B`` and ``C`` [b, c, g, q, n]; ``alpha``: sums of
-    dt·a in the chunk [b, c, h, q]; ``seen`` [q, q] or [b, c, 1, q, q]: whether token i may see token j.
-    ``entering``, ``leaving`` [b, c, h, 1, q]: what is left of the state before the chunk at each token, and of each
-    token at the chunk's end; ``decay`` [b, c, h, 1, 1]: of the whole chunk.
+    ``x`` and ``u`` = dt·x [b, c, h, q, p]; ``dt`` [b, c, h, q]; ``B`` and ``C`` [b, c, g, q, n]; ``alpha``: sums of
+    dt·a in the chunk [b, c, h, q]; ``seen`` [q, q] or [b, c, 1, q, q]: whether token i may see token j. ``entering``,
+    ``leaving`` [b, c, h, q]: what is left of the state before the chunk at each token, and of each token at the chunk's
+    end.
     """
 
     rows: slice
@@ -162,10 +163,9 @@ class _Block:
         runs: Tensor | None,
     ) -> _Block:
         """The ``rows`` of a sequence, which are its ``chunks``. ``runs`` [b, l]: documents numbered from 0."""
-        count, narrow = chunks.stop - chunks.start, x.dtype
-        wide = torch.promote_types(narrow, torch.float32)
-        heads_first = _chunks(x[:, rows], count).permute(0, 1, 3, 4, 2).contiguous()
-        steps = _chunks(dt[:, rows], count).transpose(2, 3).to(wide, memory_format=torch.contiguous_format)
+        count, wide = chunks.stop - chunks.start, torch.promote_types(x.dtype, torch.float32)
+        by_head = _chunks(x[:, rows], count).transpose(2, 3).contiguous()
+        steps = _chunks(dt[:, rows], count).transpose(2, 3).to(wide).contiguous()
         alpha = (steps * a.to(wide)[:, None]).cumsum(dim=-1)
         seen = torch.ones(alpha.shape[-1], alpha.shape[-1], dtype=torch.bool, device=x.device).tril_()
         entering, leaving = alpha.exp(), (alpha[..., -1:] - alpha).exp_()
@@ -178,33 +178,31 @@ class _Block:
         return cls(
             rows=rows,
             a=a.to(wide),
-            x=heads_first,
-            u=(heads_first * steps.unsqueeze(3)).to(narrow),
-            dt=steps.unsqueeze(3),
+            x=by_head,
+            u=(by_head * steps.unsqueeze(4)).to(x.dtype),
+            dt=steps,
             B=_chunks(B[:, rows], count).transpose(2, 3).contiguous(),
             C=_chunks(C[:, rows], count).transpose(2, 3).contiguous(),
             alpha=alpha,
             seen=seen,
-            entering=entering.unsqueeze(3),
-            leaving=leaving.unsqueeze(3),
+            entering=entering,
+            leaving=leaving,
         )
 
     @property
     def decay(self) -> Tensor:
         """What is left of the state before each chunk at its end, [b, c, h, 1, 1]."""
-        return self.entering[..., -1:]
+        return self.entering[..., -1:, None]
 
     def added(self) -> Tensor:
         """What each chunk adds to the state, [b, c, h, p, n], in fp32 or wider."""
-        found = torch.matmul(self._grouped((self.u * self.leaving).to(self.x.dtype)), self.B)
-        return found.to(self.alpha.dtype).view(*self.x.shape[:4], -1)
+        return self._transposed_times(self._side_by_side(self.u, self.leaving), self.B)
 
-    def outputs(self, states: Tensor) -> Tensor:
-        """y of the chunks with ``states`` [b, c, h, p, n] before them, [b, c, h, p, q]."""
-        from_past = self._times_group(states, self.C) * self.entering
+    def write_outputs(self, states: Tensor, y: Tensor) -> None:
+        """Write y of these tokens to that of the whole sequence. ``states`` [b, c, h, p, n]: before each chunk."""
         products, decays = self._scores()
-        scores = self._grouped_scores(decays).mul_(products).to(self.x.dtype).view(decays.shape)
-        return from_past.add_(torch.matmul(self.u, scores.mT))
+        scores = self._by_group(decays).mul_(products).view(decays.shape).to(self.x.dtype)
+        self._add(torch.matmul(scores, self.u), self._times_states(self.C, states), self.entering, y)
 
     def backward(self, grad: Tensor, states: Tensor, after: Tensor, grads: _Gradients, grad_a: Tensor) -> Tensor:
         """Write the gradients of these tokens, and return that of the state before them.
@@ -213,67 +211,78 @@ class _Block:
         ``grad_a``: it is added to.
         """
         narrow, count = self.x.dtype, states.shape[1]
-        upstream = _chunks(grad[:, self.rows], count).permute(0, 1, 3, 4, 2).contiguous()
-        entered = (upstream * self.entering).to(narrow)
-        before = torch.matmul(self._grouped(entered), self.C).to(states.dtype).view(states.shape)
-        later = torch.empty_like(states)
+        upstream = _chunks(grad[:, self.rows], count).transpose(2, 3).contiguous()
+        entered, left = self._side_by_side(upstream, self.entering), self._side_by_side(self.u, self.leaving)
+        before, later = self._transposed_times(entered, self.C), torch.empty_like(states)
         for chunk in reversed(range(count)):
             later[:, chunk] = after
             after = torch.addcmul(before[:, chunk], self.decay[:, chunk], after)
-        from_later = self._times_group(later, self.B) * self.leaving  # [b, c, h, p, q]
+        received, sent = self._times_states(self.C, states), self._times_states(self.B, later)
 
         products, decays = self._scores()
-        grad_scores = torch.matmul(upstream.mT, self.u).to(decays.dtype).mul_(decays)
-        scores = self._grouped_scores(decays).mul_(products).view(decays.shape)
-        grad_u = from_later + torch.matmul(upstream, scores.to(narrow))
-        by_group = self._grouped_scores(grad_scores)
+        grad_scores = torch.matmul(upstream, self.u.mT).to(decays.dtype).mul_(decays)
+        scores = self._by_group(decays).mul_(products).view(decays.shape).to(narrow)
+        grad_u = torch.matmul(scores.mT, upstream).to(decays.dtype)
+        self._by_group(grad_u).add_(sent.transpose(3, 4) * self._by_group(self.leaving).unsqueeze(5))
+        by_group = self._by_group(grad_scores)
         grad_products = by_group.sum(3).masked_fill_(~self.seen, 0.0).to(narrow)
         ratios = by_group.mul_(products).view(decays.shape)  # the gradients of the logarithms of the decays
 
-        left, given = self._grouped(entered), self._grouped((self.u * self.leaving).to(narrow))
         past, future = self._states(states), self._states(later)
-        grad_C = torch.matmul(grad_products, self.B).add_(torch.matmul(left.mT, past))
-        grad_B = torch.matmul(grad_products.mT, self.C).add_(torch.matmul(given.mT, future))
+        grad_C = torch.matmul(grad_products, self.B).add_(torch.matmul(entered.flatten(4), past))
+        grad_B = torch.matmul(grad_products.mT, self.C).add_(torch.matmul(left.flatten(4), future))
 
+        # A decay over no token at all is 1 whatever the steps are: as a part of sums it would only leave its rounding.
+        ratios.diagonal(dim1=-2, dim2=-1).zero_()
         grad_alpha = ratios.sum(-1).sub_(ratios.sum(-2))
-        grad_alpha.add_((self._times_group(states, self.C) * entered).sum(3))
-        sent = (from_later * self.u).sum(3)
-        grad_alpha.sub_(sent)
-        grad_alpha[..., -1] += sent.sum(-1) + (later * states).sum((3, 4)) * self.decay[..., 0, 0]
-        grad_steps = grad_alpha.flip(-1).cumsum(-1).flip(-1)  # of dt·a
-        grad_a.add_((grad_steps * self.dt.squeeze(3)).sum((0, 1, 3)))
-        grad_dt = (grad_u * self.x).sum(3).addcmul_(grad_steps, self.a[:, None])
-        self.put(grad_u * self.dt, grads.x)
-        for found, whole in ((grad_dt.transpose(2, 3), grads.dt), (grad_B.transpose(2, 3), grads.B)):
-            _chunks(whole[:, self.rows], count).copy_(found)
-        _chunks(grads.C[:, self.rows], count).copy_(grad_C.transpose(2, 3))
+        self._by_group(grad_alpha).add_((received * entered).sum(5).transpose(3, 4))
+        grad_alpha[..., -1] += (later * states).sum((3, 4)) * self.decay[..., 0, 0]
+        grad_steps = grad_alpha.flip(-1).cumsum(-1).flip(-1)  # of dt·a: all sums that it is a part of
+        self._by_group(grad_steps)[..., 1:] += (sent * left).sum(5).transpose(3, 4).cumsum(-1)[..., :-1]
+        grad_a.add_((grad_steps * self.dt).sum((0, 1, 3)))
+        grad_dt = (grad_u * self.x).sum(4).addcmul_(grad_steps, self.a[:, None])
+        grad_x = grad_u.mul_(self.dt.unsqueeze(4))
+        for found, whole in ((grad_x, grads.x), (grad_dt, grads.dt), (grad_B, grads.B), (grad_C, grads.C)):
+            _chunks(whole[:, self.rows], count).copy_(found.transpose(2, 3))
         return after
-
-    def put(self, found: Tensor, whole: Tensor) -> None:
-        """Write ``found`` [b, c, h, p, q] to these tokens of ``whole`` [b, l, h, p]."""
-        _chunks(whole[:, self.rows], found.shape[1]).copy_(found.permute(0, 1, 4, 2, 3))
 
     def _scores(self) -> tuple[Tensor, Tensor]:
         """C·Bᵀ where it is seen, [b, c, g, 1, q, q], and exp(α_i - α_j) there, [b, c, h, q, q]."""
-        wide = self.alpha.dtype
-        products = torch.matmul(self.C, self.B.mT).to(wide).masked_fill_(~self.seen, 0.0)
+        products = torch.matmul(self.C, self.B.mT).to(self.alpha.dtype).masked_fill_(~self.seen, 0.0)
         # Above the diagonal the difference is positive: unmasked, its exponential may be infinite, and inf · 0 is NaN.
         decays = torch.sub(self.alpha.unsqueeze(-1), self.alpha.unsqueeze(-2)).clamp_(max=0.0).exp_()
         return products.unsqueeze(3), decays
 
-    def _grouped_scores(self, scores: Tensor) -> Tensor:
-        """[b, c, h, q, q] -> [b, c, g, r, q, q]."""
-        return scores.view(*scores.shape[:2], self.B.shape[2], -1, *scores.shape[3:])
+    def _by_group(self, x: Tensor) -> Tensor:
+        """[b, c, h, ...] -> [b, c, g, r, ...], a view."""
+        return x.view(*x.shape[:2], self.B.shape[2], -1, *x.shape[3:])
 
-    def _grouped(self, x: Tensor) -> Tensor:
-        """[b, c, h, p, q] -> [b, c, g, r·p, q]: the heads of a group are rows of one matrix."""
-        return x.view(*x.shape[:2], self.B.shape[2], -1, x.shape[4])
+    def _side_by_side(self, x: Tensor, factor: Tensor) -> Tensor:
+        """``x`` [b, c, h, q, p] times ``factor`` [b, c, h, q] for products of its groups: [b, c, g, q, r, p]."""
+        given, factors = self._by_group(x).transpose(3, 4), self._by_group(factor).transpose(3, 4).unsqueeze(5)
+        return torch.mul(given, factors, out=x.new_empty(given.shape))
+
+    def _transposed_times(self, x: Tensor, given: Tensor) -> Tensor:
+        """``x`` [b, c, g, q, r, p], transposed, times B or C of its group: states [b, c, h, p, n]."""
+        found = torch.matmul(x.flatten(4).mT, given).to(self.alpha.dtype)
+        return found.view(*self.x.shape[:3], self.x.shape[4], -1)
+
+    def _times_states(self, given: Tensor, states: Tensor) -> Tensor:
+        """B or C of each group times ``states`` [b, c, h, p, n] of its heads: [b, c, g, q, r, p]."""
+        found = torch.matmul(given, self._states(states).mT).to(self.alpha.dtype)
+        return found.view(*found.shape[:4], -1, states.shape[3])
 
     def _states(self, states: Tensor) -> Tensor:
         """[b, c, h, p, n] -> [b, c, g, r·p, n], in the type of the products."""
         return states.to(self.x.dtype).reshape(*states.shape[:2], self.B.shape[2], -1, states.shape[4])
 
-    def _times_group(self, states: Tensor, given: Tensor) -> Tensor:
-        """``states`` [b, c, h, p, n] times B or C of their group: [b, c, h, p, q], in fp32 or wider."""
-        found = torch.matmul(self._states(states), given.mT)
-        return found.to(self.alpha.dtype).view(self.x.shape)
+    def _add(self, inside: Tensor, past: Tensor, factor: Tensor, whole: Tensor) -> None:
+        """Write ``inside`` [b, c, h, q, p] + ``past`` [b, c, g, q, r, p] · ``factor`` [b, c, h, q] to these tokens."""
+        target = _chunks(whole[:, self.rows], inside.shape[1])  # [b, c, q, h, p]
+        target = target.view(*target.shape[:3], past.shape[2], -1, target.shape[4]).transpose(2, 3)
+        factors = self._by_group(factor).transpose(3, 4).unsqueeze(5)
+        given = self._by_group(inside).transpose(3, 4).to(past.dtype)
+        if target.dtype == past.dtype:
+            torch.addcmul(given, past, factors, out=target)
+        else:
+            target.copy_(torch.addcmul(given, past, factors))
