@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from megatron.core.ops import state_space
 from megatron.core.ops.state_space import chunked
@@ -26,6 +27,7 @@ class Case:
     heads: int
     documents: int = 1
 
+    @override
     def __str__(self) -> str:
         """The test's id."""
         return f"l{self.length}-q{self.chunk}-g{self.groups}-h{self.heads}-docs{self.documents}"
@@ -167,7 +169,7 @@ def test_packed_is_separate() -> None:
     upstream = torch.randn(y.shape, dtype=y.dtype)
     packed = torch.autograd.grad(y, (x, dt, a, B, C), upstream)
     pieces, grad_a = [], torch.zeros_like(a)
-    for each in zip(*(part.split(lengths, dim=1) for part in (x, dt, B, C, upstream)), strict=True):
+    for each in zip(*(torch.split(part, [*lengths], dim=1) for part in (x, dt, B, C, upstream)), strict=True):
         x_, dt_, B_, C_ = (part.detach().requires_grad_() for part in each[:4])
         alone, last = state_space.scan(x_, dt_, a, B_, C_, chunk_size=8)
         *others, from_a = torch.autograd.grad(alone, (x_, dt_, B_, C_, a), each[4])
@@ -283,7 +285,7 @@ def test_scan_of_transformers() -> None:
     given = inputs(case, dtype=torch.float32)
 
     def theirs(x: Tensor, dt: Tensor, a: Tensor, B: Tensor, C: Tensor, initial: Tensor) -> tuple[Tensor, Tensor]:
-        found: tuple[Tensor, Tensor] = mamba2_chunk_scan(  # type: ignore[no-untyped-call]
+        found: tuple[Tensor, Tensor] = mamba2_chunk_scan(
             x, dt, a, B, C, chunk_size=16, initial_states=initial, return_final_states=True
         )
         return found
