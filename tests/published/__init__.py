@@ -56,6 +56,9 @@ LIKE_ANOTHER = (
     "xlm-roberta",
     "megatron-bert",
     "t5",
+    "mamba2",
+    "bamba",
+    "granitemoehybrid",
 )
 """First cases of types whose layers another type has, too, or the equivalence table's own variants."""
 assert {*LIKE_ANOTHER} <= {*FIRST.values()}

@@ -23,7 +23,7 @@ from megatron.config.pipeline import Stage
 from megatron.core.checkpointing.find import find_checkpoint
 from megatron.core.checkpointing.load import MODEL_NAME, load_checkpoint, read_run_state
 from megatron.core.conversion.huggingface.formats import format_of
-from megatron.core.conversion.huggingface.reading import read_config
+from megatron.core.conversion.huggingface.reading import CONFIG, read_config, tensors_in
 from megatron.core.conversion.portable import PortableModel, fill, layers_of
 from megatron.core.conversion.questions import Answer, Question
 from megatron.core.files.remote_path import AnyPath
@@ -32,6 +32,7 @@ from megatron.core.parallel.mesh import Mesh
 from megatron.core.parallel.model_context import ModelContext
 from megatron.core.parallel.sharding import ShardedState, sharded_parameters
 from megatron.errors import RESTART_CANNOT_HELP, CheckpointError, MegatronError
+from megatron.small_files import read_json
 
 TOLERANCE = 1e-4
 """Largest difference allowed, as a part of the largest logit: fp32 leaves about 1e-6; a mapping that is wrong, 1."""
@@ -140,7 +141,7 @@ def huggingface_answer(folder: Path, question: Question) -> Answer:
     try:
         with _quiet_transformers():
             model, report = load(
-                folder,
+                **_source(folder),
                 **_options(version),
                 attn_implementation=published.types[model_type].attention,
                 local_files_only=True,
@@ -154,6 +155,23 @@ def huggingface_answer(folder: Path, question: Question) -> Answer:
         raise CheckpointError(f"transformers misses tensors in {folder}: {', '.join(missing)}")
     with _InFP32():
         return {kind: logits.float() for kind, logits in question.ask_theirs(model.eval()).items()}
+
+
+def _source(folder: Path) -> dict[str, Any]:
+    """What transformers loads: the folder, or where its settings are the authors' own, settings and tensors of which
+    transformers has the names.
+    """
+    import transformers
+
+    config = read_config(folder)
+    if "model_type" in read_json(folder / CONFIG, dict[str, Any], error=CheckpointError):
+        return {"pretrained_model_name_or_path": folder}
+    published = format_of(config["model_type"])
+    assert published is not None, "its settings were read"
+    names = published.types[config["model_type"]].aliases
+    state = {names.get(name, name): tensor.make() for name, tensor in tensors_in(folder).items()}
+    settings = transformers.AutoConfig.for_model(**config)
+    return {"pretrained_model_name_or_path": None, "config": settings, "state_dict": state}
 
 
 def _options(version: str) -> dict[str, Any]:

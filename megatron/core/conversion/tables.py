@@ -28,8 +28,9 @@ class Row:
     """The module ``ours`` is made of ``theirs``, one or several, by ``transform``: its weight, its bias and so on.
 
     ``{n}`` stands for the layer's number, in ``theirs`` also ``{before}`` for that of the layer before, ``{last}`` for
-    the last one's and ``{beyond}`` for one after the last. A row for one layer, its number written out, goes before the
-    row for all. ``is_parameter``: both sides name single parameters, not modules.
+    the last one's, ``{beyond}`` for one after the last and ``{pair}`` for that of the layer which two of ours make. A
+    row for one layer, its number written out, goes before the row for all. ``is_parameter``: both sides name single
+    parameters, not modules.
     """
 
     ours: str
@@ -65,7 +66,7 @@ def matches(table: Sequence[Row], model: ModelConfig, groups: Sequence[object] =
             continue
         number = int(layer[2]) if layer else 0
         numbers = {"n": number, "before": number - 1, "last": model.num_layers - 1}
-        numbers["beyond"] = model.num_layers + number
+        numbers |= {"beyond": model.num_layers + number, "pair": number // 2}
         modules = (row.theirs,) if isinstance(row.theirs, str) else row.theirs
         theirs = tuple(their.format(**numbers) for their in modules)
         theirs = theirs if row.is_parameter else tuple(f"{their}.{kind}" for their in theirs)

@@ -192,6 +192,7 @@ def test_every_setting_of_transformers_is_read(family: str, monkeypatch: pytest.
     assert published is not None
     reader = published.reader({"model_type": family, **config}, where="x")
     published.groups_from_config(reader, {"decoder.", *published.types[family].heads}, where="x")
+    asked |= {*published.types[family].idle}
     assert config.keys() - asked - {*WITHOUT_EFFECT.split(), *WITH_WINDOW.split()} == set()
 
 
@@ -201,6 +202,10 @@ def settings_of(family: str) -> dict[str, Any]:
         "deepseek_v2": {"num_experts_per_tok": 2},
         "deepseek_v3": {"num_hidden_layers": 4},  # as many as models of our own have
         "glm4_moe": {"num_hidden_layers": 4, "head_dim": 128},
+        # of the width that models of our own have
+        "mamba2": {"num_hidden_layers": 4, "hidden_size": 32, "num_heads": 1},
+        "bamba": {"num_hidden_layers": 2, "hidden_size": 32, "mamba_n_heads": 4, "head_dim": 8},
+        "granitemoehybrid": {"num_hidden_layers": 2, "hidden_size": 32, "mamba_n_heads": 4, "head_dim": 8},
     }
     found: dict[str, Any] = transformers.AutoConfig.for_model(family, **needed.get(family, {})).to_dict()
     return found
@@ -215,6 +220,8 @@ NEEDED: dict[str, dict[str, Any]] = {
     "olmoe": {"ffn_hidden_size": 2048},
     "gpt_oss": {"ffn_hidden_size": 2880, "activation_func_clamp_value": 7.0},
     **{key: {"norm_epsilon": 1e-06} for key in ("deepseek_v2", "deepseek_v3")},
+    "mamba2": {"num_attention_heads": 1, "ffn_hidden_size": 32},
+    "granitemoehybrid": {"position_embedding_type": "none", "ffn_hidden_size": 1024},  # of its shared expert
     "mt5": {"untie_embeddings_and_output_weights": True},  # the files say it, and no setting
 }
 

@@ -90,6 +90,7 @@ class ModelType(Feature):
     follows from others. ``activation``, ``activations``: the setting, and ours by its values. ``expected``: settings
     whose other values aren't available. ``written``: settings of all these models. ``shared_settings``: settings
     without a field of their own here, and the field whose value they get where the source doesn't say them.
+    ``idle``: settings on which what a model computes doesn't depend.
     ``spellings``: settings of which several combinations mean the same model; then the source's are kept.
 
     What no table can say is in ``features`` that other types have, too, and in the type's own fields as a feature,
@@ -100,8 +101,10 @@ class ModelType(Feature):
     outside the bare model. ``unused``: ends of names of tensors that no model needs, such as buffers of older versions.
     ``tied_copies``: tensors that files may hold a second time. ``copies``: tensors that files hold a
     second time, and which. ``aliases``: other names of tensors, and those in files.
-    ``older_settings``: former names of settings, and today's. ``attention``: the implementation of transformers that
-    proofs compare with.
+    ``other_prefixes``: what those names begin with elsewhere, as in memory.
+    ``older_settings``: former names of settings, and today's. ``of_authors``: the settings from those of files that the
+    model's authors wrote for themselves (and the name of the file), or None for other settings. ``attention``: the
+    implementation of transformers that proofs compare with.
     """
 
     architecture: str
@@ -115,15 +118,18 @@ class ModelType(Feature):
     expected: Mapping[str, Any] = field(default_factory=dict)
     written: Mapping[str, Any] = field(default_factory=dict)
     shared_settings: Mapping[str, str] = field(default_factory=dict)
+    idle: Collection[str] = ()
     spellings: Collection[str] = ()
     rows: Callable[[ModelConfig], Sequence[Row]] = lambda model: ()
     prefix: str = "model."
+    other_prefixes: tuple[str, ...] = ()
     heads: tuple[str, ...] = ("lm_head.",)
     unused: tuple[str, ...] = ()
     tied_copies: tuple[str, ...] = ()
     copies: Callable[[ModelConfig], Mapping[str, str]] = lambda model: {}
     aliases: Mapping[str, str] = field(default_factory=dict)
     older_settings: Mapping[str, str] = field(default_factory=dict)
+    of_authors: Callable[[Json, str], Json | None] = lambda config, where: None
     attention: str = "eager"
     about: str = ""
     example: str = ""
@@ -152,7 +158,10 @@ class ModelType(Feature):
         found = {}
         for name in names:
             today = name.replace("LayerNorm.gamma", "LayerNorm.weight").replace("LayerNorm.beta", "LayerNorm.bias")
-            today = today if whole or today.startswith(self.heads) else f"{self.prefix}{today}"
+            for other in self.other_prefixes:
+                today = f"{self.prefix}{today.removeprefix(other)}" if today.startswith(other) else today
+            is_whole = whole or today.startswith((self.prefix, *self.heads))
+            today = today if is_whole else f"{self.prefix}{today}"
             found[name] = self.aliases.get(today, today)
         return found
 

@@ -16,6 +16,7 @@ from megatron.errors import CheckpointError
 # Settings of a source that may contradict the written ones.
 _NOT_KEPT = (
     *("rope_parameters", "rope_scaling", "original_max_position_embeddings"),
+    "time_step_limit",
     *("dtype", "torch_dtype", "transformers_version", "auto_map", "quantization_config"),
 )
 
@@ -51,6 +52,14 @@ def formats() -> Iterator[tuple[Family, HuggingFaceFormat]]:
 def _format(family: Family) -> HuggingFaceFormat:
     found: HuggingFaceFormat = family.module("huggingface").FORMAT
     return found
+
+
+def as_published(config: dict[str, Any], *, where: str) -> dict[str, Any]:
+    """Settings with a ``model_type``: those of transformers, also for files that a model's authors wrote otherwise."""
+    if "model_type" in config:
+        return config
+    known = (each.of_authors(config, where) for described in _formats() for each in described.types.values())
+    return dict(next((found for found in known if found is not None), config))
 
 
 def model_from_config(config: Json, *, where: str, tensors: Collection[str] = ()) -> ModelConfig:

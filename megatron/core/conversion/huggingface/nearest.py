@@ -18,7 +18,9 @@ if TYPE_CHECKING:
     from megatron.core.conversion.huggingface.format import HuggingFaceFormat
 
 _TABLE_EACH = "its encoder and its decoder have a table of positions each, and here both read one"
-_NOT_ATTENTION = "some of its layers are of a state-space model or of linear attention, and here all are of attention"
+_NOT_ATTENTION = "some of its layers are of linear attention of a kind that is not available here"
+_MAMBA_1 = "some of its layers are of Mamba-1, whose states and steps are other ones than those of Mamba-2"
+_SHARED_BLOCKS = "its attention layers share their weights, with adapters of each use, and also read the embeddings"
 _NOT_TEXT = "it reads images or sound, and here models read text alone"
 _OLD_FALCON = (
     "it is a Falcon whose files are from before transformers had that type: download the model anew, whose config.json "
@@ -35,11 +37,12 @@ REASONS = {
     "albert": "all its layers share their weights",
     "codegen": "its queries, keys and values lie in four slices of one matrix",
     "llama4": "its layers have chunked attention, and only some have positions",
-    **dict.fromkeys(
-        ("mamba", "mamba2", "falcon_mamba", "falcon_h1", "jamba", "bamba", "zamba", "zamba2", "nemotron_h", "rwkv")
-        + ("recurrent_gemma", "granitemoehybrid", "lfm2", "minimax", "qwen3_next", "kimi_linear", "olmo_hybrid"),
-        _NOT_ATTENTION,
-    ),
+    **dict.fromkeys(("mamba", "falcon_mamba", "jamba"), _MAMBA_1),
+    "falcon_h1": "its layers compute attention and Mamba-2 side by side, each with multipliers of its own",
+    **dict.fromkeys(("zamba", "zamba2"), _SHARED_BLOCKS),
+    **dict.fromkeys(("rwkv", "recurrent_gemma"), "its layers are recurrent in a way of their own, and not Mamba-2"),
+    "lfm2": "most of its layers are gated convolutions",
+    **dict.fromkeys(("minimax", "qwen3_next", "kimi_linear", "olmo_hybrid"), _NOT_ATTENTION),
     **dict.fromkeys(("clip", "siglip", "vit", "whisper", "wav2vec2", "mllama", "llava", "qwen2_vl"), _NOT_TEXT),
 }
 """Why models of types that are often asked for don't convert."""
@@ -183,7 +186,7 @@ def _wanted(
     """
     described = known.types[model_type]
     sizes = {described.settings[ours]: size for ours, size in _SIZES.items() if ours in described.settings}
-    layers = config.get(described.settings["num_layers"])
+    layers = config.get(described.settings.get("num_layers", "num_hidden_layers"))
     few = {
         name: 2 if name.endswith("layers") else value[:2] if isinstance(value, list) and len(value) == layers else value
         for name, value in config.items()

@@ -41,8 +41,8 @@ class PublishedPart(Generic[P]):
         """The part among the settings of a model."""
         return self.group.among(groups)
 
-    def missing(self, part: P) -> str | None:
-        """Why a model with these settings isn't of the type where it lacks the part; None where it doesn't."""
+    def missing(self, part: P, model: ModelConfig) -> str | None:
+        """Why a model isn't of the type, as one that lacks the part; None where settings may say what it has."""
         return None
 
     def differences(self, part: P, settings: Json, *, defaults: Json, kinds: Mapping[str, Any]) -> list[str]:

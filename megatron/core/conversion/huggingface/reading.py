@@ -20,7 +20,7 @@ from megatron.core.checkpointing.manifest import listed
 from megatron.core.checkpointing.torch_files import load_torch_file
 from megatron.core.conversion.chat_files import ids_of, read_chat
 from megatron.core.conversion.companions import companions_in, tokenizer_in, tokenizer_of
-from megatron.core.conversion.huggingface.formats import format_of, model_from_config
+from megatron.core.conversion.huggingface.formats import as_published, format_of, model_from_config
 from megatron.core.conversion.huggingface.nearest import unread
 from megatron.core.conversion.huggingface.quantized import QUANTIZED, widened
 from megatron.core.conversion.portable import LazyTensor, PortableModel, refuse_more_layers
@@ -123,7 +123,13 @@ def _portable(config: dict[str, Any], tensors: dict[str, LazyTensor], where: str
         tokenizer=TokenizerConfig(tokenizer_type="NullTokenizer", vocab_size=(model.vocab_size or 1) - 1),
         seq_length=min(model.max_position_embeddings, 4096),
         notes=(
-            *_unread(config, reader.asked, described.older_settings, model_type=model_type, where=settings),
+            *_unread(
+                config,
+                {*reader.asked, *described.idle},
+                described.older_settings,
+                model_type=model_type,
+                where=settings,
+            ),
             *_mixed_types({name: theirs[name].dtype for name in wanted}, where=where),
         ),
     )
@@ -177,7 +183,7 @@ def _digest(tensor: LazyTensor) -> bytes:
 
 
 def read_config(folder: AnyPath) -> dict[str, Any]:
-    """``config.json`` of a model folder."""
+    """``config.json`` of a model folder, in transformers' settings."""
     path = folder / CONFIG
     if not folder.is_dir():
         raise CheckpointError(
@@ -193,7 +199,7 @@ def read_config(folder: AnyPath) -> dict[str, Any]:
         raise CheckpointError(f"{folder} {said}") from None
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read ({error.strerror})") from None
-    return config
+    return as_published(config, where=str(path))
 
 
 def tensors_in(folder: Path) -> dict[str, LazyTensor]:

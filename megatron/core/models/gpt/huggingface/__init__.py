@@ -8,6 +8,7 @@ from typing import Any
 
 from typing_extensions import override
 
+from megatron.config.hybrid import HybridConfig
 from megatron.config.model import ModelConfig
 from megatron.config.moe import MoEConfig
 from megatron.core.conversion.huggingface.config_reader import ConfigReader
@@ -16,6 +17,7 @@ from megatron.core.conversion.portable import LazyTensor
 from megatron.core.conversion.tables import Row
 from megatron.core.models.gpt.config import GPTConfig
 from megatron.core.models.gpt.huggingface import (
+    bamba,
     bloom,
     cohere,
     deepseek,
@@ -28,9 +30,12 @@ from megatron.core.models.gpt.huggingface import (
     gpt_oss,
     gptj,
     granite,
+    granite_hybrid,
     llama,
+    mamba2,
     mixtral,
     nemotron,
+    nemotron_h,
     olmo,
     opt,
     phi,
@@ -63,6 +68,10 @@ _KINDS = (
     deepseek,
     gpt_oss,
     glm4_moe,
+    mamba2,
+    nemotron_h,
+    bamba,
+    granite_hybrid,
 )
 
 
@@ -94,16 +103,21 @@ class DecoderFormat(HuggingFaceFormat):
     def differences(self, model_type: str, model: ModelConfig, groups: Sequence[object]) -> list[str]:
         """What a type can't express about the model's parts."""
         described = self.types[model_type]
-        found = [reason for part in described.groups if (reason := part.missing(part.among(groups)))]
-        if found:
-            return found
+        for part in described.groups:
+            if reason := part.missing(part.among(groups), model):
+                return [reason]
+        found = list[str]()
         sizes = {"num_hidden_layers": model.num_layers, "intermediate_size": model.ffn_hidden_size}
         settings = {**sizes, "hidden_size": model.hidden_size, **self.settings_of_groups(groups, model_type, model)}
         for part in described.groups:
             defaults, kinds = described.merged("defaults"), self.kinds_of(model_type)
             found += part.differences(part.among(groups), settings, defaults=defaults, kinds=kinds)
-        moe, known = MoEConfig.among(groups), {part.group for part in described.groups}
-        return [*found, "it has experts"] if moe.has_experts and MoEConfig not in known else found
+        known = {part.group for part in described.groups}
+        if MoEConfig not in known and MoEConfig.among(groups).has_experts:
+            found.append("it has experts")
+        if HybridConfig not in known and HybridConfig.among(groups).is_hybrid:
+            found.append("its layers are those of a hybrid's pattern")
+        return found
 
     @override
     def table(self, model_type: str, model: ModelConfig, groups: Sequence[object] = ()) -> Sequence[Row]:

@@ -239,12 +239,16 @@ DEEPSEEK_V2 = with_experts(
 
 
 def biased_experts(reader: ConfigReader) -> dict[str, Any]:
+    """Experts after dense layers, chosen as ``biased_choice`` says."""
+    return {**experts_after_dense(reader), **biased_choice(reader)}
+
+
+def biased_choice(reader: ConfigReader) -> dict[str, Any]:
     """Sigmoid scores, which add up to 1 where a token chooses several, and a bias of each expert for the choice."""
     groups, kept, several = reader("n_group"), reader("topk_group"), reader("num_experts_per_tok") > 1
     if reader("norm_topk_prob") != several:
         raise reader.refuse("norm_topk_prob", f"with this num_experts_per_tok this project supports only {several}")
-    found = {
-        **experts_after_dense(reader),
+    found: dict[str, Any] = {
         "moe_router_score_function": "sigmoid",
         "moe_router_enable_expert_bias": True,
     }
@@ -261,8 +265,13 @@ def biased_experts(reader: ConfigReader) -> dict[str, Any]:
 
 def written_biased(moe: MoEConfig, model: ModelConfig) -> dict[str, Any]:
     """The settings of ``biased_experts``."""
+    return {**written_after_dense(moe, model), **written_choice(moe)}
+
+
+def written_choice(moe: MoEConfig) -> dict[str, Any]:
+    """The settings of ``biased_choice``."""
     groups = {"n_group": moe.moe_router_num_groups or 1, "topk_group": moe.moe_router_group_topk or 1}
-    return {**written_after_dense(moe, model), **groups, "norm_topk_prob": moe.moe_router_topk > 1}
+    return {**groups, "norm_topk_prob": moe.moe_router_topk > 1}
 
 
 def biased_rows(moe: MoEConfig) -> Sequence[Row]:

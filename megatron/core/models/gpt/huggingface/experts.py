@@ -53,7 +53,7 @@ class PublishedExperts(PublishedPart[MoEConfig]):
     optional: bool = False
 
     @override
-    def missing(self, part: MoEConfig) -> str | None:
+    def missing(self, part: MoEConfig, model: ModelConfig) -> str | None:
         """A model without experts isn't of a type that always has some."""
         return None if self.optional or part.has_experts else "it has no experts"
 
@@ -67,6 +67,8 @@ class PublishedExperts(PublishedPart[MoEConfig]):
 
 def _check(found: MoEConfig, reader: ConfigReader) -> None:
     """Raise CheckpointError for choices and groups that don't fit together."""
+    if not found.has_experts:
+        return
     count, choices = found.num_experts or 0, found.moe_router_topk
     groups, kept = found.moe_router_num_groups or 1, found.moe_router_group_topk or 1
     if choices > count:
@@ -86,9 +88,10 @@ def with_experts(
     read: Callable[[ConfigReader], dict[str, Any]],
     write: Callable[[MoEConfig, ModelConfig], dict[str, Any]],
     rows: Callable[[MoEConfig], Sequence[Row]],
+    optional: bool = False,
 ) -> ModelType:
-    """The type ``base`` with experts."""
-    experts = PublishedExperts(group=MoEConfig, read=read, write=write, rows=rows, check=_check)
+    """The type ``base`` with experts. ``optional``: its models may have none."""
+    experts = PublishedExperts(group=MoEConfig, read=read, write=write, rows=rows, check=_check, optional=optional)
     return replace(base, groups=(*base.groups, experts))
 
 
