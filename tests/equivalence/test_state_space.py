@@ -52,7 +52,7 @@ LAYOUTS: dict[str, str] = {
     "one rank, recompute full": f"{FULL}",
     "tp2": f"--world-size 2 {TP2}",
     "tp4 sp": f"--world-size 4 {TP4} {SP} {ETP1}",
-    "cp2": f"--world-size 2 {CP2}",
+    "cp4": f"--world-size 4 {CP4}",
     "cp2 states": f"--world-size 2 {CP2} {STATES}",
     "cp4 states, tp2 sp": f"--world-size 8 {CP4} {TP2} {SP} {ETP1} {STATES}",
     "cp2 tp2 sp zero, recompute mamba": (

@@ -14,6 +14,7 @@ AFFECTED = {
     "megatron/core/distributed": "unit/distributed parallel equivalence",
     "megatron/core/optimizer": "unit/optimizer parallel equivalence unit/training",
     "megatron/core/moe": "unit/moe unit/models parallel equivalence unit/conversion",
+    "megatron/core/ssm": "unit/ssm unit/models equivalence parallel unit/conversion",
     "megatron/core/ops": "unit/ops unit/models equivalence parallel",
     "megatron/core/transformer": "unit/transformer unit/models equivalence parallel unit/conversion",
     "megatron/core/models": "unit/models unit/conversion unit/training equivalence unit/tools unit/tasks end_to_end",

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from tests.faults.catalogue import data, model, public_reports, ranks, service, training
+from tests.faults.catalogue import data, mamba, model, public_reports, ranks, service, training
 from tests.faults.fault import Fault
 
 FAULTS: tuple[Fault, ...] = (
     *ranks.FAULTS,
     *model.FAULTS,
+    *mamba.FAULTS,
     *data.FAULTS,
     *service.FAULTS,
     *training.FAULTS,
