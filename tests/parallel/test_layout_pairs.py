@@ -106,6 +106,19 @@ def test_experts_that_another_layout_writes_are_the_same(model: str, tmp_path: P
     assert_same_tensors(tmp_path / "a" / "iter_0000001", tmp_path / "b" / "iter_0000001")
 
 
+def test_groups_that_ranks_share_are_the_same(tmp_path: Path) -> None:
+    """Input matrices and convolutions of state-space layers, whose B and C two ranks hold and others divide."""
+    flags = (
+        f"{BASE} --vocab-size 51 --hybrid-layer-pattern MM*-M --mamba-num-groups 2 --mamba-head-dim 8 "
+        "--mamba-state-dim 3 --position-embedding-type none --use-distributed-optimizer"
+    )
+    first = f"{flags} --tensor-model-parallel-size 4 --save {tmp_path / 'a'}"
+    run_ranks(step_and_save, "gpt2", first, tp=4, dp=2)
+    second = f"{flags} --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --load {tmp_path / 'a'}"
+    run_ranks(load_and_save, "gpt2", f"{second} --save {tmp_path / 'b'}", tp=2, pp=2)
+    assert_same_tensors(tmp_path / "a" / "iter_0000001", tmp_path / "b" / "iter_0000001")
+
+
 @pytest.mark.parametrize("model", MODELS)
 def test_pairs_of_each_model_are_of_every_way(model: str) -> None:
     """A family that is only ever copied between replicas would look proven."""

@@ -174,6 +174,11 @@ CASES: dict[str, tuple[dict[str, Any], str]] = {
         {"dtype": torch.bfloat16, "tp": 2, "pp": 2},
         f"{DELAYED} --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2",
     ),
+    "state-space layers with fp32 parameters and a shared group, bf16, ZeRO": (
+        {"dtype": torch.bfloat16, "tp": 2, "dp": 2},
+        "--bf16 --hybrid-layer-pattern M* --mamba-num-groups 1 --mamba-head-dim 4 --mamba-state-dim 4 "
+        "--position-embedding-type none --tensor-model-parallel-size 2 --use-distributed-optimizer",
+    ),
     "a whole stage and a tied copy frozen, bf16, ZeRO": (
         {"dtype": torch.bfloat16, "pp": 2, "dp": 2},
         "--bf16 --pipeline-model-parallel-size 2 --use-distributed-optimizer --overlap-grad-reduce "

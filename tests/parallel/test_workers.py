@@ -33,6 +33,9 @@ from megatron.core.parallel.messages import Messages
 from megatron.core.parallel.model_context import ModelContext
 from megatron.errors import ParallelError
 from tests.harness.ranks import fork_server, run_ranks
+from tests.tiers import tiers
+from tests.unit.ssm.test_mamba import SMALL as SMALL_MAMBA
+from tests.unit.ssm.test_mamba import hybrid
 
 VOCABULARY = 40
 LIMITS = RunnerLimits(num_blocks=24, block_size=4, max_requests=5, max_length=64, vocabulary=VOCABULARY)
@@ -98,6 +101,26 @@ def test_texts_are_those_of_one_rank(tp: int, pp: int) -> None:
             assert ids == expected_ids
             assert scores == pytest.approx(expected_scores, rel=1e-9, abs=1e-9)
         assert others == [""] * len(others)
+
+
+def goes_on(context: ModelContext) -> list[list[int]] | None:
+    """Greedy texts of a hybrid with state-space layers, whose group of B and C two ranks share."""
+    of = hybrid("M*-M", replace(SMALL_MAMBA, mamba_num_groups=1), context=context).eval().requires_grad_(False)
+    runner, messages = CachedRunner(of, of._config, context, LIMITS), Messages(context.mesh)
+    if context.mesh.world_rank:
+        follow([runner], context.mesh, messages)
+        return None
+    engine = Engine(Leader(runner, context.mesh, messages, number=0), options=SchedulerOptions(max_tokens=16))
+    *results, search = engine.generate([*REQUESTS, SEARCH])
+    engine.close()
+    return [*(each.ids for each in results), *([token.id for token in beam.tokens] for beam in search.beams)]
+
+
+@pytest.mark.parametrize("tp", tiers([2, 4], first=[2]))
+def test_states_of_a_rank_s_heads_give_the_texts_of_one_rank(tp: int) -> None:
+    """Each rank keeps the states of its heads, and all of them the rows of shared groups."""
+    found, *_ = run_ranks(goes_on, tp=tp, dtype=torch.float64)
+    assert found == goes_on(ModelContext.single(dtype=torch.float64))
 
 
 def answers(context: ModelContext, layers: Sequence[int], drafts: int = 0) -> list[list[int]] | None:
