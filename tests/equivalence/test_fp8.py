@@ -55,7 +55,7 @@ VARIANTS: dict[str, str] = {
     ),
     "state space, tensorwise": (
         "--hybrid-layer-pattern M*M- --hidden-size 32 --num-attention-heads 4 --init-method-std 0.2 "
-        "--position-embedding-type none --mamba-head-dim 8 --mamba-num-groups 1 --mamba-state-dim 4 --bf16 "
+        "--position-embedding-type none --mamba-head-dim 8 --mamba-num-groups 2 --mamba-state-dim 4 --bf16 "
         "--fp8-format hybrid --fp8-recipe tensorwise"
     ),
     "experts, delayed": f"{LLAMA} {EXPERTS} --moe-ffn-hidden-size 32 --bf16 --fp8-format hybrid",
