@@ -301,40 +301,58 @@ class MambaMixer(nn.Module):
         return self._normalized(y, gate), {"conv": last, "ssm": state}
 
     def costs(self, workload: Workload) -> Costs:
-        """Keeps what the projection gives, the convolution's rows before and after SiLU, time steps, the states
-        between chunks, and the norm's input and one number per group; recomputed, only what the projection gives.
+        """Keeps what the projection gives and what is computed from it; recomputed, only what the projection gives.
 
         The scan counts as its products of whole chunks; gradients of what it keeps need most memory at a time.
         """
-        config, context, ranks = self._config, self._context, self._context.mesh.size("cp")
-        item, wide, tokens = workload.itemsize, self._wide.itemsize, workload.tokens
-        channels = self._inner + 2 * self._states
-        length = workload.length // (1 if ranks == 1 or config.mamba_cp_comm_type == "a2a" else 2 * ranks)
-        chunk = min(config.mamba_chunk_size or default_chunk_size(context.device), length)
-        has_limits = config.mamba_time_step_limits is not None
-        numbers = self._heads * config.mamba_head_dim * config.mamba_state_dim
-        states = workload.all_tokens // ranks * -(-length // chunk) // length * numbers
-        projected = tokens * (self._inner + channels + self._heads) * item
-        inside = tokens * ((2 * channels + self._inner) * item + (2 + has_limits) * self._heads * wide)
-        inside += states * wide + tokens * self._groups * wide
-        if ranks > 1 and config.mamba_cp_comm_type == "a2a":  # copies with the whole sequence, of shared groups several
-            copies = max(1, ranks // self._groups)
-            channels = self._inner + 2 * self._states * copies
-            inside += tokens * (
-                (channels + self._heads) * item + 2 * (channels - self._inner - 2 * self._states) * item
-            )
-        inner, all_states = (
-            self.out_proj.weight.shape[1] * context.mesh.size("tp"),
-            config.mamba_num_groups * config.mamba_state_dim,
-        )
-        per_token = 2 * config.mamba_conv_kernel_dim * (inner + 2 * all_states) + 2 * chunk * (all_states + inner)
+        config, item, tokens = self._config, workload.itemsize, workload.tokens
+        channels, chunk = self._inner + 2 * self._states, self._chunk(workload)
+        inner = self.out_proj.weight.shape[1] * self._context.mesh.size("tp")
+        states = config.mamba_num_groups * config.mamba_state_dim
+        per_token = 2 * config.mamba_conv_kernel_dim * (inner + 2 * states) + 2 * chunk * (states + inner)
         flops = float(workload.all_tokens * (per_token + 4 * inner * config.mamba_state_dim))
-        matmuls = total_of((self.in_proj, self.out_proj), workload)
+        projected = tokens * (self._inner + channels + self._heads) * item
+        inside = self._kept_between_projections(workload)
         kept, again = (projected, inside) if self._recomputes else (projected + inside, 0)
         gradients = projected + tokens * (channels + 2 * self._inner) * item
+        matmuls = total_of((self.in_proj, self.out_proj), workload)
         return dataclasses.replace(
             matmuls,
             flops=matmuls.flops + flops,
             kept=matmuls.kept + kept,
             working=matmuls.working + gradients + again,
         )
+
+    def _scanned_length(self, workload: Workload) -> int:
+        """Tokens that are scanned at a time, which are a run of a rank's where states are passed on."""
+        ranks = self._context.mesh.size("cp")
+        return workload.length // (1 if ranks == 1 or self._config.mamba_cp_comm_type == "a2a" else 2 * ranks)
+
+    def _chunk(self, workload: Workload) -> int:
+        size = self._config.mamba_chunk_size or default_chunk_size(self._context.device)
+        return min(size, self._scanned_length(workload))
+
+    def _kept_between_projections(self, workload: Workload) -> int:
+        """Bytes of rows of the convolution before and after SiLU, time steps, states between chunks, the norm's input
+        and one number per group, and of what context-parallel ranks send.
+        """
+        config, ranks = self._config, self._context.mesh.size("cp")
+        item, wide, tokens, batch = workload.itemsize, self._wide.itemsize, workload.tokens, workload.batch
+        length, channels = self._scanned_length(workload), self._inner + 2 * self._states
+        numbers = self._heads * config.mamba_head_dim * config.mamba_state_dim
+        sent, scanned = 0, channels
+        if ranks > 1 and config.mamba_cp_comm_type == "a2a":  # a group that several ranks need is copied
+            scanned = self._inner + 2 * self._states * max(1, ranks // self._groups)
+            sent = tokens * (scanned + self._heads) * item
+        elif ranks > 1:
+            # Runs of tokens, C by groups, what states add to y; decays; what all runs do to states, those before them.
+            grouped = self._states * (self._groups > 1)
+            sent = tokens * ((channels + self._inner + grouped) * item + 2 * self._heads * wide)
+            sent += 2 * ranks * batch * (2 * numbers + self._heads) * wide
+            sent += 2 * batch * (numbers + (config.mamba_conv_kernel_dim - 1) * channels) * item
+        sums = 2 if config.mamba_time_step_limits is None else 3
+        states = tokens // length * -(-length // self._chunk(workload)) * numbers
+        if ranks > 1 and config.mamba_cp_comm_type == "a2a":
+            states = batch * -(-length // self._chunk(workload)) * numbers // ranks
+        rows = tokens * ((2 * scanned + self._inner) * item + (sums * self._heads + self._groups) * wide)
+        return rows + states * wide + sent
