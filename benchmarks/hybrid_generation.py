@@ -52,7 +52,7 @@ class Shape:
     state: int = 64
     mamba_heads: int = 8
     groups: int = 2
-    vocabulary: int = 4000
+    vocabulary: int = 4096
     length: int = 8192
 
 
@@ -157,9 +157,7 @@ def renamed(model: GPTModel, shape: Shape) -> dict[str, Tensor]:
         found[f"{theirs}.norm.weight"] = own[f"{ours}.{norm}.weight"]
         if letter == "M":
             mixer = f"{ours}.mixer."
-            found |= {
-                f"{theirs}.mixer.{name.removeprefix(mixer)}": each for name, each in own.items() if mixer in name
-            }
+            found |= {f"{theirs}.mixer.{name.removeprefix(mixer)}": each for name, each in own.items() if mixer in name}
         elif letter == "*":
             qkv = own[f"{ours}.self_attention.linear_qkv.weight"].unflatten(0, (shape.heads, 3, -1))
             for name, each in zip("qkv", qkv.unbind(1)):
@@ -202,14 +200,16 @@ def main() -> None:
     given = parser.parse_args()
     shape, lengths = Shape(), [64, 512, 4096]
     if given.quick:
-        shape, lengths = Shape(pattern="M*-", hidden=64, state=16, vocabulary=300), [16, 64]
+        shape, lengths = Shape(pattern="M*-", hidden=64, state=16, vocabulary=384), [16, 64]
         given.rounds, given.tokens = 1, 8
     model = build(shape)
     for batch in given.batches:
         generator = torch.Generator().manual_seed(batch)
         prompts = torch.randint(shape.vocabulary, (batch, given.prompt), generator=generator).tolist()
         contenders = {"ours": ours(model, shape, requests=batch), "transformers": transformers(model, shape)}
-        print(f"{batch} texts of {given.prompt} tokens, {given.tokens} new ones each, {torch.get_num_threads()} threads")
+        print(
+            f"{batch} texts of {given.prompt} tokens, {given.tokens} new ones each, {torch.get_num_threads()} threads"
+        )
         turns = take_turns(contenders, prompts, given.tokens, rounds=given.rounds)
         report(turns, batch * given.tokens)
     for pattern in ("M" * sum(letter == "M" for letter in shape.pattern), shape.pattern):

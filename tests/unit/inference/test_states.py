@@ -213,9 +213,21 @@ def test_a_state_that_a_recorder_does_not_see_is_not_replayed() -> None:
     assert all(map(torch.equal, steps_of(computed), steps_of(replayed)))
 
 
+class Scanned(MovingAverage):
+    """Computes the means of a prompt at once, by products with powers of the decay, as a scan does."""
+
+    @override
+    def _advance(self, states: States, inner: Tensor) -> tuple[Tensor, States]:
+        ages = torch.arange(len(inner)) - torch.arange(len(inner))[:, None]
+        shares = torch.where(ages < 0, 0.0, torch.tensor(0.8, dtype=inner.dtype) ** ages)
+        before = states["mean"] * 0.8 ** torch.arange(1, 1 + len(inner))[:, None, None]
+        means = torch.einsum("st,snh->tnh", shares.to(inner.dtype), inner) + before.to(inner.dtype)
+        return means * inner.sigmoid(), {**states, "mean": means[-1]}
+
+
 def test_bits_do_not_depend_on_neighbours_where_that_is_wanted() -> None:
     """With --batch-invariant a text alone, in one part, has the bits of a text in parts among others."""
-    of = model("a*aa", ModelContext.single(dtype=torch.float32))
+    of = model("a*aa", ModelContext.single(dtype=torch.float32), branch=replace(AVERAGE, build=Scanned))
     texts = [PROMPTS[7], PROMPTS[6], PROMPTS[4]]
     row = PlanRow(slot=0, start=0, tokens=texts[0], blocks=tuple(range(1, 9)), logits_from=0)
     alone = runner(of, is_batch_invariant=True).start(StepPlan((row,))).logits()
