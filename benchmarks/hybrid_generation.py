@@ -16,7 +16,6 @@ import sys
 if not __package__:  # started as a script: take megatron and the like from this checkout, whatever is installed
     sys.path[0] = os.path.dirname(os.path.dirname(os.path.realpath(__file__)))
 
-import argparse
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -24,7 +23,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from benchmarks import generation
+from benchmarks import generation, results
 from benchmarks.generation import Contender, Prompts, now, padded, report, take_turns
 from megatron.config.mamba import MambaConfig
 from megatron.config.model import ModelConfig
@@ -191,29 +190,28 @@ def by_length(shape: Shape, lengths: Sequence[int], *, count: int, rounds: int) 
 
 def main() -> None:
     """Print rates side by side, and by length."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = results.parser_of(__doc__)
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 8])
-    parser.add_argument("--prompt", type=int, default=64, help="tokens of a prompt")
-    parser.add_argument("--tokens", type=int, default=64, help="new tokens of each text")
+    parser.add_argument("--prompt", type=int, default=64, help="tokens of a prompt (default 64)")
+    parser.add_argument("--tokens", type=int, default=64, help="new tokens of each text (default 64)")
+    parser.add_argument("--lengths", type=int, nargs="+", default=[64, 512, 4096], help="of the prompts of ours alone")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--quick", action="store_true", help="a tiny model, a round: does it run")
-    given = parser.parse_args()
-    shape, lengths = Shape(), [64, 512, 4096]
-    if given.quick:
-        shape, lengths = Shape(pattern="M*-", hidden=64, state=16, vocabulary=384), [16, 64]
-        given.rounds, given.tokens = 1, 8
+    given = results.parse(parser, tokens=8, lengths=[16, 64], rounds=1)
+    torch.set_num_threads(1)
+    quick = Shape(pattern="M*-", hidden=64, state=16, vocabulary=384)
+    shape, ratios = quick if given.quick else Shape(), dict[str, float]()
     model = build(shape)
     for batch in given.batches:
         generator = torch.Generator().manual_seed(batch)
         prompts = torch.randint(shape.vocabulary, (batch, given.prompt), generator=generator).tolist()
         contenders = {"ours": ours(model, shape, requests=batch), "transformers": transformers(model, shape)}
-        print(
-            f"{batch} texts of {given.prompt} tokens, {given.tokens} new ones each, {torch.get_num_threads()} threads"
-        )
+        print(f"{batch} texts of {given.prompt} tokens, {given.tokens} new ones each, one thread")
+        print(f"  {'':<24}{'tokens/s':>9}{'best':>9}{'same':>8}{'ratio':>8}{'best':>7}")
         turns = take_turns(contenders, prompts, given.tokens, rounds=given.rounds)
-        report(turns, batch * given.tokens)
+        ratios |= {f"{batch} texts": ratio for ratio in report(turns, batch * given.tokens).values()}
     for pattern in ("M" * sum(letter == "M" for letter in shape.pattern), shape.pattern):
-        by_length(Shape(**{**vars(shape), "pattern": pattern}), lengths, count=given.tokens, rounds=given.rounds)
+        by_length(Shape(**{**vars(shape), "pattern": pattern}), given.lengths, count=given.tokens, rounds=given.rounds)
+    results.save(given, ratios)
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
+from megatron.config.mamba import MambaConfig
 from megatron.config.model import ModelConfig
 from megatron.config.pipeline import Stage
 from megatron.core.inference.engine import Engine
@@ -22,6 +23,7 @@ from megatron.core.inference.step_plan import PlanRow, RunnerLimits, StepPlan
 from megatron.core.models.gpt.model import GPTModel
 from megatron.core.ops.text_cache import Slotted, States
 from megatron.core.parallel.model_context import ModelContext
+from megatron.core.ssm.mamba import mamba_branch
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.initialization import input_init, output_init
 from megatron.core.transformer.inputs import LayerInputs
@@ -72,6 +74,7 @@ class MovingAverage(nn.Module):
 
 
 AVERAGE = Branch("average", "pre_average_layernorm", "average", MovingAverage)
+MAMBA = mamba_branch(MambaConfig(mamba_state_dim=8, mamba_head_dim=16, mamba_num_groups=2, mamba_chunk_size=4))
 
 
 def model(
@@ -116,14 +119,18 @@ def whole_text(of: GPTModel, prompt: tuple[int, ...], count: int) -> list[int]:
 PROMPTS = [tuple(random.Random(n).choices(range(VOCABULARY), k=k)) for n, k in enumerate((1, 2, 7, 8, 9, 9, 20, 31))]
 
 
-@pytest.mark.parametrize("pattern", ["a*aa", "aa"])
-def test_texts_beside_each_other_are_those_of_whole_forward_passes(pattern: str) -> None:
+@pytest.mark.parametrize(
+    ("pattern", "branch"),
+    [("a*aa", AVERAGE), ("aa", AVERAGE), ("a*a", MAMBA)],
+    ids=["averages and attention", "averages", "Mamba-2 and attention"],
+)
+def test_texts_beside_each_other_are_those_of_whole_forward_passes(pattern: str, branch: Branch) -> None:
     """A layer with a state of its own generated another text, and beside a second text another one still.
 
     Prompts of many lengths, read in parts, more of them than slots, and so few blocks that texts lose theirs.
     """
-    of = model(pattern)
-    limits = replace(LIMITS, num_blocks=16, max_requests=3)
+    of = model(pattern, branch=branch)
+    limits = replace(LIMITS, num_blocks=16, max_requests=3, num_snapshots=1)
     engine = Engine(runner(of, limits), options=SchedulerOptions(max_tokens=11))
     requests = [Request(id=str(n), prompt=prompt, max_tokens=22, sampling=GREEDY) for n, prompt in enumerate(PROMPTS)]
     found = [result.ids for result in engine.generate(requests)]
