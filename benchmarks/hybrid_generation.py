@@ -127,7 +127,7 @@ def transformers(model: GPTModel, shape: Shape) -> Contender:
         n_groups=shape.groups,
         max_position_embeddings=shape.length,
     )
-    peer = NemotronHForCausalLM(config).eval()
+    peer = NemotronHForCausalLM(config).eval()  # type: ignore[no-untyped-call]
     absent = peer.load_state_dict(renamed(model, shape), strict=True)
     assert not absent.missing_keys, absent
     peer.generation_config.eos_token_id = None
