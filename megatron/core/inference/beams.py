@@ -13,7 +13,7 @@ from torch import Tensor
 from megatron.core.inference.detokenizer import token_texts
 from megatron.core.inference.request import Beam, BeamSearch, Finish, GeneratedToken, Request, TokenLogprobs
 from megatron.core.inference.sampler import NOT_FINITE, SamplerState, token_logprobs
-from megatron.core.inference.scheduler import TextState
+from megatron.core.inference.scheduler import ScheduledText
 from megatron.core.tokenizers.base import Tokenizer
 
 
@@ -99,15 +99,15 @@ class Search:
 class BeamAnswer:
     """The search of one request, and the texts of its beams in the scheduler."""
 
-    def __init__(self, text: TextState, beams: BeamSearch, state: SamplerState) -> None:
+    def __init__(self, text: ScheduledText, beams: BeamSearch, state: SamplerState) -> None:
         request = text.request
         self._request = request
         self._search = Search(beams, end_ids=request.stop.token_ids, max_tokens=request.max_tokens)
-        self.texts: list[TextState] = [text]
+        self.texts: list[ScheduledText] = [text]
         self._states = [state]  # of the texts
-        self._logits: dict[TextState, Tensor] = {}
+        self._logits: dict[ScheduledText, Tensor] = {}
 
-    def take(self, text: TextState, logits: Tensor) -> list[tuple[int, int]] | None:
+    def take(self, text: ScheduledText, logits: Tensor) -> list[tuple[int, int]] | None:
         """The logits ``[v]`` of a beam's next token: the moves of all beams (see :class:`Search`), once all have come.
 
         Raises ValueError for logits that are not finite, and where the request leaves no token.

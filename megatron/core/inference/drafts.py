@@ -12,7 +12,7 @@ from typing import Protocol
 from weakref import WeakKeyDictionary
 
 from megatron.core.inference.sampler import SampleRow, SamplerState, sample
-from megatron.core.inference.scheduler import ScheduledRow, TextState
+from megatron.core.inference.scheduler import ScheduledRow, ScheduledText
 from megatron.core.inference.step_plan import ModelRunner, PlanRow, StepPlan
 
 
@@ -65,7 +65,7 @@ class DraftModel:
 
     def __init__(self, runner: ModelRunner) -> None:
         self._runner = runner
-        self._computed: WeakKeyDictionary[TextState, tuple[int, int]] = WeakKeyDictionary()  # attempt, tokens
+        self._computed: WeakKeyDictionary[ScheduledText, tuple[int, int]] = WeakKeyDictionary()  # attempt, tokens
 
     def propose(self, rows: Sequence[ScheduledRow], states: Sequence[SamplerState]) -> None:
         """Set ``drafts`` of the rows of a step to tokens that the draft model samples."""

@@ -24,7 +24,7 @@ from megatron.core.inference.request import (
     Update,
 )
 from megatron.core.inference.sampler import SampledToken, SampleRow, SamplerState, sample, token_logprobs
-from megatron.core.inference.scheduler import ScheduledRow, Scheduler, SchedulerOptions, TextState
+from megatron.core.inference.scheduler import ScheduledRow, ScheduledText, Scheduler, SchedulerOptions
 from megatron.core.inference.statistics import Statistics
 from megatron.core.inference.step_plan import ModelRunner, RunningStep, StepPlan
 from megatron.core.inference.stop_strings import StopStrings
@@ -35,7 +35,7 @@ from megatron.errors import DataError
 class _Answer:
     """What a request has got so far, and since its last update."""
 
-    def __init__(self, text: TextState, tokenizer: Tokenizer | None, edits: Edits) -> None:
+    def __init__(self, text: ScheduledText, tokenizer: Tokenizer | None, edits: Edits) -> None:
         self.text, self.sampler = text, SamplerState(text.request, edits)
         self.prompt_logprobs: list[TokenLogprobs | None] = [] if text.request.prompt_logprobs is None else [None]
         request, self._tokenizer = text.request, tokenizer
@@ -266,7 +266,7 @@ class Engine:
             updates.append(answer.update() if finish is None else self._finished(answer, finish))
         return updates
 
-    def _search(self, answer: _Answer, beams: BeamAnswer, text: TextState, logits: Tensor) -> list[Update]:
+    def _search(self, answer: _Answer, beams: BeamAnswer, text: ScheduledText, logits: Tensor) -> list[Update]:
         """Take the logits of a beam's next token. Once all beams have theirs, the search advances."""
         try:
             moves = beams.take(text, logits)

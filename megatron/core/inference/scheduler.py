@@ -51,7 +51,7 @@ class BeamPlaces:
 
     slots: list[int]
     blocks: int
-    texts: list[TextState] = field(default_factory=list)
+    texts: list[ScheduledText] = field(default_factory=list)
     encoded: set[int] = field(default_factory=set)
 
     @property
@@ -61,7 +61,7 @@ class BeamPlaces:
 
 
 @dataclass(eq=False)
-class TextState:
+class ScheduledText:
     """A request's text and where it is: ``computed`` of its ``tokens`` are in the cache or on the way there.
 
     ``num_scored``: tokens of the prompt after the first whose log-probabilities have come. ``attempt``: how often the
@@ -103,7 +103,7 @@ class TextState:
         """Whether log-probabilities of the prompt are wanted and some are missing."""
         return self.request.prompt_logprobs is not None and self.num_scored < len(self.request.prompt) - 1
 
-    def has_prompt_of(self, other: TextState) -> bool:
+    def has_prompt_of(self, other: ScheduledText) -> bool:
         """Whether both have one prompt, the same object, as choices have."""
         mine, theirs = self.request, other.request
         return mine.prompt is theirs.prompt and mine.encoder_prompt is theirs.encoder_prompt
@@ -127,7 +127,7 @@ class ScheduledRow:
     all later ones. ``copies``: the block that the one of ``start`` begins as a copy of, 0 for none.
     """
 
-    text: TextState
+    text: ScheduledText
     attempt: int
     start: int
     tokens: tuple[int, ...]
@@ -182,32 +182,32 @@ class Scheduler:
     def __init__(self, limits: RunnerLimits, options: SchedulerOptions, *, depth: int = 1) -> None:
         self.limits, self.options = limits, options.possible(limits)
         self.pool = BlockPool(limits.num_blocks)
-        self.running: list[TextState] = []  # oldest first
-        self.waiting: deque[TextState] = deque()
+        self.running: list[ScheduledText] = []  # oldest first
+        self.waiting: deque[ScheduledText] = deque()
         self.preemptions = self.prompt_tokens = self.prefix_hits = 0
         self._depth = depth
         self._slots = list(range(limits.max_requests - 1, -1, -1))
         self._searches: list[BeamPlaces] = []
         self._arrivals = 0
-        self._keyed: TextState | None = None
+        self._keyed: ScheduledText | None = None
         has_snapshots = limits.has_states and self.options.prefix_caching
         self._snapshots = StateSnapshots(range(limits.max_requests, limits.num_slots)) if has_snapshots else None
         self._state_copies: list[tuple[int, int]] = []
-        self._at_ends: list[tuple[TextState, int]] = []  # texts whose state is to be kept, and their attempt
+        self._at_ends: list[tuple[ScheduledText, int]] = []  # texts whose state is to be kept, and their attempt
 
     def take_state_copies(self) -> tuple[tuple[int, int], ...]:
         """Pairs of slots whose states the next plan copies, from the first to the second, before its rows."""
         copies, self._state_copies = tuple(self._state_copies), []
         return copies
 
-    def add(self, request: Request) -> TextState:
+    def add(self, request: Request) -> ScheduledText:
         """Queue a request, which must fit ``limits``."""
-        text = TextState(request, self._arrivals)
+        text = ScheduledText(request, self._arrivals)
         self._arrivals += 1
         self.waiting.append(text)
         return text
 
-    def remove(self, text: TextState, *, is_broken: bool = False) -> None:
+    def remove(self, text: ScheduledText, *, is_broken: bool = False) -> None:
         """End a text, wherever it is, and all beams of its search; the content of its blocks is kept for others, unless
         ``is_broken``.
         """
@@ -235,7 +235,7 @@ class Scheduler:
         row.text.computed += len(sampled) - 1
         self._register(row.text)
 
-    def branch(self, texts: Sequence[TextState], moves: Sequence[tuple[int, int]]) -> list[TextState]:
+    def branch(self, texts: Sequence[ScheduledText], moves: Sequence[tuple[int, int]]) -> list[ScheduledText]:
         """The beams of a search a token later: ``moves`` are pairs of a beam's number and its next token.
 
         A beam may go on several times; beams that don't go on leave.
@@ -245,7 +245,7 @@ class Scheduler:
         for number, text in enumerate(texts):
             if number not in going_on:
                 self._leave(text)
-        found: list[TextState] = []
+        found: list[ScheduledText] = []
         for place, (number, _) in enumerate(moves):
             is_first = number not in (earlier for earlier, _ in moves[:place])
             found.append(texts[number] if is_first else self._fork(texts[number], places))
@@ -259,7 +259,7 @@ class Scheduler:
         rows while every text waits for a step in flight.
         """
         self._take_snapshots()
-        rows: dict[TextState, ScheduledRow] = {}
+        rows: dict[ScheduledText, ScheduledRow] = {}
         limit = -(-len(self.running) // self._depth)
         for text in sorted(self.running, key=lambda text: text.remaining > 1):
             is_generating = text.remaining == 1
@@ -282,7 +282,7 @@ class Scheduler:
                     self._at_ends.append((row.text, row.attempt))
         return list(rows.values())
 
-    def _admit(self, text: TextState, rows: dict[TextState, ScheduledRow]) -> bool:
+    def _admit(self, text: ScheduledText, rows: dict[ScheduledText, ScheduledRow]) -> bool:
         """Give a waiting text a slot and its first row. False if it and all later ones must wait."""
         shared: list[int] = []
         if self.options.prefix_caching:
@@ -330,14 +330,14 @@ class Scheduler:
         self._schedule(text, rows)
         return True
 
-    def _find_keys(self, text: TextState) -> None:
+    def _find_keys(self, text: ScheduledText) -> None:
         """Compute the text's keys, or take those of the last text where both have one prompt, as choices have."""
         if (last := self._keyed) is not None and not text.keys and last.has_prompt_of(text):
             text.keys = last.keys[: len(text.request.prompt) // self.limits.block_size]
         text.extend_keys(self.limits.block_size)
         self._keyed = text
 
-    def _is_being_computed(self, text: TextState, number: int) -> bool:
+    def _is_being_computed(self, text: ScheduledText, number: int) -> bool:
         """Whether a running text has block ``number`` of a chain still to compute, of which ``text`` waits for all
         blocks that both have.
         """
@@ -349,7 +349,7 @@ class Scheduler:
                 return True
         return False
 
-    def _end_of_snapshot(self, text: TextState) -> int:
+    def _end_of_snapshot(self, text: ScheduledText) -> int:
         """Where the text's prompt is cut to keep its state; 0 for a prompt without a full block before its last
         token, and where no states are kept.
         """
@@ -373,7 +373,7 @@ class Scheduler:
                     self._state_copies.append((text.slot, slot))
         self._at_ends = []
 
-    def _schedule(self, text: TextState, rows: dict[TextState, ScheduledRow]) -> None:
+    def _schedule(self, text: ScheduledText, rows: dict[ScheduledText, ScheduledRow]) -> None:
         """Add a row for the text, if budget and blocks allow it."""
         count = self._row_length(text, rows, start=text.computed)
         if not count:
@@ -398,7 +398,7 @@ class Scheduler:
         tokens = tuple(text.tokens[text.computed : end])
         rows[text] = ScheduledRow(text, text.attempt, text.computed, tokens, logits_from, copies=copies)
 
-    def _row_length(self, text: TextState, rows: dict[TextState, ScheduledRow], *, start: int) -> int:
+    def _row_length(self, text: ScheduledText, rows: dict[ScheduledText, ScheduledRow], *, start: int) -> int:
         """How many tokens of the text from ``start`` on the step has room for."""
         budget = self.options.max_tokens - sum(len(row.tokens) for row in rows.values())
         if not text.is_encoded:
@@ -415,7 +415,7 @@ class Scheduler:
             return min(length, budget)
         return length if length <= budget or not rows else 0
 
-    def _make_room_for_drafts(self, rows: dict[TextState, ScheduledRow]) -> None:
+    def _make_room_for_drafts(self, rows: dict[ScheduledText, ScheduledRow]) -> None:
         """Let rows that generate have drafts, of what budget and blocks are left."""
         budget = self.options.max_tokens - sum(len(row.tokens) for row in rows.values())
         for text, row in rows.items():
@@ -428,13 +428,13 @@ class Scheduler:
             budget -= row.room
             self._grow(text, end + row.room)
 
-    def _preempt(self, text: TextState) -> None:
+    def _preempt(self, text: ScheduledText) -> None:
         self._leave(text)
         self.preemptions += 1
         older = sum(waiting.arrival < text.arrival for waiting in self.waiting)
         self.waiting.insert(older, text)
 
-    def _leave(self, text: TextState) -> None:
+    def _leave(self, text: ScheduledText) -> None:
         """Give slot and blocks back; whatever is on the way for the text is stale."""
         assert text.slot is not None, "a text without a slot has nothing to give back"
         self.pool.release(text.blocks)
@@ -448,7 +448,7 @@ class Scheduler:
         text.is_encoded = not text.request.encoder_prompt
         text.attempt += 1
 
-    def _fork(self, text: TextState, places: BeamPlaces) -> TextState:
+    def _fork(self, text: ScheduledText, places: BeamPlaces) -> ScheduledText:
         """Another beam with the same tokens, in the same blocks."""
         assert text.computed == len(text.tokens), "a beam goes on when its tokens are computed"
         beam = replace(
@@ -464,24 +464,24 @@ class Scheduler:
         self.running.insert(self.running.index(text) + 1, beam)
         return beam
 
-    def _shared_block(self, text: TextState) -> int:
+    def _shared_block(self, text: ScheduledText) -> int:
         """The block that the text's next token would be written to, if other beams hold it; else 0."""
         if text.places is None or not text.computed % self.limits.block_size:
             return 0
         block = text.blocks[text.computed // self.limits.block_size]
         return block if self.pool.is_shared(block) else 0
 
-    def _num_available(self, text: TextState) -> int:
+    def _num_available(self, text: ScheduledText) -> int:
         """Blocks that the text may be given: not those that are kept for other searches."""
         kept = sum(each.num_missing for each in self._searches if each is not text.places)
         return self.pool.num_available - kept
 
-    def _grow(self, text: TextState, length: int) -> None:
+    def _grow(self, text: ScheduledText, length: int) -> None:
         missing = self._num_blocks(length) - len(text.blocks)
         if missing > 0:
             text.blocks += self.pool.allocate(missing, after=text.blocks[-1] if text.blocks else None)
 
-    def _register(self, text: TextState) -> None:
+    def _register(self, text: ScheduledText) -> None:
         """Let others find the text's blocks that are full."""
         if not self.options.prefix_caching:
             return

@@ -16,7 +16,7 @@ from megatron.core.inference.drafts import DraftModel
 from megatron.core.inference.engine import Engine
 from megatron.core.inference.request import BeamSearch, Request, StopRules
 from megatron.core.inference.sampling import Sampling
-from megatron.core.inference.scheduler import SchedulerOptions, TextState
+from megatron.core.inference.scheduler import ScheduledText, SchedulerOptions
 from megatron.core.inference.step_plan import StepPlan
 from megatron.errors import DataError
 from tests.harness.table_model import Table, table
@@ -211,7 +211,9 @@ def test_nothing_is_lost_in_ten_thousand_requests() -> None:
 
 def test_answers_to_other_questions_share_no_block() -> None:
     """Every answer of an encoder-decoder begins with the same token: its keys and values depend on the question."""
-    texts = [TextState(Request(id="", prompt=(1,) * 6, encoder_prompt=(each,), max_tokens=1), 0) for each in (5, 6, 5)]
+    texts = [
+        ScheduledText(Request(id="", prompt=(1,) * 6, encoder_prompt=(each,), max_tokens=1), 0) for each in (5, 6, 5)
+    ]
     for text in texts:
         text.extend_keys(2)
     one, other, same = (text.keys for text in texts)
