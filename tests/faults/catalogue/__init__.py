@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.faults.catalogue import data, mamba, model, public_reports, ranks, service, training
+from tests.faults.catalogue import data, mamba, model, public_reports, ranks, service, state_space, training
 from tests.faults.fault import Fault
 
 FAULTS: tuple[Fault, ...] = (
@@ -13,6 +13,7 @@ FAULTS: tuple[Fault, ...] = (
     *service.FAULTS,
     *training.FAULTS,
     *public_reports.FAULTS,
+    *state_space.FAULTS,
 )
 """Their numbers on the command line count from 1 in this order."""
 
