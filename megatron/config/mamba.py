@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Literal
@@ -76,6 +77,13 @@ class MambaConfig(PartConfig):
         """The group in which a number of heads that is the default isn't written out, so that both compare equal."""
         is_default = self.mamba_num_heads is not None and self.inner_size(model) == 2 * model.hidden_size
         return dataclasses.replace(self, mamba_num_heads=None) if is_default else self
+
+    @override
+    def shrunk(self, stacks: Sequence[int], small: Sequence[int]) -> Self:
+        """Keep groups and a given number of heads, which ranks divide; another one is divisible by usual sizes."""
+        heads = self.mamba_num_heads or math.lcm(24, 8 * self.mamba_num_groups)
+        state, width = min(self.mamba_state_dim, 4), min(self.mamba_head_dim, 2)
+        return dataclasses.replace(self, mamba_num_heads=heads, mamba_state_dim=state, mamba_head_dim=width)
 
     @override
     def rules(self) -> Sequence[Rule]:

@@ -198,6 +198,13 @@ def test_memory_is_what_torch_keeps(
     assert counted[1] - counted[0] == pytest.approx(kept[1] - kept[0], rel=0.02)
 
 
+def test_a_small_model_s_heads_divide_as_before() -> None:
+    """A parity check of a published hybrid was refused: its small hidden size left a single head for 8 groups."""
+    small, heads = MambaConfig().shrunk((56,), (4,)), replace(SMALL, mamba_num_heads=10).shrunk((4,), (2,))
+    assert small.num_heads(settings()) % (8 * 8) == 0 and small.mamba_num_groups == 8
+    assert (heads.mamba_num_heads, heads.mamba_num_groups) == (10, 2)
+
+
 def test_flops_are_those_of_the_formula() -> None:
     """Throughput in reports."""
     ours, tokens = mixer(replace(SMALL, mamba_chunk_size=8)), 3 * 32
