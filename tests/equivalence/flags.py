@@ -22,7 +22,7 @@ LATER = "--mtp-num-layers 2 --mtp-loss-scaling-factor 0.7"
 HYBRID = (
     "--hidden-size 32 --num-attention-heads 4 --init-method-std 0.2 --normalization RMSNorm --disable-bias-linear "
     "--position-embedding-type rope --untie-embeddings-and-output-weights --num-experts 4 --moe-ffn-hidden-size 16 "
-    "--moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 0.1"
+    "--moe-router-load-balancing-type seq_aux_loss --moe-aux-loss-coeff 0.1"
 )
 EXPERTS = "--num-experts 8 --moe-ffn-hidden-size 16"
 

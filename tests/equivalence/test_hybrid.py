@@ -7,7 +7,7 @@ import functools
 import pytest
 
 from megatron.training.evaluation.parity import Observed
-from tests.equivalence.flags import CP2, EP2, FULL, HYBRID, LOOPED, PP2, SP, TP2, VEE, ZERO_OVERLAPPED
+from tests.equivalence.flags import CP2, EP2, ETP1, FULL, HYBRID, LOOPED, PP2, SP, TP2, VEE, ZERO_OVERLAPPED
 from tests.equivalence.test_equivalence import check
 from tests.equivalence.training import train_alone, train_at
 from tests.tiers import tiers
@@ -16,13 +16,13 @@ MODEL = f"gpt: {HYBRID} --mtp-loss-scaling-factor 0.7"
 PATTERN, DEPTHS = "*-E*E-*", "/*E/*E"
 
 LAYOUTS: dict[str, tuple[str, str]] = {
-    "tp2 sp ep2 recompute": (PATTERN, f"--world-size 2 {TP2} {SP} {EP2} {FULL}"),
+    "tp2 sp ep2 recompute": (PATTERN, f"--world-size 2 {TP2} {SP} {EP2} {ETP1} {FULL}"),
     "pp2, cut at a border, cp2": ("*|-E*E-*", f"--world-size 4 {PP2} {CP2} --micro-batch-size 1"),
     "pp2 interleaved, cut at borders": ("*-|E*E|-|*", f"--world-size 2 {PP2} --micro-batch-size 1"),
     "pp2 interleaved, cut by cost": (PATTERN, f"--world-size 2 {LOOPED} --micro-batch-size 1"),
     "tp2 pp2 dp2 zero, zb-v": (
         PATTERN,
-        f"--world-size 8 {TP2} {VEE} {ZERO_OVERLAPPED} {EP2} --ddp-bucket-size 3000 --micro-batch-size 1 {FULL}",
+        f"--world-size 8 {TP2} {VEE} {ZERO_OVERLAPPED} {EP2} {ETP1} --ddp-bucket-size 3000 --micro-batch-size 1 {FULL}",
     ),
 }
 

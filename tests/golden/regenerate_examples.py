@@ -19,6 +19,8 @@ WORLD_SIZES = {
     "mixtral_8x7b": 64,
     "mixtral_8x22b": 128,
     "qwen3_30b_a3b": 16,
+    "mamba2_hybrid_8b": 16,
+    "nemotron_h_8b": 32,
     "deepseek_v2": 256,
     "deepseek_v3": 2048,
     "gpt3_175b_distributed": 1024,
