@@ -33,6 +33,9 @@ PARAMETERS = {
     "train_deepseek_v2.sh": "235,741,434,880 in the model (236 B), 21,375,800,320 for a token (21.4 B)",
     "train_deepseek_v3.sh": "682,636,487,424 in the model (683 B), 38,240,398,080 for a token (38.2 B)",
     "train_gpt3_175b_distributed.sh": "175 B",
+    "train_mamba2_hybrid_800m.sh": "907,127,680 in the model",
+    "train_mamba2_hybrid_8b.sh": "8.65 B",
+    "train_nemotron_h_8b.sh": "8,100,852,736 in the model (8.1 B)",
     "train_bert_340m_distributed.sh": "336,228,158 in the model",
     "train_t5_220m_distributed.sh": "221,748,480 in the model",
 }

@@ -35,7 +35,7 @@ def test_depths_have_their_own_layers() -> None:
     built = hybrid()
     assert built.mtp is not None
     for depth in built.mtp.layers.values():
-        first, second = depth.get_submodule("layers")
+        first, second = depth.get_submodule("layers").children()
         assert hasattr(first.mlp, "experts") and hasattr(second, "self_attention")
     model = parse("--num-layers 3 --mtp-num-layers 2 --position-embedding-type rope").model
     assert layers_with_experts(model, GROUPS) == (
