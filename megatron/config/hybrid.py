@@ -12,8 +12,18 @@ from typing_extensions import override
 
 from megatron.config.family import PartConfig, Rule
 from megatron.config.flags import architecture_flag, flag, plural_s, switch
-from megatron.config.hybrid_pattern import ATTENTION, EXPERTS, LETTERS, MAMBA, MLP, allocated, read_pattern, sizes_of
-from megatron.config.layer_patterns import shortest_pattern
+from megatron.config.hybrid_pattern import (
+    ATTENTION,
+    DELTA_NET,
+    EXPERTS,
+    LETTERS,
+    MAMBA,
+    MLP,
+    allocated,
+    read_pattern,
+    sizes_of,
+)
+from megatron.config.layer_patterns import listed_layers, shortest_pattern
 from megatron.config.model import ModelConfig
 from megatron.config.moe import MoEConfig
 from megatron.config.rules.sentence import rule
@@ -108,11 +118,16 @@ class HybridConfig(PartConfig):
 
     @override
     def implied(self, stacks: Sequence[int]) -> Mapping[str, Any]:
-        """Which layers have experts."""
+        """Which layers have experts, and which gated delta nets."""
+        found = dict[str, Any]()
         with suppress(ConfigError):  # a rule reports it
-            if EXPERTS in self.letters and len(self.letters) == sum(stacks):
-                return {"moe_layer_freq": shortest_pattern(tuple(letter == EXPERTS for letter in self.letters))}
-        return {}
+            letters = self.letters
+            if EXPERTS in letters and len(letters) == sum(stacks):
+                found["moe_layer_freq"] = shortest_pattern(tuple(letter == EXPERTS for letter in letters))
+            if DELTA_NET in letters + self.depth_letters:
+                found["experimental_attention_variant"] = "gated_delta_net"
+                found["linear_attention_freq"] = listed_layers(tuple(letter == DELTA_NET for letter in letters))
+        return found
 
     @override
     def recompute_modules(self) -> Mapping[str, str]:

@@ -50,13 +50,14 @@ def every_or_listed(pattern: str, *stacks: int, flag: str) -> tuple[bool, ...]:
 
 
 @lru_cache
-def window_layers(pattern: str | None, num_layers: int) -> tuple[bool, ...]:
-    """Whether each layer sees a window only (``--window-attn-skip-freq``): where a list has a 1, and all but every N-th
-    layer for a number N; all without a pattern.
+def window_layers(pattern: str | None, num_layers: int, *, flag: str = "--window-attn-skip-freq") -> tuple[bool, ...]:
+    """Whether each layer sees a window only (``--window-attn-skip-freq``), or has linear attention
+    (``--linear-attention-freq``): where a list has a 1, and all but every N-th layer for a number N; all without a
+    pattern.
     """
     if pattern is None:
         return (True,) * num_layers
-    marked = marked_layers(pattern, num_layers, flag="--window-attn-skip-freq")
+    marked = marked_layers(pattern, num_layers, flag=flag)
     return marked if "[" in pattern else tuple(not each for each in marked)
 
 

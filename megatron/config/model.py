@@ -16,6 +16,8 @@ from megatron.config.positions import ROTARY_TYPES, PositionConfig
 Activation = Literal["gelu_tanh", "gelu", "relu", "squared_relu", "swiglu", "geglu_tanh", "geglu", "quick_geglu"]
 Nonlinearity = Literal["gelu_tanh", "gelu", "quick_gelu", "silu", "relu", "squared_relu"]
 
+NormPlacement = Literal["before", "after", "both"]
+
 LAYER_BIASES = ("add_qkv_bias", "add_attention_output_bias", "add_mlp_bias")
 """Biases that ``add_bias_linear`` adds together."""
 
@@ -95,7 +97,7 @@ class ModelConfig(PositionConfig, LatentAttentionConfig, MultiTokenConfig):
     norm_parameters: Literal["weight_and_bias", "weight", "none"] = architecture_flag(
         "Learned parameters of the norms. RMSNorm has no bias.", default="weight_and_bias"
     )
-    norm_placement: Literal["before", "after", "both"] = architecture_flag(
+    norm_placement: NormPlacement = architecture_flag(
         "Where a layer has its norms: before each sublayer; after it, on what is added to the residual (OLMo 2); or "
         "both (Gemma 2).",
         default="before",

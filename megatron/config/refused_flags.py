@@ -161,9 +161,8 @@ distillation and quantization by ModelOpt are not available yet; leave it out
     kd load-teacher compression-training mos export-* teacher-model-config
 widths do not change learning rates (mu-P) here; leave it out
     use-mup mup-*
-sparse and linear attention are not available: every query sees all keys, or a window; leave it out
-    experimental-attention-variant dsa-* linear-attention-* linear-num-* linear-key-head-dim linear-value-head-dim
-    linear-conv-kernel-dim
+sparse attention is not available: every query sees all keys, or a window; leave it out
+    dsa-*
 that part of multi-token prediction is not available; leave it out
     mtp-*
 optimizer state goes to main memory with --optimizer-cpu-offload, a part of it with --optimizer-offload-fraction

@@ -44,11 +44,16 @@ def _split_query_key_value(
 ) -> list[Tensor]:
     """Split a fused matrix into queries, keys and values. ``order``: of rotary pairs; halves unless given."""
     heads, groups, width = model.num_attention_heads, model.num_query_groups, model.kv_channels
+    queries = heads * (2 if model.attention_output_gate else 1) // groups * width
     grouped = tensor.reshape(groups, -1, *tensor.shape[1:])
-    parts = torch.split(grouped, [heads // groups * width, width, width], dim=1)
-    query, key, value = (part.flatten(0, 1) for part in parts)
+    query, key, value = (part.flatten(0, 1) for part in torch.split(grouped, [queries, width, width], dim=1))
     order = order or halves
-    return [order(query, model), order(key, model), value.contiguous()]
+    if not model.attention_output_gate:
+        return [order(query, model), order(key, model), value.contiguous()]
+    # Each head's query has its gate behind it, which has no positions.
+    numbers = torch.arange(2 * heads * width).view(heads, 2, -1)
+    moved = torch.stack((order(numbers[:, 0].flatten(), model).view(heads, -1), numbers[:, 1]), dim=1).flatten()
+    return [query[moved], order(key, model), value.contiguous()]
 
 
 def _split_key_value(tensor: Tensor, model: ModelConfig) -> list[Tensor]:

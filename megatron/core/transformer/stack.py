@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from torch import nn
 
-from megatron.config.model import ModelConfig
+from megatron.config.model import ModelConfig, NormPlacement
 from megatron.config.training import RecomputeModule
 from megatron.core.transformer.attention import CrossAttention, SelfAttention
 from megatron.core.transformer.latent_attention import LatentAttention
@@ -25,7 +25,8 @@ class Branch:
     left out (norms after only: OLMo 2, arXiv:2501.00656; before and after: Gemma 2, arXiv:2408.00118).
     ``dropout_stream``: name of its random stream. ``parallel``: it reads what the branch before it read, not its result
     (GPT-NeoX, arXiv:2204.06745), and shares that branch's norm if it names the same. ``scale``: as Granite's residual
-    multiplier. ``recompute_name``: of the whole branch among ``--recompute-modules``.
+    multiplier. ``recompute_name``: of the whole branch among ``--recompute-modules``. ``norm_placement``: if another
+    than the model's, that of all branches of a layer that begins with this one.
     """
 
     name: str
@@ -36,6 +37,7 @@ class Branch:
     parallel: bool = False
     scale: float = 1.0
     recompute_name: RecomputeModule | None = None
+    norm_placement: NormPlacement | None = None
 
 
 SELF_ATTENTION = Branch("self_attention", "input_layernorm", "attention", SelfAttention)
@@ -85,11 +87,12 @@ class StackConfig:
             others = [replace(each, norm=each.norm if own_norms else first.norm, parallel=True) for each in others]
         if number == 0 and not model.first_attention_norm:
             first = replace(first, norm=None)
-        return tuple(self._scaled_and_normed(branch) for branch in (first, *others))
+        placement = first.norm_placement or model.norm_placement
+        return tuple(self._scaled_and_normed(branch, placement) for branch in (first, *others))
 
-    def _scaled_and_normed(self, branch: Branch) -> Branch:
-        model, scaled = self.model, replace(branch, scale=branch.scale * self.model.residual_multiplier)
-        if model.norm_placement == "before":
+    def _scaled_and_normed(self, branch: Branch, placement: NormPlacement) -> Branch:
+        scaled = replace(branch, scale=branch.scale * self.model.residual_multiplier)
+        if placement == "before":
             return scaled
-        before = branch.norm if model.norm_placement == "both" else None
+        before = branch.norm if placement == "both" else None
         return replace(scaled, norm=before, norm_after=f"post_{branch.name.replace('attention', 'attn')}_layernorm")

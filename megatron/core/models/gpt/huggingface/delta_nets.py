@@ -1,0 +1,245 @@
+"""Published types with gated delta nets: Qwen3-Next, whose other layers have gated attention, and OLMo Hybrid, whose
+other layers have norms after their sublayers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron.config.layer_patterns import listed_layers, window_pattern
+from megatron.config.linear_attention import GatedDeltaNetConfig
+from megatron.config.model import ModelConfig
+from megatron.core.conversion.bounds import Count, Heads, Width
+from megatron.core.conversion.huggingface.biases import attention_biases
+from megatron.core.conversion.huggingface.config_reader import ConfigReader
+from megatron.core.conversion.huggingface.format import ModelType
+from megatron.core.conversion.huggingface.parts import PublishedPart
+from megatron.core.conversion.huggingface.rotary import ROTARY, partial_rotary
+from megatron.core.conversion.tables import Row
+from megatron.core.conversion.transforms import Transform
+from megatron.core.models.gpt.huggingface.llama import LLAMA, OURS, THEIRS, like_llama
+from megatron.core.models.gpt.huggingface.mixtral import QWEN2_MOE
+
+_SIZES = {
+    "linear_conv_kernel_dim": "linear_conv_kernel_dim",
+    "linear_key_head_dim": "linear_key_head_dim",
+    "linear_value_head_dim": "linear_value_head_dim",
+    "linear_num_key_heads": "linear_num_key_heads",
+    "linear_num_value_heads": "linear_num_value_heads",
+}
+_KINDS: dict[str, Any] = {
+    **dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim"), Width),
+    **dict.fromkeys(("linear_num_key_heads", "linear_num_value_heads"), Heads),
+    **dict.fromkeys(("linear_conv_kernel_dim", "full_attention_interval"), Count),
+    "layer_types": list[str],
+}
+_TYPES = {"linear_attention": True, "full_attention": False}
+
+
+def _linear_layers(reader: ConfigReader, *, interval: int) -> str:
+    """The pattern of layers with linear attention: ``layer_types``, else all but every ``interval``-th."""
+    layers, types = reader("num_hidden_layers"), reader.get("layer_types")
+    if types is None:
+        return _pattern([(number + 1) % interval != 0 for number in range(layers)])
+    if not {*types} <= _TYPES.keys() or len(types) != layers:
+        raise reader.refuse("layer_types", f"it must name each of the {layers} layers, as {' or '.join(_TYPES)}")
+    return _pattern([_TYPES[each] for each in types])
+
+
+def _pattern(marked: Sequence[bool]) -> str:
+    return window_pattern(tuple(marked)) or listed_layers(tuple(marked))
+
+
+def _read(reader: ConfigReader, *, interval: int) -> dict[str, Any]:
+    pattern = _linear_layers(reader, interval=interval)
+    return {
+        "experimental_attention_variant": "gated_delta_net",
+        "linear_attention_freq": pattern,
+        **{ours: reader(theirs) for ours, theirs in _SIZES.items()},
+    }
+
+
+def _write(part: GatedDeltaNetConfig, model: ModelConfig) -> dict[str, Any]:
+    names = {is_linear: name for name, is_linear in _TYPES.items()}
+    layers = [names[each] for each in part.linear_layers(model.num_layers)]
+    return {"layer_types": layers, **{theirs: getattr(part, ours) for ours, theirs in _SIZES.items()}}
+
+
+def _check(part: GatedDeltaNetConfig, reader: ConfigReader) -> None:
+    """Raise CheckpointError for heads that don't fit."""
+    keys, values = part.linear_num_key_heads, part.linear_num_value_heads
+    if values % keys:
+        raise reader.refuse("linear_num_value_heads", f"it is not divisible by the {keys} key heads")
+
+
+def rearranged(*orders: Tensor) -> Transform:
+    """Several tensors whose rows are those of ours that ``orders``, one of each, number."""
+    ours = torch.cat(orders).argsort()
+    return Transform(
+        lambda parts, model: torch.cat(list(parts))[ours],
+        lambda tensor, model: [tensor[order] for order in orders],
+    )
+
+
+def _by_key_head(part: GatedDeltaNetConfig) -> Transform:
+    """Two matrices with the rows of each key head together, [q, k, v, z] and [beta, alpha]."""
+    keys, values, heads = part.key_width, part.value_width, part.linear_num_value_heads
+    numbers = torch.arange(2 * keys + 2 * values + 2 * heads)
+    components = torch.split(numbers, [keys, keys, values, values, heads, heads])
+    by_head = [each.view(part.linear_num_key_heads, -1) for each in components]
+    return rearranged(torch.cat(by_head[:4], dim=1).flatten(), torch.cat(by_head[4:], dim=1).flatten())
+
+
+def _components(part: GatedDeltaNetConfig, widths: Sequence[int]) -> Transform:
+    """Matrices below each other."""
+    return rearranged(*torch.split(torch.arange(sum(widths)), list(widths)))
+
+
+def _shared_rows(theirs: str) -> tuple[Row, ...]:
+    return tuple(
+        Row(f"{OURS}.self_attention.{name}", f"{theirs}.{name}", is_parameter=True) for name in ("A_log", "dt_bias")
+    )
+
+
+def _qwen3_next_rows(part: GatedDeltaNetConfig) -> Sequence[Row]:
+    ours, theirs = f"{OURS}.self_attention", f"{THEIRS}.linear_attn"
+    return (
+        Row(f"{ours}.in_proj", (f"{theirs}.in_proj_qkvz", f"{theirs}.in_proj_ba"), _by_key_head(part)),
+        Row(f"{ours}.conv1d", f"{theirs}.conv1d"),
+        Row(f"{ours}.out_norm", f"{theirs}.norm"),
+        Row(f"{ours}.out_proj", f"{theirs}.out_proj"),
+        *_shared_rows(theirs),
+    )
+
+
+def _olmo_hybrid_rows(part: GatedDeltaNetConfig) -> Sequence[Row]:
+    ours, theirs = f"{OURS}.self_attention", f"{THEIRS}.linear_attn"
+    keys, values, heads = part.key_width, part.value_width, part.linear_num_value_heads
+    projections = tuple(f"{theirs}.{letter}_proj" for letter in "qkvgba")
+    convolutions = tuple(f"{theirs}.{letter}_conv1d" for letter in "qkv")
+    return (
+        Row(f"{ours}.in_proj", projections, _components(part, (keys, keys, values, values, heads, heads))),
+        Row(f"{ours}.conv1d", convolutions, _components(part, (keys, keys, values))),
+        Row(f"{ours}.out_norm", f"{theirs}.o_norm"),
+        Row(f"{ours}.out_proj", f"{theirs}.o_proj"),
+        *_shared_rows(theirs),
+    )
+
+
+_QWEN3_NEXT_NETS = PublishedPart(
+    group=GatedDeltaNetConfig,
+    read=lambda reader: _read(reader, interval=reader("full_attention_interval")),
+    write=_write,
+    rows=_qwen3_next_rows,
+    check=_check,
+)
+QWEN3_NEXT = replace(
+    like_llama(
+        "Qwen3NextForCausalLM",
+        attention_biases(),
+        defaults={
+            "max_position_embeddings": 32768,
+            "num_key_value_heads": 2,
+            "head_dim": 256,
+            "full_attention_interval": 4,
+            "linear_conv_kernel_dim": 4,
+            "linear_key_head_dim": 128,
+            "linear_value_head_dim": 128,
+            "linear_num_key_heads": 16,
+            "linear_num_value_heads": 32,
+            "num_experts": 512,
+            "num_experts_per_tok": 10,
+            "moe_intermediate_size": 512,
+            "shared_expert_intermediate_size": 512,
+            "decoder_sparse_step": 1,
+            "mlp_only_layers": [],
+            "norm_topk_prob": True,
+        },
+        about="Qwen3-Next; any layers with gated delta nets; any layers dense; tied or not",
+        example="Qwen/Qwen3-Next-80B-A3B-Instruct",
+        qk_layernorm=True,
+        apply_layernorm_1p=True,
+        attention_output_gate=True,
+    ),
+    features=(partial_rotary(0.25), attention_biases()),
+    kinds={**QWEN2_MOE.kinds, **_KINDS},
+    groups=(*QWEN2_MOE.groups, _QWEN3_NEXT_NETS),
+)
+
+
+def _olmo_hybrid(reader: ConfigReader) -> dict[str, Any]:
+    heads = reader("num_attention_heads")
+    keys = reader.get("linear_num_key_heads") or heads
+    key_width = reader.get("linear_key_head_dim") or int(0.75 * reader("hidden_size") / keys)
+    known = reader.but(
+        linear_num_key_heads=keys,
+        linear_num_value_heads=reader.get("linear_num_value_heads") or heads,
+        linear_key_head_dim=key_width,
+        linear_value_head_dim=reader.get("linear_value_head_dim") or 2 * key_width,
+    )
+    return {
+        **_read(known, interval=4),
+        "linear_negative_eigenvalues": reader("linear_allow_neg_eigval"),
+        "linear_norm_placement": "before",
+        "linear_norm_epsilon": 1e-5,
+    }
+
+
+_OLMO_HYBRID_NETS = PublishedPart(
+    group=GatedDeltaNetConfig,
+    read=_olmo_hybrid,
+    write=lambda part, model: {**_write(part, model), "linear_allow_neg_eigval": part.linear_negative_eigenvalues},
+    rows=_olmo_hybrid_rows,
+    check=_check,
+)
+
+
+def _read_rotary_if_any(reader: ConfigReader) -> dict[str, Any]:
+    """Rotary positions where there is a base, as the released models have none."""
+    rope = reader.within("rope_scaling", "rope_parameters")
+    if rope.get("rope_theta") is None:
+        return {"position_embedding_type": "none"}
+    return {"position_embedding_type": "rope", **ROTARY.read(reader)}
+
+
+_ROTARY_OR_NONE = replace(
+    ROTARY,
+    defaults={name: value for name, value in ROTARY.defaults.items() if name != "rope_theta"},
+    read=_read_rotary_if_any,
+    write=lambda model: ROTARY.write(model) if model.is_rotary else {"rope_parameters": None},
+)
+OLMO_HYBRID = replace(
+    LLAMA,
+    architecture="OlmoHybridForCausalLM",
+    table=(
+        *(row for row in LLAMA.table if not row.ours.endswith(("input_layernorm", "pre_mlp_layernorm"))),
+        Row(f"{OURS}.input_layernorm", f"{THEIRS}.attention_layer_norm"),
+        Row(f"{OURS}.pre_mlp_layernorm", f"{THEIRS}.feedforward_layer_norm"),
+        Row(f"{OURS}.post_self_attn_layernorm", f"{THEIRS}.post_attention_layernorm"),
+        Row(f"{OURS}.post_mlp_layernorm", f"{THEIRS}.post_feedforward_layernorm"),
+    ),
+    features=(_ROTARY_OR_NONE, attention_biases()),
+    defaults={
+        **LLAMA.defaults,
+        "max_position_embeddings": 65536,
+        "linear_conv_kernel_dim": 4,
+        "linear_allow_neg_eigval": True,
+    },
+    kinds={**_KINDS, "linear_allow_neg_eigval": bool},
+    fixed={
+        "normalization": "RMSNorm",
+        "hidden_dropout": 0.0,
+        "norm_placement": "after",
+        "qk_layernorm": True,
+        "qk_layernorm_kind": "all_heads",
+    },
+    groups=(_OLMO_HYBRID_NETS,),
+    about="OLMo Hybrid, with or without rotary positions; any layers with gated delta nets; tied or not",
+    example="allenai/Olmo-Hybrid-7B",
+)
+TYPES: dict[str, ModelType] = {"qwen3_next": QWEN3_NEXT, "olmo_hybrid": OLMO_HYBRID}

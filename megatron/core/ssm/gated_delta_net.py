@@ -1,0 +1,324 @@
+"""The gated delta net: linear attention with heads split over tensor-parallel ranks (arXiv:2412.06464).
+
+``in_proj`` gives, of each token, queries, keys, values, ``z`` (the gate), ``beta`` and ``alpha``. A causal convolution
+and SiLU act on queries, keys and values; the gated delta rule mixes the tokens, ``beta`` being its rate and ``alpha``
+its decay; a norm of each value head, gated by ``z``, and ``out_proj`` follow.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from typing_extensions import override
+
+from megatron.config.linear_attention import GatedDeltaNetConfig
+from megatron.core.ops.causal_conv import causal_conv
+from megatron.core.ops.delta_rule.backends import choose
+from megatron.core.ops.delta_rule.recurrent import step
+from megatron.core.ops.delta_rule.request import DeltaInputs, DeltaOptions
+from megatron.core.ops.delta_rule.state_passing import slice_map
+from megatron.core.ops.gated_norm import gated_norm
+from megatron.core.ops.text_cache import Slotted, States
+from megatron.core.parallel.costs import Costs, Workload, total_of
+from megatron.core.parallel.model_context import ModelContext
+from megatron.core.parallel.sharding import Sharding, StackedPart
+from megatron.core.ssm import sequences
+from megatron.core.tensor_parallel.initialize import Constant, Initialization, Uniform
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear, make_parameter
+from megatron.core.transformer.initialization import input_init, output_init
+from megatron.core.transformer.inputs import LayerInputs
+from megatron.core.transformer.place import BranchPlace
+from megatron.core.transformer.stack import Branch
+
+_DECAYS = (1.0, 16.0)
+
+
+def delta_net_branch(config: GatedDeltaNetConfig) -> Branch:
+    """A gated delta net as a residual branch, in place of self-attention and with the names of its modules."""
+    build = functools.partial(GatedDeltaNet, config=config)
+    return Branch("self_attention", "input_layernorm", "attention", build, norm_placement=config.linear_norm_placement)
+
+
+class _Convolution(nn.Module):
+    """Weight ``[channels, 1, taps]`` of a causal convolution of each channel by itself."""
+
+    def __init__(self, parts: tuple[StackedPart, ...], taps: int, context: ModelContext) -> None:
+        super().__init__()
+        channels, limit = sum(part.rows for part in parts), 1.0 / math.sqrt(taps)
+        sharding = Sharding((channels, 1, taps), {0: "tp"}, parts=parts)
+        self.weight = make_parameter(sharding, Uniform(-limit, limit), context)
+
+
+class _HeadNormWeight(nn.Module):
+    """Weight ``[dv]`` of the gated norm, which all value heads share: each rank has the gradient of its heads."""
+
+    def __init__(self, width: int, context: ModelContext) -> None:
+        super().__init__()
+        self.weight = make_parameter(Sharding((width,), partial_grad=("tp",)), Constant(1.0), context)
+
+
+@dataclass(frozen=True)
+class _Heads:
+    """Parameters of the heads that a call computes: this rank's, or its part of them with all tokens.
+
+    ``key_heads``: how many. ``conv_weight`` [c, 1, k]: channels of queries, keys and values. ``dt_bias``, ``A_log``
+    [h]: of the value heads.
+    """
+
+    key_heads: int
+    conv_weight: Tensor
+    dt_bias: Tensor
+    A_log: Tensor
+
+
+class GatedDeltaNet(nn.Module):
+    """The mixer over this rank's heads. ``A_log`` and ``dt_bias`` are fp32 or wider, and so are decays and states.
+
+    With fewer key heads than ranks, the ranks of a key head divide its value heads and each compute its queries and
+    keys.
+    """
+
+    def __init__(self, place: BranchPlace, *, config: GatedDeltaNetConfig) -> None:
+        super().__init__()
+        model, context = place.stack.model, place.context
+        self.number, self._context, self._config = place.number, context, config
+        self._eps = config.linear_norm_epsilon or model.norm_epsilon
+        ranks, key_heads, heads = context.mesh.size("tp"), config.linear_num_key_heads, config.linear_num_value_heads
+        self._key_heads, self._heads = max(1, key_heads // ranks), heads // ranks
+        self._keys = self._key_heads * config.linear_key_head_dim
+        self._values = self._heads * config.linear_value_head_dim
+        keys, values = StackedPart(config.key_width, groups=key_heads), StackedPart(config.value_width)
+        of_heads = StackedPart(heads)
+        parts = (keys, keys, values, values, of_heads, of_heads)
+        self.in_proj = ColumnParallelLinear(
+            model.hidden_size,
+            sum(part.rows for part in parts),
+            context,
+            init=input_init(model),
+            bias=False,
+            parts=parts,
+        )
+        self.conv1d = _Convolution(parts[:3], config.linear_conv_kernel_dim, context)
+        self.dt_bias = self._of_heads(Constant(1.0))
+        self.A_log = self._of_heads(Uniform(*_DECAYS, transform=torch.log))
+        self.out_norm = _HeadNormWeight(config.linear_value_head_dim, context)
+        self.out_proj = RowParallelLinear(
+            config.value_width, model.hidden_size, context, init=output_init(place.stack), bias=False
+        )
+        self._options = DeltaOptions(
+            scale=config.linear_key_head_dim**-0.5, normalizes=True, chunk_size=config.linear_attention_chunk_size
+        )
+        self._backend = choose(
+            config.linear_attention_backend,
+            device=context.device,
+            dtype=context.dtype,
+            key_width=config.linear_key_head_dim,
+        )
+
+    def _of_heads(self, init: Initialization) -> nn.Parameter:
+        """A number for each value head, in fp32 or wider whatever the model's type."""
+        wide = dataclasses.replace(self._context, dtype=self._wide)
+        return make_parameter(Sharding((self._config.linear_num_value_heads,), {0: "tp"}), init, wide)
+
+    @property
+    def _wide(self) -> torch.dtype:
+        return torch.promote_types(self._context.dtype, torch.float32)
+
+    @property
+    def _channels(self) -> int:
+        """Channels of the convolution: queries, keys and values."""
+        return 2 * self._keys + self._values
+
+    @property
+    def text_state(self) -> Slotted:
+        """The last rows before the convolution, and the state of each value head."""
+        config = self._config
+        return Slotted(
+            {
+                "conv": (config.linear_conv_kernel_dim - 1, self._channels),
+                "delta": (self._heads, config.linear_key_head_dim, config.linear_value_head_dim),
+            },
+            {"conv": self._context.dtype, "delta": self._wide},
+        )
+
+    @override
+    def forward(self, x: Tensor, inputs: LayerInputs) -> Tensor:
+        """``[s, b, h] -> [s, b, h]``, through ``[S, b, values/tp]``."""
+        projected = self.in_proj(x)
+        if inputs.cache is not None:
+            mixed = inputs.cache.advance(self.number, self._advance, projected)
+        else:
+            mixed = self._mix(projected, inputs.document_ids)
+        out: Tensor = self.out_proj(mixed)
+        return out
+
+    def _mix(self, projected: Tensor, document_ids: Tensor | None) -> Tensor:
+        """What is between the projections: [s, b, q|k|v|z|beta|alpha] -> [s, b, values]."""
+        rows, z, gates = self._parts(projected)
+        if self._context.mesh.size("cp") == 1:
+            mixed, _ = self._applied(rows.transpose(0, 1), gates.transpose(0, 1), self._own_heads(), document_ids)
+            y = mixed.transpose(0, 1).flatten(2)
+        elif self._config.linear_cp_comm_type == "a2a":
+            y = self._with_heads_split(projected, document_ids)
+        else:
+            y = self._with_states_passed(rows, gates, document_ids)
+        return self._normalized(y, z)
+
+    def _advance(self, states: States, projected: Tensor) -> tuple[Tensor, States]:
+        """Tokens [t, n, q|k|v|z|beta|alpha] of n texts to [t, n, values], and the states behind them."""
+        rows, z, gates = self._parts(projected)
+        rows, gates = rows.transpose(0, 1), gates.transpose(0, 1)
+        mixed, state = self._applied(rows, gates, self._own_heads(), None, states)
+        last = torch.cat((states["conv"], rows), dim=1)[:, rows.shape[1] :]
+        return self._normalized(mixed.transpose(0, 1).flatten(2), z), {"conv": last, "delta": state}
+
+    def _parts(self, projected: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The rows of the convolution, ``z``, and ``beta`` with ``alpha``."""
+        rows, z, gates = torch.split(projected, [self._channels, self._values, 2 * self._heads], dim=-1)
+        return rows, z, gates
+
+    def _normalized(self, y: Tensor, z: Tensor) -> Tensor:
+        """The norm of each value head, times SiLU of ``z``."""
+        weight = self.out_norm.weight.repeat(self._heads)
+        return gated_norm(y, z, weight, eps=self._eps, groups=self._heads, norm_before_gate=True)
+
+    def _own_heads(self) -> _Heads:
+        """Parameters of all heads of this rank."""
+        return _Heads(self._key_heads, self.conv1d.weight, self.dt_bias, self.A_log)
+
+    def _applied(
+        self, rows: Tensor, gates: Tensor, heads: _Heads, document_ids: Tensor | None, states: States | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Results [b, l, h, dv] and the last state, of whole sequences [b, l, q|k|v] and [b, l, beta|alpha].
+
+        ``states``: what came before.
+        """
+        before = None if states is None else states["conv"]
+        convolved = causal_conv(rows, heads.conv_weight, None, initial=before, document_ids=document_ids)
+        inputs = self._inputs(convolved, gates, heads, document_ids)
+        if states is None:
+            return self._backend.apply(inputs, self._options)
+        if rows.shape[1] > 1:
+            return self._backend.apply(inputs, self._options, states["delta"])
+        out, state = step(inputs.token(0), states["delta"], self._options)
+        return out.unsqueeze(1), state
+
+    def _inputs(self, convolved: Tensor, gates: Tensor, heads: _Heads, document_ids: Tensor | None) -> DeltaInputs:
+        """What the delta rule takes, of what the convolution gives [b, l, q|k|v] and [b, l, beta|alpha]."""
+        config, keys = self._config, heads.key_heads * self._config.linear_key_head_dim
+        active = F.silu(convolved)
+        q, k, v = torch.split(active, [keys, keys, active.shape[-1] - 2 * keys], dim=-1)
+        beta, alpha = gates.to(self._wide).chunk(2, dim=-1)
+        rate = beta.sigmoid()
+        by_head = (*q.shape[:-1], heads.key_heads, config.linear_key_head_dim)
+        return DeltaInputs(
+            q.view(by_head),
+            k.view(by_head),
+            v.view(*v.shape[:-1], -1, config.linear_value_head_dim),
+            log_decay=-heads.A_log.exp() * F.softplus(alpha + heads.dt_bias),
+            beta=rate * 2.0 if config.linear_negative_eigenvalues else rate,
+            document_ids=document_ids,
+        )
+
+    def _with_heads_split(self, projected: Tensor, document_ids: Tensor | None) -> Tensor:
+        """Results [s, b, values] of this rank's tokens: each context-parallel rank computes the whole sequence for its
+        heads.
+        """
+        mesh, own = self._context.mesh, self._own_heads()
+        size = mesh.size("cp")
+        channels, of_heads = self._channels_of_ranks(projected.device)
+        own_channels, own_heads = channels[mesh.rank("cp")], of_heads[mesh.rank("cp")]
+        first = self._channels + self._values
+        wanted = torch.cat((channels, first + of_heads, first + self._heads + of_heads), dim=1)
+        whole = sequences.to_heads(projected, wanted, mesh)
+        rows, gates = torch.split(whole, [len(own_channels), 2 * len(own_heads)], dim=-1)
+        heads = _Heads(
+            max(1, self._key_heads // size),
+            own.conv_weight.index_select(0, own_channels),
+            own.dt_bias.index_select(0, own_heads),
+            own.A_log.index_select(0, own_heads),
+        )
+        mixed, _ = self._applied(rows.transpose(0, 1), gates.transpose(0, 1), heads, document_ids)
+        return sequences.to_sequence(mixed.transpose(0, 1).flatten(2), mesh)
+
+    def _channels_of_ranks(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Channels of q|k|v and value heads that each context-parallel rank computes, [cp, c] and [cp, h]. A key head
+        goes to all ranks that have value heads of it.
+        """
+        ranks, width = self._context.mesh.size("cp"), self._config.linear_key_head_dim
+        q, k, v = torch.split(torch.arange(self._channels, device=device), [self._keys, self._keys, self._values])
+        copies = max(1, ranks // self._key_heads)
+        q, k = (x.view(-1, width).repeat_interleave(copies, dim=0).view(ranks, -1) for x in (q, k))
+        heads = torch.arange(self._heads, device=device).view(ranks, -1)
+        return torch.cat((q, k, v.view(ranks, -1)), dim=1), heads
+
+    def _with_states_passed(self, rows: Tensor, gates: Tensor, document_ids: Tensor | None) -> Tensor:
+        """Results [s, b, values] of this rank's tokens, whose two runs begin with zero states; what the states before
+        them add is known once all ranks have told what their runs do to a state.
+        """
+        mesh, heads, before = self._context.mesh, self._own_heads(), self._config.linear_conv_kernel_dim - 1
+        rows, gates = sequences.runs_of(rows), sequences.runs_of(gates)
+        own = earlier = continues = None
+        if document_ids is not None:
+            own, earlier = sequences.documents_of_runs(document_ids, max(before, 1), mesh)
+            continues = own[:, 0] == earlier[:, -1]
+            earlier = earlier[:, earlier.shape[1] - before :]
+        convolved = causal_conv(
+            rows,
+            heads.conv_weight,
+            None,
+            initial=sequences.rows_before(rows, before, mesh),
+            document_ids=own,
+            initial_ids=earlier,
+        )
+        inputs = self._inputs(convolved, gates, heads, own)
+        found = slice_map(inputs, self._options, self._backend, continues=continues)
+        every = sequences.of_all_runs(torch.cat((found.transition, found.added), dim=-1), mesh)  # [2·cp, b, h, dk, …]
+        state, states = torch.zeros_like(every[0, ..., found.transition.shape[-1] :]), list[Tensor]()
+        for run in every:
+            states.append(state)
+            transition, added = torch.split(run, [state.shape[-2], state.shape[-1]], dim=-1)
+            state = torch.matmul(transition, state) + added
+        mine = torch.cat([states[number] for number in sequences.own_runs(mesh)])
+        return sequences.joined(found.outputs_after(mine)).flatten(2)
+
+    def costs(self, workload: Workload) -> Costs:
+        """Keeps what the projection gives, the convolution's rows before and after SiLU, decays and rates, the states
+        between chunks, and the norm's input and one number per head.
+
+        The delta rule counts as its products of whole chunks; gradients of what it keeps need most memory at a time.
+        """
+        config, ranks = self._config, self._context.mesh.size("cp")
+        item, wide, tokens = workload.itemsize, self._wide.itemsize, workload.tokens
+        key_width, value_width, passes = config.linear_key_head_dim, config.linear_value_head_dim, ranks > 1
+        exchanges = passes and config.linear_cp_comm_type == "a2a"
+        length = workload.length // (1 if not passes or exchanges else 2 * ranks)
+        chunk = min(config.linear_attention_chunk_size, length)
+        with_map = key_width * (passes and not exchanges)
+        states = tokens * -(-length // chunk) / length * self._heads * key_width * (value_width + with_map)
+        kept = tokens * (self._channels + self._values + 2 * self._heads) * item
+        kept += tokens * (2 * self._channels + self._values) * item
+        kept += tokens * (5 + config.linear_negative_eigenvalues) * self._heads * wide + int(states) * wide
+        if exchanges:  # copies with the whole sequence, of shared key heads several
+            shared = 2 * self._keys * (max(1, ranks // self._key_heads) - 1)
+            kept += tokens * (self._channels + 2 * self._heads + 3 * shared) * item
+        if with_map:
+            kept += tokens * self._heads * (2 * with_map + value_width) * item
+        heads, channels = config.linear_num_value_heads, 2 * config.key_width + config.value_width
+        of_head = chunk * (5 * key_width + 3 * value_width) + 6 * key_width * value_width
+        flops = float(workload.all_tokens * (2 * config.linear_conv_kernel_dim * channels + heads * of_head))
+        matmuls = total_of((self.in_proj, self.out_proj), workload)
+        # Chunks are computed in the wide type, and five of their matrices have a gradient at a time.
+        chunks = tokens * self._heads * (5 * chunk + 4 * key_width + 3 * value_width) * wide
+        return dataclasses.replace(
+            matmuls,
+            flops=matmuls.flops + flops,
+            kept=matmuls.kept + kept,
+            working=matmuls.working + 2 * chunks,
+        )
