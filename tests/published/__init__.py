@@ -36,6 +36,7 @@ LIKE_ANOTHER = (
     "olmoe",
     "qwen2_moe",
     "qwen3_moe",
+    "qwen3_next",
     "mixtral",
     "deepseek_v2",
     "glm4_moe",

@@ -1,4 +1,4 @@
-"""Qwen3-Next and OLMo Hybrid."""
+"""Qwen3-Next."""
 
 from __future__ import annotations
 
@@ -22,7 +22,6 @@ QWEN = {
     "moe_intermediate_size": 22,
     "shared_expert_intermediate_size": 40,
 }
-OLMO = {**SIZES, **NETS, "num_hidden_layers": 4, "pad_token_id": None, "eos_token_id": None}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_next": ("qwen3_next", QWEN),
     "qwen3_next other layers, dense ones, biases, tied": (
@@ -36,17 +35,6 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "norm_topk_prob": False,
             "tie_word_embeddings": True,
             "linear_conv_kernel_dim": 3,
-        },
-    ),
-    "olmo_hybrid": ("olmo_hybrid", OLMO),
-    "olmo_hybrid rotary, positive, other layers": (
-        "olmo_hybrid",
-        {
-            **OLMO,
-            "num_hidden_layers": 3,
-            "layer_types": ["full_attention", "linear_attention", "full_attention"],
-            "linear_allow_neg_eigval": False,
-            "rope_parameters": {"rope_type": "default", "rope_theta": 2e4},
         },
     ),
 }

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from megatron.config.linear_attention import GatedDeltaNetConfig
 from megatron.config.model import ModelConfig
 from megatron.core.conversion.convert import Conversion, convert
 from megatron.core.conversion.huggingface.formats import format_of
@@ -79,8 +80,9 @@ def test_there_and_back(name: str, model_folder: Folder, tmp_path: Path) -> None
     portable = read_native(tmp_path / "ours")
     question = question_for(portable.model, portable.groups)
     theirs, ours = huggingface_answer(source, question), native_answer(tmp_path / "ours", question)
-    unscaled = portable.model.softmax_scale == 1.0  # scores of T5, which make more of rounding than others'
-    assert furthest(theirs, ours) < (3e-5 * theirs["words"].abs().max() if unscaled else 1e-5)
+    # Scores of T5 make more of rounding than others', and so do states.
+    amplifies = portable.model.softmax_scale == 1.0 or GatedDeltaNetConfig.among(portable.groups).has_delta_nets
+    assert furthest(theirs, ours) < (3e-5 * theirs["words"].abs().max() if amplifies else 1e-5)
     do("megatron", tmp_path / "ours", "hf", tmp_path / "back", max_shard_size=40_000)
     assert (tmp_path / "back/model.safetensors.index.json").exists()
     assert_same_bytes(source, tmp_path / "back")

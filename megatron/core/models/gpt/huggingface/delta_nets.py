@@ -1,6 +1,4 @@
-"""Published types with gated delta nets: Qwen3-Next, whose other layers have gated attention, and OLMo Hybrid, whose
-other layers have norms after their sublayers.
-"""
+"""Published types with gated delta nets: Qwen3-Next, whose other layers have gated attention."""
 
 from __future__ import annotations
 
@@ -19,10 +17,10 @@ from megatron.core.conversion.huggingface.biases import attention_biases
 from megatron.core.conversion.huggingface.config_reader import ConfigReader
 from megatron.core.conversion.huggingface.format import ModelType
 from megatron.core.conversion.huggingface.parts import PublishedPart
-from megatron.core.conversion.huggingface.rotary import ROTARY, partial_rotary
+from megatron.core.conversion.huggingface.rotary import partial_rotary
 from megatron.core.conversion.tables import Row
 from megatron.core.conversion.transforms import Transform
-from megatron.core.models.gpt.huggingface.llama import LLAMA, OURS, THEIRS, like_llama
+from megatron.core.models.gpt.huggingface.llama import OURS, THEIRS, like_llama
 from megatron.core.models.gpt.huggingface.mixtral import QWEN2_MOE
 
 _SIZES = {
@@ -95,11 +93,6 @@ def _by_key_head(part: GatedDeltaNetConfig) -> Transform:
     return rearranged(torch.cat(by_head[:4], dim=1).flatten(), torch.cat(by_head[4:], dim=1).flatten())
 
 
-def _components(part: GatedDeltaNetConfig, widths: Sequence[int]) -> Transform:
-    """Matrices below each other."""
-    return rearranged(*torch.split(torch.arange(sum(widths)), list(widths)))
-
-
 def _shared_rows(theirs: str) -> tuple[Row, ...]:
     return tuple(
         Row(f"{OURS}.self_attention.{name}", f"{theirs}.{name}", is_parameter=True) for name in ("A_log", "dt_bias")
@@ -113,20 +106,6 @@ def _qwen3_next_rows(part: GatedDeltaNetConfig) -> Sequence[Row]:
         Row(f"{ours}.conv1d", f"{theirs}.conv1d"),
         Row(f"{ours}.out_norm", f"{theirs}.norm"),
         Row(f"{ours}.out_proj", f"{theirs}.out_proj"),
-        *_shared_rows(theirs),
-    )
-
-
-def _olmo_hybrid_rows(part: GatedDeltaNetConfig) -> Sequence[Row]:
-    ours, theirs = f"{OURS}.self_attention", f"{THEIRS}.linear_attn"
-    keys, values, heads = part.key_width, part.value_width, part.linear_num_value_heads
-    projections = tuple(f"{theirs}.{letter}_proj" for letter in "qkvgba")
-    convolutions = tuple(f"{theirs}.{letter}_conv1d" for letter in "qkv")
-    return (
-        Row(f"{ours}.in_proj", projections, _components(part, (keys, keys, values, values, heads, heads))),
-        Row(f"{ours}.conv1d", convolutions, _components(part, (keys, keys, values))),
-        Row(f"{ours}.out_norm", f"{theirs}.o_norm"),
-        Row(f"{ours}.out_proj", f"{theirs}.o_proj"),
         *_shared_rows(theirs),
     )
 
@@ -172,74 +151,4 @@ QWEN3_NEXT = replace(
 )
 
 
-def _olmo_hybrid(reader: ConfigReader) -> dict[str, Any]:
-    heads = reader("num_attention_heads")
-    keys = reader.get("linear_num_key_heads") or heads
-    key_width = reader.get("linear_key_head_dim") or int(0.75 * reader("hidden_size") / keys)
-    known = reader.but(
-        linear_num_key_heads=keys,
-        linear_num_value_heads=reader.get("linear_num_value_heads") or heads,
-        linear_key_head_dim=key_width,
-        linear_value_head_dim=reader.get("linear_value_head_dim") or 2 * key_width,
-    )
-    return {
-        **_read(known, interval=4),
-        "linear_negative_eigenvalues": reader("linear_allow_neg_eigval"),
-        "linear_norm_placement": "before",
-        "linear_norm_epsilon": 1e-5,
-    }
-
-
-_OLMO_HYBRID_NETS = PublishedPart(
-    group=GatedDeltaNetConfig,
-    read=_olmo_hybrid,
-    write=lambda part, model: {**_write(part, model), "linear_allow_neg_eigval": part.linear_negative_eigenvalues},
-    rows=_olmo_hybrid_rows,
-    check=_check,
-)
-
-
-def _read_rotary_if_any(reader: ConfigReader) -> dict[str, Any]:
-    """Rotary positions where there is a base, as the released models have none."""
-    rope = reader.within("rope_scaling", "rope_parameters")
-    if rope.get("rope_theta") is None:
-        return {"position_embedding_type": "none"}
-    return {"position_embedding_type": "rope", **ROTARY.read(reader)}
-
-
-_ROTARY_OR_NONE = replace(
-    ROTARY,
-    defaults={name: value for name, value in ROTARY.defaults.items() if name != "rope_theta"},
-    read=_read_rotary_if_any,
-    write=lambda model: ROTARY.write(model) if model.is_rotary else {"rope_parameters": None},
-)
-OLMO_HYBRID = replace(
-    LLAMA,
-    architecture="OlmoHybridForCausalLM",
-    table=(
-        *(row for row in LLAMA.table if not row.ours.endswith(("input_layernorm", "pre_mlp_layernorm"))),
-        Row(f"{OURS}.input_layernorm", f"{THEIRS}.attention_layer_norm"),
-        Row(f"{OURS}.pre_mlp_layernorm", f"{THEIRS}.feedforward_layer_norm"),
-        Row(f"{OURS}.post_self_attn_layernorm", f"{THEIRS}.post_attention_layernorm"),
-        Row(f"{OURS}.post_mlp_layernorm", f"{THEIRS}.post_feedforward_layernorm"),
-    ),
-    features=(_ROTARY_OR_NONE, attention_biases()),
-    defaults={
-        **LLAMA.defaults,
-        "max_position_embeddings": 65536,
-        "linear_conv_kernel_dim": 4,
-        "linear_allow_neg_eigval": True,
-    },
-    kinds={**_KINDS, "linear_allow_neg_eigval": bool},
-    fixed={
-        "normalization": "RMSNorm",
-        "hidden_dropout": 0.0,
-        "norm_placement": "after",
-        "qk_layernorm": True,
-        "qk_layernorm_kind": "all_heads",
-    },
-    groups=(_OLMO_HYBRID_NETS,),
-    about="OLMo Hybrid, with or without rotary positions; any layers with gated delta nets; tied or not",
-    example="allenai/Olmo-Hybrid-7B",
-)
-TYPES: dict[str, ModelType] = {"qwen3_next": QWEN3_NEXT, "olmo_hybrid": OLMO_HYBRID}
+TYPES: dict[str, ModelType] = {"qwen3_next": QWEN3_NEXT}
