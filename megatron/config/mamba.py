@@ -111,15 +111,22 @@ def _heads_fill_the_width(run: RunConfig) -> str | None:
     )
 
 
+def _heads_flag(mamba: MambaConfig) -> str:
+    return "--mamba-num-heads" if mamba.mamba_num_heads is not None else "--mamba-num-heads (by default)"
+
+
 def _heads_divide_over_groups(run: RunConfig) -> str | None:
     mamba = run.part(MambaConfig)
-    return indivisible("--mamba-num-heads", mamba.num_heads(run.model), "--mamba-num-groups", mamba.mamba_num_groups)
+    return indivisible(_heads_flag(mamba), mamba.num_heads(run.model), "--mamba-num-groups", mamba.mamba_num_groups)
 
 
 def _heads_divide_over_tensor_ranks(run: RunConfig) -> str | None:
     ranks = run.parallel.tensor_model_parallel_size
     return indivisible(
-        "--mamba-num-heads", run.part(MambaConfig).num_heads(run.model), "--tensor-model-parallel-size", ranks
+        _heads_flag(run.part(MambaConfig)),
+        run.part(MambaConfig).num_heads(run.model),
+        "--tensor-model-parallel-size",
+        ranks,
     )
 
 

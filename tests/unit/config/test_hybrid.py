@@ -74,10 +74,14 @@ def test_spellings_of_one_pattern_are_equal() -> None:
 
 def test_a_hybrid_without_ratios_is_all_mamba() -> None:
     """Megatron-LM's ``pretrain_mamba.py`` without a pattern trains Mamba layers, and a GPT must not come out."""
-    assert parse("--num-layers 3 --is-hybrid-model").part(HybridConfig).hybrid_layer_pattern == "MMM"
-    script = parse("--num-layers 3", defaults={"is_hybrid_model": True})
+    assert (
+        parse("--mamba-num-groups 1 --num-layers 3 --is-hybrid-model").part(HybridConfig).hybrid_layer_pattern == "MMM"
+    )
+    script = parse("--mamba-num-groups 1 --num-layers 3", defaults={"is_hybrid_model": True})
     assert script.part(HybridConfig).letters == "MMM"
-    spec = parse("--num-layers 3 --spec megatron.core.models.mamba.mamba_layer_specs mamba_stack_spec")
+    spec = parse(
+        "--mamba-num-groups 1 --num-layers 3 --spec megatron.core.models.mamba.mamba_layer_specs mamba_stack_spec"
+    )
     assert spec.part(HybridConfig).letters == "MMM" and any("--is-hybrid-model" in note for note in spec.notes)
     assert not parse("--num-layers 3").part(HybridConfig).is_hybrid
 
