@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from tests.faults.catalogue import data, mamba, model, public_reports, ranks, service, state_space, training
+from tests.faults.catalogue import data, delta_nets, mamba, model, public_reports, ranks, service, state_space, training
 from tests.faults.fault import Fault
 
 FAULTS: tuple[Fault, ...] = (
     *ranks.FAULTS,
     *model.FAULTS,
     *mamba.FAULTS,
+    *delta_nets.FAULTS,
     *data.FAULTS,
     *service.FAULTS,
     *training.FAULTS,
