@@ -6,12 +6,13 @@
 # the layers over them (pipeline parallelism), from the same checkpoint. Everything it makes lies in
 # runs/quickstart_hybrid and .venv.
 #
-# Expect the loss to fall from 8.5 to about 4.5, and text that looks like documentation without being any.
+# Expect the loss to fall from 8.5 to about 5.5, also on text that was kept out of training (QUICKSTART_ITERATIONS=1000
+# takes it further), and text that looks like documentation without being any.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 
 out=${QUICKSTART_DIR:-runs/quickstart_hybrid}
-iterations=${QUICKSTART_ITERATIONS:-600}
+iterations=${QUICKSTART_ITERATIONS:-300}
 source examples/quickstart_steps.sh
 
 environment

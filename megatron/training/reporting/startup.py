@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from megatron.config.flags import plural_s
 from megatron.config.report import count, settings_report, stages_report
 from megatron.config.run import RunConfig
+from megatron.training.reporting.hybrid_flops import megatron_lm_flops
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,7 +126,9 @@ def _length(run: RunConfig, facts: StartupFacts) -> str:
     length = f"{run.train_iters:,} iterations{start}, {run.train_samples:,} samples"
     if not run.family.reads_tokens:
         return length
-    return f"{length}, {count(tokens)} tokens, {flops:.3g} model FLOPs{but}"
+    theirs = megatron_lm_flops(run)
+    also = "" if theirs is None else f" ({theirs * run.train_samples:.3g} by Megatron-LM's formula)"
+    return f"{length}, {count(tokens)} tokens, {flops:.3g} model FLOPs{but}{also}"
 
 
 def _optimizer(run: RunConfig) -> str:
