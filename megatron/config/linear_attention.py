@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Literal
@@ -11,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from typing_extensions import override
 
 from megatron.config.family import PartConfig, Rule
-from megatron.config.flags import architecture_flag, architecture_switch, flag, flags_of, subject
+from megatron.config.flags import architecture_flag, architecture_switch, flag, flags_of, plural_s, subject
 from megatron.config.hybrid import HybridConfig
 from megatron.config.layer_patterns import listed_layers, window_layers, window_pattern
 from megatron.config.model import ModelConfig, NormPlacement
@@ -221,10 +220,10 @@ def heads_divide_over_context_ranks(run: RunConfig) -> str | None:
     keys, values = max(part.linear_num_key_heads // shared, 1), part.linear_num_value_heads // shared
     if values % ranks == 0 and divide(keys, ranks):
         return None
+    fits = some((size for size in divisors(values) if divide(keys, size)), near=ranks)
     return (
-        f"--linear-cp-comm-type a2a divides the {values} value heads and {keys} key heads of a rank over "
-        f"--context-parallel-size {ranks}; give --linear-cp-comm-type states, or a size that divides them, such as "
-        f"{math.gcd(keys, values)}"
+        f"--linear-cp-comm-type a2a divides the {values} value heads and {keys} key head{plural_s(keys)} of a rank "
+        f"over --context-parallel-size {ranks}; give --linear-cp-comm-type states, or a size that divides them: {fits}"
     )
 
 

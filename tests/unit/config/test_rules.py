@@ -12,6 +12,7 @@ import pytest
 from megatron.config import RunConfig, rules
 from megatron.config.family import CheckedSettings, Rule
 from megatron.config.hybrid import HybridConfig
+from megatron.config.linear_attention import GatedDeltaNetConfig
 from megatron.config.mamba import MambaConfig
 from megatron.config.moe import MoEConfig
 from megatron.config.rules import (
@@ -107,7 +108,7 @@ def test_every_rule_has_a_bad_configuration(monkeypatch: pytest.MonkeyPatch) -> 
     """A rule that no bad configuration meets may be dead."""
     met = set()
     known = {*RULES, *of_tasks(), *BertConfig().rules(), *T5Config().rules(), *MoEConfig().rules()}
-    known |= {*HybridConfig().rules(), *MambaConfig().rules()}
+    known |= {*HybridConfig().rules(), *MambaConfig().rules(), *GatedDeltaNetConfig().rules()}
     messages = [refusal(changes, without, ranks) for changes, without, ranks, _ in BAD]
     monkeypatch.setattr(rules, "rules_of", lambda run: ())
     for (changes, without, ranks, _), message in zip(BAD, messages, strict=True):
