@@ -148,8 +148,6 @@ experts have no such setting here; leave it out
 reinforcement learning is not available: this project pretrains; leave it out
     rl-* rollout-* sglang-* vllm-* advantage-estimator kl-loss-coef kl-loss-type kl-coef use-kl-loss entropy-coef
     eps-clip eps-clip-high use-dynamic-batch-size max-tokens-per-gpu langrl-* grpo-* perform-rl-step
-Mamba layers are not available yet; leave it out for a transformer
-    mamba-*
 offloading by chunks of a sequence is not available; --cpu-offloading offloads activations by layer
     ds-sequence-parallel-fpdt ds-sequence-parallel-fpdt-chunk-size ds-sequence-parallel-fpdt-offloading
 offloading weights is not available yet; --tensor-model-parallel-size divides them
