@@ -11,6 +11,7 @@ from torch import Tensor
 
 from megatron.config.linear_attention import GatedDeltaNetConfig
 from megatron.config.model import ModelConfig
+from megatron.core.conversion.huggingface.formats import config_from_model
 from megatron.core.distributed.parameter_policy import parameter_policies
 from megatron.core.inference.engine import Engine
 from megatron.core.inference.request import Request
@@ -18,6 +19,7 @@ from megatron.core.inference.runner import CachedRunner
 from megatron.core.inference.sampling import Sampling
 from megatron.core.inference.scheduler import SchedulerOptions
 from megatron.core.inference.step_plan import RunnerLimits
+from megatron.core.models.gpt.config import GPTConfig
 from megatron.core.models.gpt.layer_kinds import decoder_stack
 from megatron.core.models.gpt.model import GPTModel
 from megatron.core.parallel.costs import Workload, costs_of
@@ -29,6 +31,7 @@ from megatron.core.tensor_parallel.initialize import initialize
 from megatron.core.transformer.inputs import LayerInputs
 from megatron.core.transformer.place import BranchPlace
 from megatron.core.transformer.stack import StackConfig
+from megatron.errors import CheckpointError
 from tests.harness.kept import bytes_kept
 
 VOCABULARY = 40
@@ -156,3 +159,16 @@ def test_memory_is_what_torch_keeps(dtype: torch.dtype, doubled: bool) -> None:
     workload = Workload(context=context, batch=2, length=64, stream_itemsize=dtype.itemsize)
     counted = [costs_of(model, workload).kept for model in models]
     assert counted[1] - counted[0] == pytest.approx(kept[1] - kept[0], rel=0.02)
+
+
+def test_a_published_type_without_them_does_not_fit() -> None:
+    """A model with gated delta nets must not be written as a Llama."""
+    described = replace(
+        settings(4),
+        position_embedding_type="rope",
+        attention_output_gate=False,
+        activation="swiglu",
+        untie_embeddings_and_output_weights=True,
+    )
+    with pytest.raises(CheckpointError, match="it has gated delta nets"):
+        config_from_model(described, (GPTConfig(), SMALL), dtype="float32", source={}, tokens={})

@@ -9,6 +9,7 @@ from typing import Any
 from typing_extensions import override
 
 from megatron.config.hybrid import HybridConfig
+from megatron.config.linear_attention import GatedDeltaNetConfig
 from megatron.config.model import ModelConfig
 from megatron.config.moe import MoEConfig
 from megatron.core.conversion.huggingface.config_reader import ConfigReader
@@ -119,6 +120,8 @@ class DecoderFormat(HuggingFaceFormat):
             found.append("it has experts")
         if HybridConfig not in known and HybridConfig.among(groups).is_hybrid:
             found.append("its layers are those of a hybrid's pattern")
+        if GatedDeltaNetConfig not in known and GatedDeltaNetConfig.among(groups).has_delta_nets:
+            found.append("it has gated delta nets")
         return found
 
     @override
