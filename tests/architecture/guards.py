@@ -9,9 +9,8 @@ import sys
 from collections.abc import Callable, Iterable
 from pathlib import PurePosixPath
 
+from megatron.config.family import PartConfig
 from megatron.config.flags import flags_of
-from megatron.config.hybrid import HybridConfig
-from megatron.config.moe import MoEConfig
 from megatron.core.models.registry import FAMILIES
 from tests.architecture.source_tree import Function, Source, is_library
 
@@ -66,7 +65,7 @@ def _fields(groups: Iterable[type]) -> set[str]:
     return {spec.field for group in groups for spec in flags_of(group)}
 
 
-PARTS = {"experts": MoEConfig, "hybrids": HybridConfig}
+PARTS = {each.__name__: each for family in FAMILIES.values() for each in family.groups if issubclass(each, PartConfig)}
 """Settings of parts of models, which any family may have."""
 FACTS = {
     name: _fields(family.groups).difference(
@@ -103,11 +102,10 @@ KNOWS_FACTS = (
     "megatron/core/transformer/",  # parts of models are theirs
     "megatron/core/moe/",
     "megatron/core/ssm/",
-    "megatron/config/mamba.py",
-    "megatron/config/moe.py",  # settings of such a part, for any family
+    *(f"{part.__module__.replace('.', '/')}.py" for part in PARTS.values()),  # their settings, for any family
     "megatron/config/expert_settings.py",
     "megatron/config/rules/moe.py",
-    "megatron/config/hybrid.py",
+    "megatron/training/reporting/hybrid_flops.py",  # a formula of Megatron-LM
     "megatron/config/computed_flags.py",  # what flags of other programs mean
     "megatron/config/model.py",  # names the other lengths that positions follow
 )

@@ -138,7 +138,7 @@ class PublishedMamba(PublishedPart[MambaConfig]):
 
     @override
     def as_in(self, part: MambaConfig, usual: MambaConfig) -> MambaConfig:
-        """The same limits in both spellings."""
+        """Keep the spelling of limits that are the usual ones: with no highest, or with one that no step reaches."""
         own = part.mamba_time_step_limits
         if own is None or limits(*own) != usual.mamba_time_step_limits:
             return usual
