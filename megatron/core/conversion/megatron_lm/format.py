@@ -32,6 +32,10 @@ class MegatronLMFormat:
     has_latest_layers: bool = True
     kinds: Mapping[str, Any] = {}
 
+    def names_of(self, groups: Sequence[object]) -> Names:
+        """The names that a model with these settings is written with."""
+        return self.names
+
     def check(self, args: Arguments) -> None:
         """Raise CheckpointError for a model that this project doesn't have, or can't read."""
 

@@ -128,6 +128,7 @@ def _marks(pattern: int | list[int], number: int) -> bool:
     return bool(pattern) and (number + 1) % pattern == 0
 
 
+_MIXER_NORM = ("norm.", "in_proj.layer_norm_")
 _INPUT_NORM = ("input_norm.", "input_layernorm.", "linear_qkv.layer_norm_")
 _PROJECTION = ("self_attention.linear_proj", "self_attention.dense", "attention.dense")
 _CROSS_PROJECTION = ("cross_attention.linear_proj", "inter_attention.dense")
@@ -177,9 +178,11 @@ class MegatronLMModel:
         encoder_hidden_states: Tensor | None = None,
         seen: Tensor | None = None,
         routed: Callable[[Tensor, Layer], Tensor] | None = None,
+        recurrent: Callable[[Tensor, Layer], Tensor] | None = None,
     ) -> Tensor:
         """All layers and the norm behind them; ``bias`` is added to attention scores ``[b, heads, queries, keys]``, and
         ``seen`` to those of the attention to what an encoder made. ``routed``: the network of layers with a router.
+        ``recurrent``: the mixer of layers with a state.
         """
         branches: list[tuple[tuple[str, ...], Callable[[Tensor, Layer], Tensor]]]
         behind = has_residual_behind_norm(self.args, legacy=self.is_legacy)
@@ -194,10 +197,18 @@ class MegatronLMModel:
                 branches.insert(
                     1, (_CROSS_NORM, partial(self._crossing, encoder_hidden_states=encoder_hidden_states, scores=seen))
                 )
+            if recurrent is not None and any(name.startswith("mixer.") for name in layer.ranks[0]):
+                branches = [(_MIXER_NORM, recurrent)]
+            branches = [(names, branch) for names, branch in branches if self._is_there(layer.ranks[0], *names)]
+            outer = {name: tensor for name, tensor in layer.ranks[0].items() if not name.startswith("mixer.norm.")}
             for names, branch in branches:
-                normed = self._norm(x, layer.ranks[0], *names)
+                normed = self._norm(x, outer, *names)
                 x = (normed if behind else x) + branch(normed, layer)
         return self._norm(x, self._ends[0], f"{stack}.final_norm.", f"{stack}.final_layernorm.")
+
+    def _is_there(self, shard: Shard, *names: str) -> bool:
+        """Whether a layer has a norm of these names; layers of a hybrid have one mixer each."""
+        return pick(shard, *(f"{name}weight" for name in names)) is not None
 
     def _out_of_window(self, number: int, length: int) -> Tensor:
         """Added to scores in layer ``number``, counted from 0: none of what is out of its window."""

@@ -32,11 +32,14 @@ moe_router_enable_expert_bias moe_expert_capacity_factor expert_model_parallel_s
 multi_latent_attention q_lora_rank kv_lora_rank qk_head_dim qk_pos_emb_head_dim v_head_dim
 rotary_scaling_factor original_max_position_embeddings beta_fast beta_slow mscale mscale_all_dim
 mtp_num_layers
+hybrid_layer_pattern hybrid_override_pattern hybrid_attention_ratio hybrid_mlp_ratio is_hybrid_model
+mamba_state_dim mamba_head_dim mamba_num_groups mamba_num_heads
 """
 """Arguments that a conversion reads."""
 
 _SPECS = "megatron.core.models.gpt.gpt_layer_specs"
-_HYBRID = "a hybrid of attention and state-space layers"
+_MAMBA_SPEC = "megatron.core.models.mamba.mamba_layer_specs"
+_HYBRID_SPEC = "megatron.core.models.hybrid.hybrid_layer_specs"
 _UNEQUAL = "layers of different kinds"
 _SEVERAL = "moe_router_load_balancing_type"  # may be a list
 OF_QUICK_GEGLU = ("activation_func_clamp_value", "glu_linear_offset")
@@ -52,11 +55,6 @@ LIMITED: dict[str, tuple[str, tuple[object, ...]]] = {
     "heterogeneous_block_specs": (_UNEQUAL, ()),
     "heterogeneous_layers_config_encoded_json": (_UNEQUAL, ()),
     "heterogeneous_layers_config_path": (_UNEQUAL, ()),
-    "hybrid_attention_ratio": (_HYBRID, ()),
-    "hybrid_layer_pattern": (_HYBRID, ()),
-    "hybrid_mlp_ratio": (_HYBRID, ()),
-    "hybrid_override_pattern": (_HYBRID, ()),
-    "is_hybrid_model": (_HYBRID, ()),
     "linear_attention_type": ("linear attention", ()),
     "moe_apply_probs_on_input": ("weights of experts that multiply their input", ()),
     "moe_extended_tp": ("experts split over tensor- and expert-parallel ranks together", ()),
@@ -83,6 +81,8 @@ LIMITED: dict[str, tuple[str, tuple[object, ...]]] = {
             ["local"],
             [_SPECS, "get_gpt_layer_local_spec"],
             [_SPECS, "get_gpt_layer_with_transformer_engine_spec"],
+            [_MAMBA_SPEC, "mamba_stack_spec"],
+            [_HYBRID_SPEC, "hybrid_stack_spec"],
         ),
     ),
     "use_mup": ("MuP's multipliers", ()),
@@ -193,6 +193,10 @@ LATEST = {
     "num_experts": "a mixture of experts",
     "multi_latent_attention": "multi-latent attention",
     "mtp_num_layers": "multi-token prediction",
+    **dict.fromkeys(
+        ("hybrid_layer_pattern", "hybrid_override_pattern", "is_hybrid_model"), "a pattern of kinds of layers"
+    ),
+    **dict.fromkeys(("hybrid_attention_ratio", "hybrid_mlp_ratio"), "a pattern of kinds of layers"),
 }
 """Arguments that add to what a layer of core's has, which only its GPT has here."""
 

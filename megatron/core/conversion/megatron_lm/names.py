@@ -124,6 +124,31 @@ def latents_and_experts(before: str) -> Iterator[Spelling]:
             )
 
 
+_COMPONENTS = {"in_proj.weight": ("z", "x", "B", "C", "dt"), **dict.fromkeys(("conv1d.weight", "conv1d.bias"), "xBC")}
+
+
+def components_of(name: str) -> tuple[str, ...]:
+    """What torch_dist keeps of a tensor of a Mamba-2 layer in a key each, one below the other; none for others."""
+    return tuple(_COMPONENTS.get(name.partition(".mixer.")[2], ()))
+
+
+def mamba_layers(before: str) -> Iterator[Spelling]:
+    """A Mamba-2 layer of a hybrid, and the norm behind all layers, which has a name of its own there."""
+    mixer = f"{before}.mixer"
+    yield Spelling(f"{before}.norm.weight", f"{before}.norm.weight", f"{mixer}.in_proj.layer_norm_weight", None)
+    for name in ("in_proj.weight", "dt_bias", "A_log", "D", "norm.weight", "out_proj.weight"):
+        yield same(f"{mixer}.{name}", None)
+    for kind in ("weight", "bias"):
+        name = f"{mixer}.conv1d.{kind}"
+        yield Spelling(name, name, name, None, others=(f"{mixer}.conv1d_{kind}",))
+
+
+def final_norm_of_hybrids() -> Iterator[Spelling]:
+    """The norm behind a hybrid's layers."""
+    for kind in ("weight", "bias"):
+        yield same(f"decoder.final_layernorm.{kind}", None, core=f"decoder.final_norm.{kind}")
+
+
 def mtp_layers() -> Iterator[Spelling]:
     """Multi-token prediction, each depth with a layer of its own."""
     before = "mtp.layers.{n}"

@@ -24,6 +24,7 @@ from megatron.core.conversion.megatron_lm.format import MegatronLMFormat, family
 from megatron.core.conversion.megatron_lm.names import (
     LAYER,
     WORDS,
+    components_of,
     depths_of,
     expert_number,
     is_legacy,
@@ -203,6 +204,12 @@ def _stacked(experts: Sequence[LazyTensor], join: Callable[[list[Tensor]], Tenso
     return LazyTensor(shape, experts[0].dtype, make)
 
 
+def _below_each_other(parts: Sequence[LazyTensor]) -> LazyTensor:
+    """Tensors with different numbers of rows as one."""
+    shape = (sum(part.shape[0] for part in parts), *parts[0].shape[1:])
+    return LazyTensor(shape, parts[0].dtype, lambda: torch.cat([part.make() for part in parts]))
+
+
 def _viewed(matrix: LazyTensor, *, name: str, stage: StageFiles, folder: Path) -> LazyTensor:
     """The experts of a rank in one matrix, as the grouped experts of before core 0.13 have it, each ``[out, in]``.
 
@@ -237,7 +244,12 @@ def _parts_of_dist(files: DistFiles, family: Family) -> dict[str, Parts]:
     names, stored = format_of(family).names, files.stored
     found: dict[str, Parts] = {}
     pieces: dict[str, dict[tuple[int, str], LazyTensor]] = {}
+    components: dict[str, dict[str, LazyTensor]] = {}
     for key, entry in stored.entries.items():
+        before, _, component = key.rpartition(".")
+        if component in components_of(before) and (ours := names.our_name(before)) is not None:
+            components.setdefault(ours, {})[component] = LazyTensor(entry.shape, entry.dtype, partial(stored.read, key))
+            continue
         if not is_weight(key) or key.split(".")[0] not in names.roots:
             continue  # optimizer and random states
         whole, half = key.removesuffix("_w").removesuffix("_v"), key[-2:] if key[-2:] in _HALVES else ""
@@ -253,6 +265,10 @@ def _parts_of_dist(files: DistFiles, family: Family) -> dict[str, Parts]:
             pieces.setdefault(ours, {})[-1 if expert is None else expert, half] = piece
         else:
             raise _unknown(key, files.folder, family)
+    for name, held in components.items():
+        if absent := [each for each in components_of(name) if each not in held]:
+            raise CheckpointError(f"{files.folder} lacks {absent[0]} of {name}: copy the whole checkpoint again")
+        found[name] = [_below_each_other([held[each] for each in components_of(name)])]
     for name, each in pieces.items():
         numbers = sorted({number for number, _ in each})
         halves = sorted({half for _, half in each}, reverse=True)

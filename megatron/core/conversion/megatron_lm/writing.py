@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import json
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -19,9 +19,9 @@ from megatron.core.conversion.chat_files import write_chat
 from megatron.core.conversion.companions import FOLDER, copied_tokenizer, copy_files, text_tokenizer_of
 from megatron.core.conversion.megatron_lm.arguments import arguments_of
 from megatron.core.conversion.megatron_lm.files import BACKEND, COMMON, RELEASE
-from megatron.core.conversion.megatron_lm.format import MegatronLMFormat, format_for
-from megatron.core.conversion.megatron_lm.names import LAYER, Names, depths_of, is_of_experts
-from megatron.core.conversion.portable import LazyTensor, PortableModel
+from megatron.core.conversion.megatron_lm.format import format_for
+from megatron.core.conversion.megatron_lm.names import LAYER, Names, components_of, depths_of, is_of_experts
+from megatron.core.conversion.portable import LazyTensor, PortableModel, parameters_of
 from megatron.core.files.remote_path import AnyPath
 from megatron.core.models.registry import family_of
 
@@ -63,9 +63,9 @@ def write_megatron_lm(portable: PortableModel, root: Path, *, dist: bool, final:
     folder = root / name
     folder.mkdir()
     if dist:
-        _write_dist(tensors, theirs, common, folder)
+        _write_dist(tensors, portable, common, folder)
     else:
-        _write_torch(tensors, theirs.names, common, folder)
+        _write_torch(tensors, theirs.names_of(portable.groups), common, folder)
     (root / TRACKER).write_text(str(portable.iteration) if portable.iteration else RELEASE, encoding="utf-8")
 
 
@@ -91,25 +91,34 @@ def _in_one_matrix(name: str, tensor: LazyTensor) -> LazyTensor:
 
 
 def _write_dist(
-    tensors: dict[str, LazyTensor], theirs: MegatronLMFormat, common: dict[str, object], folder: Path
+    tensors: dict[str, LazyTensor], portable: PortableModel, common: dict[str, object], folder: Path
 ) -> None:
-    """Layers that are all alike are stacked along a new first dim, a box being one layer; others keep their numbers."""
+    """Layers that are all alike are stacked along a new first dim, a box being one layer; others keep their numbers, and
+    so do those of Mamba-2, of which some tensors have a key for each component.
+    """
     depths, boxes, extra = depths_of(tensors), list[StreamedBox](), dict[str, bytes]()
-    kinds = _kinds_of_layers(tensors)
+    kinds, theirs = _kinds_of_layers(tensors), format_for(portable.groups)
+    names, shardings = theirs.names_of(portable.groups), parameters_of(portable.model, portable.groups)
+    rows_of_components = {
+        name: [part.rows for part in shardings[name].parts] for name in tensors if components_of(name)
+    }
     has_latents, has_experts = (
         any(".linear_kv_down_proj." in name for name in tensors),
         any(map(is_of_experts, tensors)),
     )
     for name, tensor in tensors.items():
         layer = LAYER.match(name)
-        is_stacked = layer is not None and layer[1] != "mtp" and len(kinds[layer[1]]) == 1
-        keys = theirs.names.dist_names(
-            name, has_numbers=not is_stacked, has_latents=has_latents, has_experts=has_experts
-        )
+        has_mixers = layer is not None and any(".mixer." in f".{each}" for kind in kinds[layer[1]] for each in kind)
+        is_stacked = layer is not None and layer[1] != "mtp" and len(kinds[layer[1]]) == 1 and not has_mixers
+        keys = names.dist_names(name, has_numbers=not is_stacked, has_latents=has_latents, has_experts=has_experts)
         for key in keys:
             place = None
             if layer is not None and is_stacked:
                 place = (int(layer[2]), depths[layer[1]])
+            if widths := rows_of_components.get(name):
+                boxes += _component_boxes(key, components_of(name), widths, tensor)
+                extra |= _extra_states(key, None, None) if ".in_proj." in key else {}
+                continue
             boxes.append(_box(key, tensor, place))
             if is_of_experts(name):
                 extra |= _extra_states(key, tensor.shape[0], place)
@@ -146,9 +155,23 @@ def _box(key: str, tensor: LazyTensor, place: tuple[int, int] | None) -> Streame
     return StreamedBox(key, shape, tensor.dtype, offsets, sizes, partial(_layer_of, tensor))
 
 
+def _component_boxes(
+    key: str, components: Sequence[str], rows: Sequence[int], tensor: LazyTensor
+) -> Iterator[StreamedBox]:
+    """A box for each of the ``components`` that lie one below the other in ``tensor``, with so many ``rows``."""
+    starts = [sum(rows[:number]) for number in range(len(rows))]
+    for component, start, count in zip(components, starts, rows):
+        make = partial(_rows_of, tensor, start, count)
+        yield StreamedBox.whole(f"{key}.{component}", (count, *tensor.shape[1:]), tensor.dtype, make)
+
+
+def _rows_of(tensor: LazyTensor, start: int, count: int) -> Tensor:
+    return tensor.make()[start : start + count]
+
+
 def _has_extra_state(key: str, *, of_output: bool) -> bool:
     module, _, kind = key.rpartition(".")
-    is_split = ".linear_" in module or module.endswith(".eh_proj")
+    is_split = ".linear_" in module or module.endswith((".eh_proj", ".mixer.in_proj", ".mixer.out_proj"))
     return (is_split and not kind.startswith("layer_norm_")) or (module.endswith("output_layer") and of_output)
 
 

@@ -9,6 +9,7 @@ from typing import Annotated, Any
 import torch
 from typing_extensions import override
 
+from megatron.config.hybrid import HybridConfig
 from megatron.config.layer_patterns import every_or_listed, shortest_pattern
 from megatron.config.model import ModelConfig
 from megatron.config.moe import MoEConfig, sinkhorn_weights
@@ -19,13 +20,22 @@ from megatron.core.conversion.megatron_lm.names import (
     POSITIONS,
     WORDS,
     Names,
+    final_norm_of_hybrids,
     latents_and_experts,
+    mamba_layers,
     mtp_layers,
     stack,
 )
 from megatron.core.conversion.megatron_lm.saved_arguments import Arguments
 from megatron.core.conversion.portable import LazyTensor, PortableModel
 from megatron.core.models.gpt.config import GPTConfig
+from megatron.core.models.gpt.megatron_lm_hybrid import KINDS as HYBRID_KINDS
+from megatron.core.models.gpt.megatron_lm_hybrid import (
+    experts_of_pattern,
+    hybrid_arguments,
+    hybrid_from_arguments,
+    unsupported,
+)
 from megatron.errors import CheckpointError, ConfigError
 from megatron.small_files import Between
 
@@ -50,10 +60,22 @@ class GPTFormat(MegatronLMFormat):
         *stack("decoder", "encoder"),
         *latents_and_experts("decoder.layers.{n}"),
         *mtp_layers(),
+        *mamba_layers("decoder.layers.{n}"),
+        *final_norm_of_hybrids(),
+        OUTPUT,
+    )
+    names_of_hybrids = Names(
+        WORDS,
+        POSITIONS,
+        *final_norm_of_hybrids(),
+        *stack("decoder", "encoder"),
+        *latents_and_experts("decoder.layers.{n}"),
+        *mamba_layers("decoder.layers.{n}"),
         OUTPUT,
     )
     layer_count_arguments: Mapping[str, str] = {"mtp": "mtp_num_layers"}
     kinds: Mapping[str, Any] = {
+        **HYBRID_KINDS,
         "num_experts": Annotated[int, Between(0, 4096)],
         **dict.fromkeys(("moe_router_topk", "moe_router_num_groups", "moe_router_group_topk"), _Experts),
         **dict.fromkeys(("moe_ffn_hidden_size", "moe_shared_expert_intermediate_size"), Width),
@@ -64,6 +86,11 @@ class GPTFormat(MegatronLMFormat):
     }
 
     @override
+    def names_of(self, groups: Sequence[object]) -> Names:
+        """The norm behind a hybrid's layers has another name than a GPT's."""
+        return self.names_of_hybrids if HybridConfig.among(groups).is_hybrid else self.names
+
+    @override
     def groups_from_arguments(
         self, args: Arguments, model: ModelConfig, stored: Collection[str], *, legacy: bool
     ) -> tuple[object, ...]:
@@ -72,15 +99,16 @@ class GPTFormat(MegatronLMFormat):
 
         Raises CheckpointError for choices that a router can't make, or makes in another way here.
         """
+        hybrid, mamba = hybrid_from_arguments(args, model, stored)
         if not args("num_experts", 0):
-            return (GPTConfig(),)
+            return (GPTConfig(), hybrid, mamba)
         found = {name: value for name in _SAME if (value := args(name, None)) is not None}
         found.setdefault("moe_ffn_hidden_size", model.ffn_hidden_size)
         if args("moe_router_load_balancing_type", "") in ("sinkhorn", ["sinkhorn"]):  # which has no other settings
             found |= dict.fromkeys(_NOT_OF_SINKHORN) | sinkhorn_weights(args("moe_router_topk", 2))
         if args("moe_shared_expert_intermediate_size", 0):
             found["moe_shared_expert_gate"] = any(name.endswith(_GATE) for name in stored)
-        marked = str(args("moe_layer_freq", 1))
+        marked = experts_of_pattern(hybrid) if hybrid.is_hybrid else str(args("moe_layer_freq", 1))
         try:
             pattern = shortest_pattern(every_or_listed(marked, model.num_layers, flag="moe_layer_freq"))
         except ConfigError as error:
@@ -88,7 +116,7 @@ class GPTFormat(MegatronLMFormat):
         moe = MoEConfig(**found, moe_layer_freq=pattern)
         if problems := [*_impossible(moe), *(f"has {what}" for what, asked in _differences(moe).items() if asked)]:
             raise CheckpointError(f"{args.where} describes a router that {' and '.join(problems)}")
-        return (GPTConfig(), moe)
+        return (GPTConfig(), hybrid, mamba, moe)
 
     @override
     def default_tensors(self, stored: Mapping[str, LazyTensor]) -> dict[str, LazyTensor]:
@@ -105,12 +133,12 @@ class GPTFormat(MegatronLMFormat):
     @override
     def unsupported(self, portable: PortableModel) -> dict[str, bool]:
         """What no router or experts of Megatron-LM's have, and whether these have it."""
-        moe = MoEConfig.among(portable.groups)
+        moe, of_hybrid = MoEConfig.among(portable.groups), unsupported(portable.model, portable.groups)
         if not moe.has_experts:
-            return {}
+            return of_hybrid
         other_score = moe.scores_of_group * (moe.moe_router_group_topk or 1) != moe.moe_router_topk
         shared = moe.moe_shared_expert_intermediate_size is not None
-        return {
+        return of_hybrid | {
             f"no groups of experts with that score (--moe-router-group-score {moe.moe_router_group_score})": (
                 moe.moe_router_num_groups is not None and other_score
             ),
@@ -121,12 +149,12 @@ class GPTFormat(MegatronLMFormat):
     @override
     def arguments(self, portable: PortableModel) -> dict[str, Any]:
         """Arguments that describe experts; none for a dense model."""
-        moe = MoEConfig.among(portable.groups)
+        moe, of_hybrid = MoEConfig.among(portable.groups), hybrid_arguments(portable.model, portable.groups)
         if not moe.has_experts:
-            return {}
+            return of_hybrid
         marked = moe.expert_layers(portable.model.num_layers)
         pattern = shortest_pattern(marked)
-        return {
+        return of_hybrid | {
             **{name: getattr(moe, name) for name in _SAME},
             "moe_layer_freq": int(pattern) if pattern.isdecimal() else [int(each) for each in marked],
             "moe_shared_expert_gate": moe.moe_shared_expert_gate,

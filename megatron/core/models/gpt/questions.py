@@ -13,6 +13,7 @@ from megatron.config.model import ModelConfig
 from megatron.core.conversion.megatron_lm.forward import MegatronLMModel, future
 from megatron.core.conversion.questions import Answer, tokens_for
 from megatron.core.models.gpt.expert_forward import experts
+from megatron.core.models.gpt.state_space_forward import state_space
 from megatron.core.transformer.output_layer import VocabularyOutput
 
 
@@ -31,7 +32,8 @@ class CausalQuestion:
         """Logits of every position over the padded vocabulary, by Megatron-LM's formulas."""
         x = model.embedded(self.tokens)
         (stack,) = model.stacks - {"mtp"}
-        return {"words": model.words(model.run(stack, x, future(x.shape[1]), routed=partial(experts, model=model)))}
+        layers = {"routed": partial(experts, model=model), "recurrent": partial(state_space, model=model)}
+        return {"words": model.words(model.run(stack, x, future(x.shape[1]), **layers))}
 
     def ask_ours(self, stage: nn.Module, handed: Mapping[str, Tensor]) -> Answer:
         """Logits of every position from our model; before the last stage, its hidden states."""

@@ -1,0 +1,99 @@
+"""Hybrids in checkpoints of Megatron-LM: their pattern of layers, and the sizes of Mamba-2."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import Annotated, Any
+
+from megatron.config.hybrid import HybridConfig
+from megatron.config.hybrid_pattern import DELTA_NET, EXPERTS, MAMBA, allocated, read_pattern
+from megatron.config.layer_patterns import shortest_pattern
+from megatron.config.mamba import MambaConfig
+from megatron.config.model import ModelConfig
+from megatron.core.conversion.bounds import Heads, Width
+from megatron.core.conversion.megatron_lm.saved_arguments import Arguments
+from megatron.errors import CheckpointError, ConfigError
+from megatron.small_files import Between
+
+KINDS: dict[str, Any] = {
+    **dict.fromkeys(("hybrid_layer_pattern", "hybrid_override_pattern"), str),
+    **dict.fromkeys(("hybrid_attention_ratio", "hybrid_mlp_ratio"), Annotated[float, Between(0, 1)]),
+    **dict.fromkeys(("mamba_state_dim", "mamba_head_dim"), Width),
+    **dict.fromkeys(("mamba_num_groups", "mamba_num_heads"), Heads),
+}
+"""Types of the saved arguments of hybrids."""
+
+_SIZES = ("mamba_state_dim", "mamba_head_dim", "mamba_num_groups", "mamba_num_heads")
+_EPSILON = 1e-5  # of the gated norm there, whatever norm_epsilon says
+_SPEC = ("megatron.core.models.mamba.mamba_layer_specs", "mamba_stack_spec")
+_WITH_MIXERS = ".mixer."
+
+
+def hybrid_from_arguments(
+    args: Arguments, model: ModelConfig, stored: Collection[str]
+) -> tuple[HybridConfig, MambaConfig]:
+    """Pattern and sizes; those of a model without a pattern for other models. Tensors alone tell that a model is a hybrid
+    where it was trained without pattern and ratios.
+
+    Raises CheckpointError for a pattern that is not one of the model's layers.
+    """
+    given = args("hybrid_layer_pattern", args("hybrid_override_pattern", None))
+    shares = {"attention": args("hybrid_attention_ratio", 0.0), "mlp": args("hybrid_mlp_ratio", 0.0)}
+    if not (given or any(shares.values()) or any(_WITH_MIXERS in name for name in stored)):
+        return HybridConfig(), MambaConfig()
+    try:
+        pattern = read_pattern(given or allocated(model.num_layers, **shares))
+    except ConfigError as error:
+        raise CheckpointError(f"{args.where}: its saved settings: {error}") from None
+    if len(pattern.layers) != model.num_layers:
+        said = f"a pattern of {len(pattern.layers)} layers ({pattern.layers}), and num_layers {model.num_layers}"
+        raise CheckpointError(f"{args.where}: its saved settings say {said}")
+    if pattern.depths or DELTA_NET in pattern.layers:
+        what = "layers of multi-token prediction in its pattern" if pattern.depths else "layers G (gated delta net)"
+        raise CheckpointError(f"{args.where} is a model with {what}, which do not convert")
+    if MAMBA in pattern.layers and model.norm_epsilon != _EPSILON:
+        raise CheckpointError(
+            f"{args.where} is a model with norm_epsilon = {model.norm_epsilon:g}, which Megatron-LM's Mamba-2 layers take "
+            f"for one of their norms alone, and {_EPSILON:g} for the other; here both have one"
+        )
+    found = {name: value for name in _SIZES if (value := args(name, None)) is not None}
+    return HybridConfig(hybrid_layer_pattern=pattern.layers), MambaConfig(**found).resolved(model, (model.num_layers,))
+
+
+def experts_of_pattern(hybrid: HybridConfig) -> str:
+    """``moe_layer_freq`` of a hybrid."""
+    return shortest_pattern(tuple(letter == EXPERTS for letter in hybrid.letters))
+
+
+def unsupported(model: ModelConfig, groups: Sequence[object]) -> dict[str, bool]:
+    """What no hybrid of Megatron-LM's has, and whether this one has it."""
+    hybrid, mamba = HybridConfig.among(groups), MambaConfig.among(groups)
+    has_mamba = MAMBA in hybrid.letters
+    return {
+        "no limits of the time step (--mamba-time-step-limits)": has_mamba and mamba.mamba_time_step_limits is not None,
+        "no convolution of Mamba-2 over other than 4 tokens (--mamba-conv-kernel-dim)": (
+            has_mamba and mamba.mamba_conv_kernel_dim != 4
+        ),
+        f"an epsilon of {_EPSILON:g} in the gated norm of Mamba-2 (--norm-epsilon)": (
+            has_mamba and model.norm_epsilon != _EPSILON
+        ),
+        "hybrids with gated delta nets and multi-token prediction under names that are not known here": (
+            DELTA_NET in hybrid.letters or bool(hybrid.depth_letters)
+        ),
+    }
+
+
+def hybrid_arguments(model: ModelConfig, groups: Sequence[object]) -> dict[str, Any]:
+    """The arguments of a hybrid; none for other models."""
+    hybrid, mamba = HybridConfig.among(groups), MambaConfig.among(groups)
+    if not hybrid.is_hybrid:
+        return {}
+    return {
+        **{name: getattr(mamba, name) for name in _SIZES},
+        "mamba_num_heads": mamba.num_heads(model),
+        "hybrid_override_pattern": hybrid.letters,
+        "hybrid_attention_ratio": 0.0,
+        "hybrid_mlp_ratio": 0.0,
+        "is_hybrid_model": True,
+        "spec": list(_SPEC),
+    }
