@@ -58,10 +58,11 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "nemotron_h": ("nemotron_h", NEMOTRON_H),
     "nemotron_h with experts": ("nemotron_h", {**NEMOTRON_H, **EXPERTS}),
-    "nemotron_h with experts in groups, biases": (
+    "nemotron_h with experts in groups": (
         "nemotron_h",
-        {**NEMOTRON_H, **EXPERTS, "hybrid_override_pattern": "M-E", "n_group": 3, "topk_group": 2, "mlp_bias": True},
+        {**NEMOTRON_H, **EXPERTS, "hybrid_override_pattern": "M-E", "n_group": 3, "topk_group": 2},
     ),
+    "nemotron_h with biases": ("nemotron_h", {**NEMOTRON_H, "mlp_bias": True}),
     "bamba": ("bamba", BAMBA),
     "bamba with biases, tied, limited steps, whole heads turned": (
         "bamba",

@@ -137,11 +137,12 @@ def huggingface_answer(folder: Path, question: Question) -> Answer:
     version = transformers_version()
     import transformers
 
-    load: Any = getattr(transformers, question.auto_class).from_pretrained
+    name, source = _source(folder, question)
+    load: Any = getattr(transformers, name).from_pretrained
     try:
         with _quiet_transformers():
             model, report = load(
-                **_source(folder),
+                **source,
                 **_options(version),
                 attn_implementation=published.types[model_type].attention,
                 local_files_only=True,
@@ -157,21 +158,25 @@ def huggingface_answer(folder: Path, question: Question) -> Answer:
         return {kind: logits.float() for kind, logits in question.ask_theirs(model.eval()).items()}
 
 
-def _source(folder: Path) -> dict[str, Any]:
-    """What transformers loads: the folder, or where its settings are the authors' own, settings and tensors of which
-    transformers has the names.
+def _source(folder: Path, question: Question) -> tuple[str, dict[str, Any]]:
+    """The class of transformers and what it loads: the folder, or where the settings are those of a model's authors,
+    settings and tensors by transformers' names.
     """
     import transformers
 
     config = read_config(folder)
     if "model_type" in read_json(folder / CONFIG, dict[str, Any], error=CheckpointError):
-        return {"pretrained_model_name_or_path": folder}
+        return question.auto_class, {"pretrained_model_name_or_path": folder}
     published = format_of(config["model_type"])
     assert published is not None, "its settings were read"
     names = published.types[config["model_type"]].aliases
     state = {names.get(name, name): tensor.make() for name, tensor in tensors_in(folder).items()}
     settings = transformers.AutoConfig.for_model(**config)
-    return {"pretrained_model_name_or_path": None, "config": settings, "state_dict": state}
+    return config["architectures"][0], {
+        "pretrained_model_name_or_path": None,
+        "config": settings,
+        "state_dict": state,
+    }
 
 
 def _options(version: str) -> dict[str, Any]:

@@ -32,7 +32,6 @@ CHANGES: dict[str, Any] = {
     "attention_output_gate": True,
     "use_mup": True,
     "spec": ["my.layers", "build"],
-    "hybrid_layer_pattern": "M*-",
     "experimental_attention_variant": "dsa",
 }
 

@@ -97,8 +97,8 @@ None, False, zero and what is empty are always among these values.
 WITH_LIMITED = """
 actual_vocab_size apply_dsa_kernel_fusion cache_mla_latents csa_* dsa_* gdn_* hca_* linear_attention_freq
 linear_conv_kernel_dim linear_cp_mode linear_key_head_dim linear_num_key_heads linear_num_value_heads
-linear_value_head_dim mamba_* mhc_* mok_* mrope_section mup_* num_residual_streams retro_* use_fused_mhc
-use_mamba_mem_eff_path disable_mamba_mem_eff_path use_mok_megakernel
+linear_value_head_dim mamba_inference_* mamba_training_* mhc_* mok_* mrope_section mup_* num_residual_streams retro_*
+use_fused_mhc use_mamba_mem_eff_path disable_mamba_mem_eff_path use_mok_megakernel
 """
 """Arguments that only have an effect with one of ``LIMITED``, or with positions that are refused. ``*``: any ending."""
 

@@ -93,8 +93,8 @@ def _in_one_matrix(name: str, tensor: LazyTensor) -> LazyTensor:
 def _write_dist(
     tensors: dict[str, LazyTensor], portable: PortableModel, common: dict[str, object], folder: Path
 ) -> None:
-    """Layers that are all alike are stacked along a new first dim, a box being one layer; others keep their numbers, and
-    so do those of Mamba-2, of which some tensors have a key for each component.
+    """Layers that are all alike are stacked along a new first dim, a box being one layer. Others keep their numbers.
+    So do those of Mamba-2, of which some tensors have a key for each component.
     """
     depths, boxes, extra = depths_of(tensors), list[StreamedBox](), dict[str, bytes]()
     kinds, theirs = _kinds_of_layers(tensors), format_for(portable.groups)

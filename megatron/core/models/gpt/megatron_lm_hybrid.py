@@ -32,8 +32,8 @@ _WITH_MIXERS = ".mixer."
 def hybrid_from_arguments(
     args: Arguments, model: ModelConfig, stored: Collection[str]
 ) -> tuple[HybridConfig, MambaConfig]:
-    """Pattern and sizes; those of a model without a pattern for other models. Tensors alone tell that a model is a hybrid
-    where it was trained without pattern and ratios.
+    """Pattern and sizes, or none of a model that is no hybrid. Tensors alone tell that one is a hybrid
+    which was trained without pattern and ratios.
 
     Raises CheckpointError for a pattern that is not one of the model's layers.
     """
@@ -53,8 +53,8 @@ def hybrid_from_arguments(
         raise CheckpointError(f"{args.where} is a model with {what}, which do not convert")
     if MAMBA in pattern.layers and model.norm_epsilon != _EPSILON:
         raise CheckpointError(
-            f"{args.where} is a model with norm_epsilon = {model.norm_epsilon:g}, which Megatron-LM's Mamba-2 layers take "
-            f"for one of their norms alone, and {_EPSILON:g} for the other; here both have one"
+            f"{args.where} is a model with norm_epsilon = {model.norm_epsilon:g}, which Megatron-LM's Mamba-2 layers "
+            f"have in one of their norms and {_EPSILON:g} in the other; here both have the same"
         )
     found = {name: value for name in _SIZES if (value := args(name, None)) is not None}
     return HybridConfig(hybrid_layer_pattern=pattern.layers), MambaConfig(**found).resolved(model, (model.num_layers,))

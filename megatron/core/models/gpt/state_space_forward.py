@@ -12,7 +12,7 @@ _EPSILON = 1e-5  # of the gated norm, whatever the arguments say
 
 
 def state_space(x: Tensor, layer: Layer, *, model: MegatronLMModel) -> Tensor:
-    """What a layer's heads make of ``x`` ``[b, s, h]``, summed over tensor-parallel ranks (arXiv:2405.21060, section 7)."""
+    """What a layer's heads make of ``x`` ``[b, s, h]``, summed over ranks (arXiv:2405.21060, section 7)."""
     return torch.stack([_of_rank(x, shard, model, len(layer.ranks)) for shard in layer.ranks]).sum(0)
 
 

@@ -99,6 +99,10 @@ def _read_experts(reader: ConfigReader) -> dict[str, Any]:
         for name in _OF_EXPERTS:
             reader.get(name)  # dense models have these, too
         return {}
+    if reader("mlp_bias"):
+        raise reader.refuse(
+            "mlp_bias", "shared experts have biases and routed ones none, and here both have or neither"
+        )
     return {
         "num_experts": reader("n_routed_experts"),
         "moe_layer_freq": expert_layers_of(letters),
@@ -120,6 +124,7 @@ def _written_experts(moe: MoEConfig, model: ModelConfig) -> dict[str, Any]:
         "n_shared_experts": 1,
         "num_experts_per_tok": moe.moe_router_topk,
         "routed_scaling_factor": moe.moe_router_topk_scaling_factor or 1.0,
+        "mlp_bias": model.add_mlp_bias,
         **written_choice(moe),
     }
 
@@ -144,6 +149,7 @@ _MLP_BIASES = Feature(
     write=lambda model: {"mlp_bias": model.add_mlp_bias},
 )
 _EXPECTED: dict[str, Any] = {
+    "tie_word_embeddings": False,  # transformers' class ties nothing
     "use_bias": False,
     "use_conv_bias": True,
     "mamba_proj_bias": False,
@@ -192,7 +198,10 @@ NEMOTRON_H = with_experts(
             ),
         ),
         by_code=("num_layers",),
-        fixed={**FIXED, "position_embedding_type": "none"},
+        fixed={
+            **{name: value for name, value in FIXED.items() if name not in _MLP_BIASES.by_code},
+            "position_embedding_type": "none",
+        },
         expected=_EXPECTED,
         written={name: _EXPECTED[name] for name in ("use_bias", "use_conv_bias", "attention_bias")},
         defaults={
@@ -237,6 +246,9 @@ NEMOTRON_H = with_experts(
             **dict.fromkeys(("sliding_window", "moe_latent_size", "num_nextn_predict_layers"), int),
         },
         read=lambda reader: {"num_layers": len(_letters(reader))},
+        refuse=lambda model: (
+            [] if model.untie_embeddings_and_output_weights else ["the output weights are the word embeddings'"]
+        ),
         idle=_IDLE,
         prefix="backbone.",
         other_prefixes=("model.",),

@@ -1,0 +1,74 @@
+"""Mamba-2 in its authors' files, whose settings have other names and no ``model_type``."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron.config.mamba import MambaConfig
+from megatron.core.conversion.convert import Conversion, convert
+from megatron.core.conversion.huggingface.reading import read_huggingface
+from megatron.errors import CheckpointError
+from tests.harness.published import random_model
+from tests.harness.sentences import expect_error
+from tests.published.hybrids import MAMBA2
+
+SETTINGS: dict[str, Any] = {
+    "d_model": 48,
+    "n_layer": 3,
+    "vocab_size": 101,
+    "ssm_cfg": {"layer": "Mamba2", "d_state": 6, "headdim": 12, "ngroups": 2},
+    "rms_norm": True,
+    "residual_in_fp32": True,
+    "fused_add_norm": True,
+    "pad_vocab_size_multiple": 16,
+    "tie_embeddings": True,
+}
+
+
+def write(folder: Path, **changed: Any) -> Any:
+    """A folder of theirs; returns transformers' model with the same weights."""
+    model = random_model("mamba2", {**MAMBA2, "vocab_size": 112, "tie_word_embeddings": True})
+    state = {name.replace(".embeddings.", ".embedding."): tensor for name, tensor in model.state_dict().items()}
+    folder.mkdir()
+    torch.save(state, folder / "pytorch_model.bin")
+    (folder / "config.json").write_text(json.dumps({**SETTINGS, **changed}))
+    return model
+
+
+def test_there_and_as_transformers_names_it(tmp_path: Path) -> None:
+    """The published Mamba-2 models were refused for their settings, and transformers doesn't read their embeddings."""
+    model = write(tmp_path / "theirs")
+    said: list[str] = []
+    convert(Conversion("hf", tmp_path / "theirs", "megatron", tmp_path / "ours"), said.append)
+    assert any(line.startswith("proof: largest difference") for line in said)
+    found = read_huggingface(tmp_path / "theirs")
+    assert MambaConfig.among(found.groups).mamba_num_groups == 2
+    assert found.model.vocab_size == 112
+    convert(Conversion("megatron", tmp_path / "ours", "hf", tmp_path / "back"), said.append)
+    written = json.loads((tmp_path / "back/config.json").read_text())
+    assert (written["model_type"], written["num_heads"], written["state_size"]) == ("mamba2", 8, 6)
+    assert torch.equal(
+        found.tensors["decoder.layers.1.mixer.D"].make(), model.state_dict()["backbone.layers.1.mixer.D"]
+    )
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"ssm_cfg": {}},
+        {"attn_layer_idx": [1]},
+        {"d_intermediate": 64},
+        {"ssm_cfg": {**SETTINGS["ssm_cfg"], "norm_before_gate": True}},
+    ],
+    ids=["Mamba-1", "attention", "MLP", "gate"],
+)
+def test_what_they_have_and_is_not_available(changed: dict[str, Any], tmp_path: Path) -> None:
+    """Such models would be read as others."""
+    write(tmp_path / "theirs", **changed)
+    with expect_error(CheckpointError):
+        read_huggingface(tmp_path / "theirs")
