@@ -117,7 +117,7 @@ FALCON_40B = {"hidden_size": 8192, "n_layer": 60, "n_head": 128, "n_head_kv": 8,
         {**FALCON_40B, "model_type": "RefinedWeb"},
         {"model_type": "RefinedWebModel", "multi_query": True},
         {"model_type": "exaone4"},
-        {"model_type": "qwen3_next"},
+        {"model_type": "kimi_linear"},
         {"model_type": "a_dbrx", "d_model": 8, "n_layers": 2, "n_heads": 2},
     ],
 )

@@ -28,7 +28,7 @@ SETTINGS: dict[str, Any] = {**MODERN, "position_embedding_type": "none", "add_po
 SIZES: dict[str, Any] = {"mamba_state_dim": 6, "mamba_head_dim": 8, "mamba_num_groups": 2}
 MOE: dict[str, Any] = {"num_experts": 4, "moe_ffn_hidden_size": 24, "moe_router_topk": 2}
 WIDTHS = {"z": 64, "x": 64, "B": 12, "C": 12, "dt": 8}
-LAYOUTS = {
+LAYOUTS: dict[str, dict[str, Any]] = {
     "tp 2, norms by themselves": {"tp": 2},
     "pp 2, fused norms": {"pp": 2, "fused": True},
     "tp 2, pp 2, fused norms, newer names": {"tp": 2, "pp": 2, "fused": True, "newer": True},
@@ -38,8 +38,8 @@ LAYOUTS = {
 
 def groups_of(pattern: str) -> tuple[object, ...]:
     """The parts of a hybrid; with experts where the pattern has some."""
-    frequency = {"moe_layer_freq": f"[{','.join(str(int(each == 'E')) for each in pattern)}]"}
-    moe = MoEConfig(**MOE, **frequency) if "E" in pattern else MoEConfig()
+    frequency = f"[{','.join(str(int(each == 'E')) for each in pattern)}]"
+    moe = MoEConfig(**MOE, moe_layer_freq=frequency) if "E" in pattern else MoEConfig()
     return GPTConfig(), HybridConfig(hybrid_layer_pattern=pattern), MambaConfig(**SIZES), moe
 
 
@@ -57,7 +57,7 @@ def shards(name: str, value: Tensor, tp: int) -> list[Tensor]:
     components = "z x B C dt" if kind == "in_proj.weight" else "x B C" if kind.startswith("conv1d.") else ""
     if not components:
         return list(value.chunk(tp))
-    split = [part.chunk(tp) for part in value.split([WIDTHS[each] for each in components.split()])]
+    split = [part.chunk(tp) for part in torch.split(value, [WIDTHS[each] for each in components.split()])]
     return [torch.cat(rank) for rank in zip(*split)]
 
 

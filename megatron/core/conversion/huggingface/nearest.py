@@ -42,7 +42,7 @@ REASONS = {
     **dict.fromkeys(("zamba", "zamba2"), _SHARED_BLOCKS),
     **dict.fromkeys(("rwkv", "recurrent_gemma"), "its layers are recurrent in a way of their own, and not Mamba-2"),
     "lfm2": "most of its layers are gated convolutions",
-    **dict.fromkeys(("minimax", "qwen3_next", "kimi_linear", "olmo_hybrid"), _NOT_ATTENTION),
+    **dict.fromkeys(("minimax", "kimi_linear", "olmo_hybrid"), _NOT_ATTENTION),
     **dict.fromkeys(("clip", "siglip", "vit", "whisper", "wav2vec2", "mllama", "llava", "qwen2_vl"), _NOT_TEXT),
 }
 """Why models of types that are often asked for don't convert."""

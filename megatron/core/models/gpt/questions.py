@@ -32,8 +32,9 @@ class CausalQuestion:
         """Logits of every position over the padded vocabulary, by Megatron-LM's formulas."""
         x = model.embedded(self.tokens)
         (stack,) = model.stacks - {"mtp"}
-        layers = {"routed": partial(experts, model=model), "recurrent": partial(state_space, model=model)}
-        return {"words": model.words(model.run(stack, x, future(x.shape[1]), **layers))}
+        routed, recurrent = partial(experts, model=model), partial(state_space, model=model)
+        hidden = model.run(stack, x, future(x.shape[1]), routed=routed, recurrent=recurrent)
+        return {"words": model.words(hidden)}
 
     def ask_ours(self, stage: nn.Module, handed: Mapping[str, Tensor]) -> Answer:
         """Logits of every position from our model; before the last stage, its hidden states."""
