@@ -100,8 +100,9 @@ class GPTFormat(MegatronLMFormat):
         Raises CheckpointError for choices that a router can't make, or makes in another way here.
         """
         hybrid, mamba = hybrid_from_arguments(args, model, stored)
+        of_hybrid = (hybrid, mamba) if hybrid.is_hybrid else ()
         if not args("num_experts", 0):
-            return (GPTConfig(), hybrid, mamba)
+            return (GPTConfig(), *of_hybrid)
         found = {name: value for name in _SAME if (value := args(name, None)) is not None}
         found.setdefault("moe_ffn_hidden_size", model.ffn_hidden_size)
         if args("moe_router_load_balancing_type", "") in ("sinkhorn", ["sinkhorn"]):  # which has no other settings
@@ -116,7 +117,7 @@ class GPTFormat(MegatronLMFormat):
         moe = MoEConfig(**found, moe_layer_freq=pattern)
         if problems := [*_impossible(moe), *(f"has {what}" for what, asked in _differences(moe).items() if asked)]:
             raise CheckpointError(f"{args.where} describes a router that {' and '.join(problems)}")
-        return (GPTConfig(), hybrid, mamba, moe)
+        return (GPTConfig(), *of_hybrid, moe)
 
     @override
     def default_tensors(self, stored: Mapping[str, LazyTensor]) -> dict[str, LazyTensor]:
