@@ -21,6 +21,7 @@ from megatron.core.conversion.megatron_lm.reading import read_megatron_lm
 from megatron.core.conversion.native import read_native, write_native
 from megatron.core.conversion.proof import ProofError
 from megatron.core.models.gpt.config import GPTConfig
+from megatron.core.models.registry import with_all_groups
 from megatron.errors import CheckpointError
 from tests.harness.sentences import expect_error
 from tests.unit.conversion.expert_checkpoints import (
@@ -78,7 +79,7 @@ def test_every_kind_at_every_layout(kind: str, sizes: dict[str, Any], tmp_path: 
     do("megatron-lm", tmp_path / "theirs", "megatron", tmp_path / "ours", true_vocab_size=101)
     found = read_native(tmp_path / "ours")
     assert_holds(found, values)
-    assert found.groups == (GPTConfig(), model_and_experts(settings, moe)[1])
+    assert found.groups == with_all_groups((GPTConfig(), model_and_experts(settings, moe)[1]))
 
 
 ROUTERS: dict[str, dict[str, Any]] = {
