@@ -1,5 +1,6 @@
-"""Functions on ranks of this machine, each in a process of its own: one that crashes or runs out of memory takes no
-other with it, and its peak of memory is its own.
+"""Functions on ranks of this machine, each in a process of its own.
+
+One that crashes or runs out of memory takes no other with it, and its peak of memory is its own.
 """
 
 from __future__ import annotations

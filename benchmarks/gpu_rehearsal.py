@@ -1,5 +1,7 @@
-"""The steps of benchmarks/gpu.py on a pretended GPU, which prove that no tensor of another device and no wrong shape is
-in their way, and count the bytes that a rank holds at most. Values and speed need a GPU.
+"""The steps of benchmarks/gpu.py on a pretended GPU.
+
+They prove that no tensor of another device and no wrong shape is in the way, and count the bytes that a rank holds at
+most. Values and speed need a GPU.
 """
 
 from __future__ import annotations

@@ -1,5 +1,6 @@
-"""Build the sample indices of a training run before it starts: give the flags of the run, and --model-type if it is
-not GPT.
+"""Build the sample indices of a training run before it starts.
+
+Give the flags of the run, and --model-type if it is not GPT.
 
 The indices are stored where the run looks for them: in --data-cache-path, or beside the data. They depend only on the
 data, the seed and --seq-length, so they serve any number of ranks, any batch size and longer runs, which build only

@@ -190,6 +190,12 @@ def fragment_as_docstring(source: Source) -> list[str]:
     return found
 
 
+def broken_first_line(source: Source) -> list[str]:
+    """Lists of modules show the first line of a module's docstring alone: it ends its sentence."""
+    first = (ast.get_docstring(source.tree) or ".").splitlines()[0]
+    return [] if first.endswith((".", "!", "?")) else [f"{source.path}:1 breaks its first sentence: {first[-50:]}"]
+
+
 def vague_name(source: Source) -> list[str]:
     """A module is named after its idea."""
     stem = PurePosixPath(source.path).stem
@@ -395,6 +401,7 @@ EVERYWHERE: tuple[Guard, ...] = (
     untyped,
     global_statement,
     fragment_as_docstring,
+    broken_first_line,
     vague_name,
     shadows_the_standard_library,
     cuda_outside_device_code,

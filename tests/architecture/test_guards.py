@@ -23,6 +23,7 @@ BAD: list[tuple[Guard, str, str, str]] = [
     (guards.fragment_as_docstring, "tools/x.py", 'def f() -> int:\n    """Of one rank.\n\n    More."""', ":2 begins"),
     (guards.fragment_as_docstring, "tasks/x.py", 'class A:\n    """``b``: a number."""', ":2 begins"),
     (guards.fragment_as_docstring, "examples/x.py", 'A = 1\n"""By name; sorted, too."""', ":2 begins"),
+    (guards.broken_first_line, "megatron/x.py", '"""Offers of\nranks."""', ":1 breaks its first sentence: Offers of"),
     (guards.fragment_as_docstring, "pretrain_x.py", 'async def f() -> int:\n    """The same."""', ":2 begins"),
     (guards.vague_name, "megatron/core/utils.py", "", "utils names no idea"),
     (guards.shadows_the_standard_library, "tools/checkpoint/inspect.py", "", "inspect is a module of Python's"),
@@ -86,6 +87,8 @@ BAD: list[tuple[Guard, str, str, str]] = [
 GOOD: list[tuple[Guard, str, str]] = [
     (guards.untyped, "megatron/x.py", "class A:\n    def f(self, *, b: int = 1) -> int: ..."),
     (guards.fragment_as_docstring, "tests/x.py", '"""See above."""'),
+    (guards.broken_first_line, "megatron/x.py", '"""Offers of ranks.\n\nAnd more."""'),
+    (guards.broken_first_line, "megatron/x.py", 'def f() -> int:\n    """Offers of\n    ranks."""'),
     (guards.fragment_as_docstring, "megatron/x.py", '"""Offers of ranks. Of one rank, the first."""'),
     (guards.fragment_as_docstring, "megatron/x.py", '"""With one rank, nothing is sent."""\nx = "See what is here."'),
     (guards.cuda_outside_device_code, "megatron/core/device.py", "torch.cuda.set_device(0)"),

@@ -1,5 +1,6 @@
-"""After a sharded update, gather the parameters from all ranks' shards: at once, or during the next forward pass; those
-that are multiplied in 8 bits on request in 8 bits.
+"""Gather the parameters from all ranks' shards after a sharded update.
+
+At once, or during the next forward pass; those that are multiplied in 8 bits on request in 8 bits.
 """
 
 from __future__ import annotations

@@ -1,5 +1,6 @@
-"""Changes of logits that a request's settings ask for: tensors that are made once and serve every token of all its
-choices.
+"""A request's logits processors: what its settings change in the logits before a token is sampled.
+
+They are tensors that are made once and serve every token of all the request's choices.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""Matrix products by the fastest library at hand. On CPU in fp32 that is torch's own choice, MKL, on Intel's
-processors, and oneDNN on others, where MKL doesn't take its AVX-512 kernels and is half as fast. Products of bf16
-numbers are computed in fp32 where that is faster: on Intel's processors without matrix units, and on all others of
-the x86 kind that have no instructions for bf16.
+"""Matrix products by the fastest library at hand.
+
+On CPU in fp32 that is torch's own choice, MKL, on Intel's processors, and oneDNN on others, where MKL doesn't take its
+AVX-512 kernels and is half as fast. Products of bf16 numbers are computed in fp32 where that is faster: on Intel's
+processors without matrix units, and on all others of the x86 kind that have no instructions for bf16.
 """
 
 from __future__ import annotations

@@ -1,5 +1,6 @@
-"""Start of a rank, from environment to ParallelContext: process group, device, mesh. NCCL on GPUs if there are any,
-else gloo on CPU.
+"""Start of a rank, from environment to ParallelContext: process group, device, mesh.
+
+NCCL on GPUs if there are any, else gloo on CPU.
 """
 
 from __future__ import annotations

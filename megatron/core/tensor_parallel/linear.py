@@ -1,5 +1,7 @@
-"""The matrix product of all layers. Its backward pass can be split: gradients of inputs now, of weights later. With
-sequence parallelism the gathered input isn't kept, but gathered again.
+"""The matrix product of all layers.
+
+Its backward pass can be split: gradients of inputs now, of weights later. With sequence parallelism the gathered input
+isn't kept, but gathered again.
 """
 
 from __future__ import annotations

@@ -1,5 +1,6 @@
-"""A stage's layers in order, named by their global number. When asked, activations are recomputed in the backward pass
-or wait for it in main memory.
+"""A stage's layers in order, named by their global number.
+
+When asked, activations are recomputed in the backward pass or wait for it in main memory.
 """
 
 from __future__ import annotations

@@ -1,5 +1,6 @@
-"""A run starts from published weights: the first loss is that of transformers, and nothing trained goes back unchanged
-but by training.
+"""A run starts from published weights.
+
+The first loss is that of transformers, and nothing trained goes back unchanged but by training.
 """
 
 from __future__ import annotations

@@ -1,5 +1,6 @@
-"""Sliding windows in config.json: ``sliding_window``, a length that includes the query's own position, and the layers
-that have one.
+"""Sliding windows in config.json: their length, and the layers that have one.
+
+``sliding_window`` is a length that includes the query's own position.
 """
 
 from __future__ import annotations

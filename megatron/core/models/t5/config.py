@@ -1,5 +1,6 @@
-"""What only T5 has, a decoder beside the encoder that the other settings describe and relative positions, with rules
-about them; and the parts that it may have.
+"""The settings that only T5 has, with rules about them, and the parts that it may have.
+
+They are those of the decoder, beside the encoder that the other settings describe, and of relative positions.
 """
 
 from __future__ import annotations

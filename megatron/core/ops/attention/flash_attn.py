@@ -1,5 +1,7 @@
-"""flash-attn 2 (Dao 2023, arXiv:2307.08691), releases 2.6 to 2.8, and 3 for Hopper GPUs (Shah et al. 2024,
-arXiv:2407.08608), whose module is ``flash_attn_interface``.
+"""The backends flash-attn 2 and 3.
+
+Version 2 (Dao 2023, arXiv:2307.08691) is releases 2.6 to 2.8; version 3 (Shah et al. 2024, arXiv:2407.08608) is for
+Hopper GPUs, and its module is ``flash_attn_interface``.
 """
 
 from __future__ import annotations

@@ -1,5 +1,6 @@
-"""Which keys a query may attend to, as a boolean tensor or, for packed documents, as one call for each document; and
-what distances take from scores (ALiBi).
+"""Which keys a query may attend to, and what distances take from scores (ALiBi).
+
+The keys are a boolean tensor or, for packed documents, one call for each document.
 """
 
 from __future__ import annotations

@@ -1,5 +1,6 @@
-"""State-space layers (Mamba-2): one function with interchangeable backends, a step of generation, and what slices of a
-sequence hand on to each other.
+"""The math of state-space layers (Mamba-2).
+
+One function with interchangeable backends, a step of generation, and what slices of a sequence hand on to each other.
 """
 
 from __future__ import annotations

@@ -1,5 +1,6 @@
-"""ModernBERT: rotary positions, windows on both sides of a token, and norms first, but for the first attention, which
-reads the norm of the embedding.
+"""ModernBERT: rotary positions, windows on both sides of a token, and norms before sublayers.
+
+The first attention has no norm of its own: it reads the norm of the embedding.
 """
 
 from __future__ import annotations

@@ -1,5 +1,6 @@
-"""GLM-4: half of each head is rotated, in neighbouring pairs; the models of 2025 (``glm4``) have norms after sublayers,
-too.
+"""GLM-4: half of each head is rotated, in neighbouring pairs.
+
+The models of 2025 (``glm4``) also have norms after sublayers.
 """
 
 from __future__ import annotations

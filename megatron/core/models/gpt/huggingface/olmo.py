@@ -1,5 +1,7 @@
-"""OLMo 1 (LayerNorm without weights, clipped queries, keys and values), OLMo 2 (norms after the sublayers) and OLMo 3
-(with windows).
+"""OLMo 1, 2 and 3.
+
+OLMo 1 has LayerNorm without weights, and clips queries, keys and values; OLMo 2 has norms after the sublayers, OLMo 3
+also windows.
 """
 
 from __future__ import annotations

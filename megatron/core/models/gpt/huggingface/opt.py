@@ -1,5 +1,6 @@
-"""OPT: ReLU, and learned positions whose table has two rows before position 0. That of 350M has its norms after
-sublayers, the first of them none before it, and narrower word embeddings.
+"""OPT: ReLU, and learned positions whose table has two rows before position 0.
+
+OPT 350M has its norms after sublayers, the first of them none before it, and narrower word embeddings.
 """
 
 from __future__ import annotations
