@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 from typing_extensions import override
 
+from megatron.config.activation import ActivationConfig
+from megatron.config.attention import AttentionConfig
 from megatron.config.attention_backends import OTHER_NAMES, AttentionBackend
-from megatron.config.flags import Settings, architecture_flag, architecture_switch, derive, flag, switch
+from megatron.config.flags import architecture_flag, architecture_switch, derive, flag, switch
 from megatron.config.latent_attention import LatentAttentionConfig
 from megatron.config.layer_patterns import canonical, marked_layers, shortened, window_layers
+from megatron.config.multi_token import MultiTokenConfig
 from megatron.config.positions import ROTARY_TYPES, PositionConfig
-
-Activation = Literal["gelu_tanh", "gelu", "relu", "squared_relu", "swiglu", "geglu_tanh", "geglu", "quick_geglu"]
-Nonlinearity = Literal["gelu_tanh", "gelu", "quick_gelu", "silu", "relu", "squared_relu"]
 
 NormPlacement = Literal["before", "after", "both"]
 
@@ -24,33 +24,8 @@ LAYER_BIASES = ("add_qkv_bias", "add_attention_output_bias", "add_mlp_bias")
 PATTERNS = ("window_attn_skip_freq", "no_rope_freq")
 """Fields that say which layers have something."""
 
-_GATES: dict[str, Nonlinearity] = {
-    "swiglu": "silu",
-    "geglu_tanh": "gelu_tanh",
-    "geglu": "gelu",
-    "quick_geglu": "quick_gelu",
-}
 
-
-class MultiTokenConfig(Settings):
-    """Settings of multi-token prediction (MTP; DeepSeek-V3, arXiv:2412.19437), part of those of the model."""
-
-    mtp_num_layers: int = architecture_flag(
-        "Layers of multi-token prediction (MTP) on the last stage. In training each predicts one token further ahead; "
-        "0: none.",
-        default=0,
-        at_least=0,
-        at_most=64,
-    )
-    mtp_loss_scaling_factor: float = flag(
-        "Coefficient of the MTP loss, which is the mean of the losses of all --mtp-num-layers.",
-        default=0.1,
-        above=0,
-        from_checkpoint=True,
-    )
-
-
-class ModelConfig(PositionConfig, LatentAttentionConfig, MultiTokenConfig):
+class ModelConfig(ActivationConfig, PositionConfig, AttentionConfig, LatentAttentionConfig, MultiTokenConfig):
     """The transformer. Sizes that are not given follow from the others."""
 
     num_layers: int = architecture_flag("Transformer layers.", at_least=1, at_most=10_000)
@@ -131,67 +106,6 @@ class ModelConfig(PositionConfig, LatentAttentionConfig, MultiTokenConfig):
         "Add biases to both layers of the MLP; always on without --disable-bias-linear."
     )
     add_output_layer_bias: bool = architecture_switch("Add a bias to the logits.")
-    activation: Activation = architecture_flag(
-        "Activation of the MLP. gelu uses the error function, gelu_tanh its tanh approximation, quick_geglu "
-        "that by a sigmoid; swiglu, geglu, geglu_tanh and quick_geglu have a gate.",
-        default="gelu_tanh",
-        short_forms={
-            "--swiglu": "swiglu",
-            "--geglu": "geglu_tanh",
-            "--quick-geglu": "quick_geglu",
-            "--relu": "relu",
-            "--squared-relu": "squared_relu",
-            "--exact-gelu": "gelu",
-        },
-        combined={frozenset({"geglu_tanh", "gelu"}): "geglu"},
-    )
-    activation_func_clamp_value: float | None = architecture_flag(
-        "Clamp the gate of a gated MLP to at most this, and its linear part to plus or minus this (7 in "
-        "arXiv:2508.10925).",
-        default=None,
-        above=0,
-    )
-    glu_linear_offset: float = architecture_flag(
-        "Add this to the linear part of a gated MLP before it is multiplied by the gate (1 in arXiv:2508.10925).",
-        default=0.0,
-    )
-    softmax_scale: float | None = architecture_flag(
-        "Factor of attention scores; 1 / sqrt(width of a head) unless given.", default=None, above=0
-    )
-    window_size: tuple[int, int] | None = architecture_flag(
-        "Sliding window: how many keys before and after its own position a query sees, such as 4095,0.",
-        default=None,
-        at_least=0,
-    )
-    window_attn_skip_freq: str | None = architecture_flag(
-        "Which layers have full attention instead of --window-size: every N-th layer for a number N, or those with a 0 "
-        "in a list such as '[1]*5+[0]'.",
-        default=None,
-    )
-    attn_logit_softcapping: float | None = architecture_flag(
-        "Soft cap c of scaled attention scores s: c tanh(s / c), as in Gemma 2.", default=None, above=0
-    )
-    softmax_type: Literal["vanilla", "off-by-one", "learnable"] = architecture_flag(
-        "Attention sinks: off-by-one adds 1 to the denominator of the softmax, learnable adds a learned number for "
-        "each head.",
-        default="vanilla",
-    )
-    qk_layernorm: bool = architecture_switch("Apply the norm to queries and keys.")
-    qk_layernorm_kind: Literal["shared", "per_head", "all_heads"] = architecture_flag(
-        "What --qk-layernorm normalizes: shared: each head, with one weight for all of them (Qwen 3); per_head: each "
-        "head, with a weight of its own and no bias (Cohere, StableLM); all_heads: all heads together (OLMo 2).",
-        default="shared",
-    )
-    qk_l2_norm: bool = architecture_switch(
-        "Divide each head's queries and keys by their root mean square, without weights (Llama 4)."
-    )
-    attention_output_gate: bool = architecture_switch(
-        "Multiply the result of self-attention by the sigmoid of a gate that is projected beside each head's queries "
-        "(Qwen3-Next)."
-    )
-    clip_qkv: float | None = architecture_flag(
-        "Clip queries, keys and values to at most this absolute value.", default=None, above=0
-    )
     untie_embeddings_and_output_weights: bool = architecture_switch(
         "Use separate weights for the output layer, not those of the word embeddings."
     )
@@ -262,21 +176,6 @@ class ModelConfig(PositionConfig, LatentAttentionConfig, MultiTokenConfig):
         if self.add_bias_linear:
             for each in LAYER_BIASES:
                 object.__setattr__(self, each, True)
-
-    @property
-    def nonlinearity(self) -> Nonlinearity:
-        """What ``activation`` applies to each element; to the gate when ``gated``."""
-        return _GATES.get(self.activation) or cast(Nonlinearity, self.activation)
-
-    @property
-    def has_qk_norms(self) -> bool:
-        """Whether queries and keys are normalized in any way."""
-        return self.qk_layernorm or self.qk_l2_norm
-
-    @property
-    def gated(self) -> bool:
-        """Whether the MLP has a gate: its first matmul is then twice as wide."""
-        return self.activation in _GATES
 
     def window_of(self, layer: int) -> tuple[int, int] | None:
         """Keys before and after its own that a query sees in ``layer``, counted from 0; None for all. Layers of

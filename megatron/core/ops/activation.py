@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import functional
 from typing_extensions import override
 
-from megatron.config.model import Nonlinearity
+from megatron.config.activation import Nonlinearity
 from megatron.core.ops.compiled import Compiled
 
 _QUICK = 1.702  # of x in the sigmoid that approximates GELU (arXiv:1606.08415)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron.config.model import Nonlinearity
+from megatron.config.activation import Nonlinearity
 from megatron.core.ops.activation import activation, gated_activation, plain_activation
 
 FORMULAS: dict[Nonlinearity, Callable[[Tensor], Tensor]] = {

@@ -47,6 +47,8 @@ def test_a_dense_step_enters_no_file_of_experts(flags: str) -> None:
         "megatron/config/run.py",
         "megatron/config/batch_ramp.py",
         "megatron/config/fp8.py",
+        "megatron/config/activation.py",
+        "megatron/config/attention.py",
         "megatron/config/model.py",
         "megatron/config/training.py",
     }, "settings are read, not derived again"

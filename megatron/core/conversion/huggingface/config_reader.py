@@ -6,7 +6,8 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from megatron.config.model import Activation, ModelConfig
+from megatron.config.activation import Activation
+from megatron.config.model import ModelConfig
 from megatron.errors import CheckpointError
 from megatron.small_files import check_kinds
 

@@ -11,8 +11,9 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, Literal
 
+from megatron.config.activation import Activation
 from megatron.config.flags import flags_of
-from megatron.config.model import LAYER_BIASES, Activation, ModelConfig
+from megatron.config.model import LAYER_BIASES, ModelConfig
 from megatron.config.positions import ROTARY_FIELDS
 from megatron.config.rules.positions import rotated_channels
 from megatron.core.conversion.bounds import KINDS, Count

@@ -8,9 +8,10 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any, get_args
 
+from megatron.config.activation import Activation
 from megatron.config.family import FamilyConfig
 from megatron.config.flags import flags_of
-from megatron.config.model import LAYER_BIASES, Activation, ModelConfig
+from megatron.config.model import LAYER_BIASES, ModelConfig
 from megatron.config.tokenizer import TokenizerConfig, TokenizerType
 from megatron.core.conversion.megatron_lm import layer_arguments
 from megatron.core.conversion.megatron_lm.known_arguments import LATEST, OF_QUICK_GEGLU, limits, refuse

@@ -13,7 +13,8 @@ from typing import Any
 
 from typing_extensions import override
 
-from megatron.config.model import Activation, ModelConfig
+from megatron.config.activation import Activation
+from megatron.config.model import ModelConfig
 from megatron.config.moe import MoEConfig
 from megatron.core.conversion.bounds import Layers, Width
 from megatron.core.conversion.huggingface.config_reader import GELUS, ConfigReader
