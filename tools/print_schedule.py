@@ -10,9 +10,10 @@ if not __package__:  # started as a script: take megatron and the like from this
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 from megatron.config.flags import Settings, flag
+from megatron.config.parallel import PipelineScheduleName
 from megatron.config.parse import parse_groups
 from megatron.config.pipeline import too_long_to_schedule
 from megatron.core.pipeline_parallel.actions import Kind
@@ -37,9 +38,7 @@ MOST_LABELLED = 2000  # boxes; more of them hide their labels
 class ScheduleConfig(Settings):
     """Which schedule, on how many ranks, and how long its passes take."""
 
-    pipeline_schedule: Literal["1f1b", "gpipe", "interleaved", "zb-h1", "zb-v"] = flag(
-        "Order of forward and backward passes.", default="1f1b"
-    )
+    pipeline_schedule: PipelineScheduleName = flag("Order of forward and backward passes.", default="1f1b")
     pipeline_model_parallel_size: int = flag("Ranks of the pipeline.", default=4, at_least=1)
     num_microbatches: int = flag("Microbatches of a step.", default=8, at_least=1)
     num_virtual_stages_per_pipeline_rank: int | None = flag(

@@ -8,6 +8,7 @@ from typing import Literal
 from megatron.config.flags import COUNT, Settings, flag, switch
 
 CpCommType = Literal["p2p", "all_gather", "a2a", "a2a+p2p"]
+PipelineScheduleName = Literal["1f1b", "gpipe", "interleaved", "zb-h1", "zb-v"]
 GroupName = Literal["tp", "cp", "pp", "dp", "dp_cp", "tp_cp", "ep", "ep_tp", "ep_dp"]
 
 MODEL_PARALLEL_FIELDS = (
@@ -70,7 +71,7 @@ class ParallelConfig(Settings):
     stage_layers: tuple[int, ...] | None = flag(
         "Layers of each stage, cut by FLOPs where flags don't say how.", default=None, internal=True
     )
-    pipeline_schedule: Literal["1f1b", "gpipe", "interleaved", "zb-h1", "zb-v"] | None = flag(
+    pipeline_schedule: PipelineScheduleName | None = flag(
         "Order of forward and backward passes; zb-h1 and zb-v split the backward pass to fill bubbles. Unless "
         "given: interleaved with virtual stages, else 1f1b.",
         default=None,

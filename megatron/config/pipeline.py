@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from megatron.config.flags import one_of
+from megatron.config.parallel import PipelineScheduleName
 from megatron.config.run import RunConfig
 from megatron.errors import ConfigError
 
@@ -60,7 +61,7 @@ def stages_of(sizes: Sequence[int]) -> list[Stage]:
     return found
 
 
-def schedule_name(run: RunConfig) -> str:
+def schedule_name(run: RunConfig) -> PipelineScheduleName:
     """The pipeline schedule: the one asked for, else interleaved where a rank has several chunks, else 1F1B."""
     asked = run.parallel.pipeline_schedule
     return asked or ("interleaved" if chunks_per_rank(run) > 1 else "1f1b")

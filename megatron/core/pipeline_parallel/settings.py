@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from megatron.config.parallel import PipelineScheduleName
 from megatron.config.pipeline import chunks_per_rank, schedule_name
 from megatron.config.run import RunConfig
 from megatron.core.pipeline_parallel.actions import PipelineSchedule, Placement
@@ -15,7 +16,7 @@ from megatron.core.pipeline_parallel.zero_bubble import zb_h1, zb_v
 class PipelineSettings:
     """A schedule's name, as ``--pipeline-schedule`` has it, and sizes; ``group_size`` is for ``interleaved``."""
 
-    name: str
+    name: PipelineScheduleName
     num_ranks: int
     num_chunks: int = 1
     group_size: int | None = None
