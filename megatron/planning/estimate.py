@@ -19,6 +19,7 @@ from megatron.core.distributed.grad_sync import IN_FLIGHT, TIED_CHUNK
 from megatron.core.distributed.parameter_policy import matches
 from megatron.core.models.train_spec import TrainSpec
 from megatron.core.optimizer.optimizer import CHUNK
+from megatron.core.optimizer.update_rules import state_bytes
 from megatron.core.parallel.costs import Costs, costs_of
 from megatron.core.parallel.sharding import sharded_parameters, sharding_of
 from megatron.core.pipeline_parallel.settings import PipelineSettings
@@ -200,14 +201,14 @@ def _rank_memory(
         weights=parameters * width - gathered * (width - 1) + own * width,
         gradients=trained * (2 if run.precision.grad_reduce_in_bf16 else 4),
         main_params=here * _master_bits(run, width) // 8,
-        moments=here * _moment_bytes(run),
+        moments=here * state_bytes(run.optimizer),
         updating=max(
             min(here, CHUNK) * _copied_bytes(run),
             received,
             gathered * width - copies,
             0 if run.purpose.only_reads else _tied_gradients(run, train_spec, pipeline_rank),
         ),
-        offloaded=(owned - here) * (_moment_bytes(run) + (4 if width < 4 else 0)),
+        offloaded=(owned - here) * (state_bytes(run.optimizer) + (4 if width < 4 else 0)),
         kept=0 if run.purpose.only_reads else kept,
         working=max(costs.working for costs in mine) + received * overlaps,
         copies=copies,
@@ -248,14 +249,6 @@ def _master_bits(run: RunConfig, weight_bytes: int) -> int:
     if weight_bytes >= 4:
         return 0
     return 17 if run.optimizer.use_precision_aware_optimizer and run.precision.bf16 else 32
-
-
-def _moment_bytes(run: RunConfig) -> int:
-    """Bytes of optimizer state per parameter."""
-    config = run.optimizer
-    if config.optimizer == "sgd":
-        return 4 if config.sgd_momentum else 0
-    return sum(2 if each == "bf16" else 4 for each in (config.exp_avg_dtype, config.exp_avg_sq_dtype))
 
 
 def _in_fp8(run: RunConfig, train_spec: TrainSpec, pipeline_rank: int) -> list[nn.Parameter]:

@@ -31,7 +31,7 @@ from megatron.core.optimizer.storage import (
     StochasticallyRounded,
     build_main_params,
 )
-from megatron.core.optimizer.update_rules import UPDATE_RULES, Step
+from megatron.core.optimizer.update_rules import UPDATE_RULES, Step, is_narrow
 from megatron.core.parallel.context import ParallelContext
 from megatron.core.parallel.low_precision import LowPrecision
 from megatron.core.parallel.sharding import ShardedState
@@ -124,7 +124,7 @@ class Optimizer:
         self._clip_grad = config.clip_grad
         self._count_zeros = count_zeros
         self._rules = {name: UPDATE_RULES[name](config) for name in {each.policy.update_rule for each in buffers}}
-        self._formats = {"exp_avg": config.exp_avg_dtype, "exp_avg_sq": config.exp_avg_sq_dtype}
+        self._config = config
         self._scaler = build_loss_scaler(precision)
         self._statistics = ModelStatistics(buffers, context, frozen=frozen)
         self._owned = []
@@ -152,7 +152,7 @@ class Optimizer:
         number = self._numbers[id(buffer)]
         wide, state = torch.promote_types(buffer.params.dtype, torch.float32), dict[str, PlainStateStorage]()
         for name in self._rules[buffer.policy.update_rule].state_names:
-            narrow = self._formats.get(name) == "bf16"
+            narrow = is_narrow(name, self._config)
             dtype = torch.bfloat16 if narrow else wide
             zeros = torch.zeros(span.size, dtype=dtype, device=device)
             state[name] = PlainStateStorage(zeros, wide)

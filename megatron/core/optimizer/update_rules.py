@@ -87,3 +87,14 @@ class SGD:
 UpdateRule = AdamW | SGD
 UPDATE_RULES: dict[str, type[UpdateRule]] = {"adam": AdamW, "sgd": SGD}
 """The update rules by their names in ``--optimizer`` and in a parameter's policy."""
+
+
+def is_narrow(state_name: str, config: OptimizerConfig) -> bool:
+    """Whether a tensor of an update rule's state is stored in bf16, and not in fp32."""
+    formats = {"exp_avg": config.exp_avg_dtype, "exp_avg_sq": config.exp_avg_sq_dtype}
+    return formats.get(state_name) == "bf16"
+
+
+def state_bytes(config: OptimizerConfig) -> int:
+    """Bytes for each parameter of what the update rule of ``--optimizer`` keeps between steps, beside the weights."""
+    return sum(2 if is_narrow(name, config) else 4 for name in UPDATE_RULES[config.optimizer](config).state_names)

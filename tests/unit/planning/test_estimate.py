@@ -15,6 +15,7 @@ from megatron.config import Fp8Config, ModelConfig, OptimizerConfig, ParallelCon
 from megatron.core.models.bert.config import BertConfig
 from megatron.core.models.registry import family_of
 from megatron.core.models.train_spec import TrainSpec
+from megatron.core.optimizer.update_rules import SGD, UPDATE_RULES
 from megatron.core.parallel.low_precision import LowPrecision
 from megatron.core.parallel.mesh import Mesh
 from megatron.core.parallel.model_context import ModelContext
@@ -394,6 +395,19 @@ def test_state(precision: dict[str, Any], optimizer: dict[str, Any], bytes_per_p
     memory = memory_estimate(run)
     state = memory.weights + memory.gradients + memory.main_params + memory.moments
     assert state == rank_parameters(run) * bytes_per_parameter
+
+
+def test_state_of_every_update_rule_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Any rule but SGD was counted as Adam, two tensors for each parameter: the memory of a new one was wrong."""
+
+    class SignDescent(SGD):
+        @property
+        def state_names(self) -> tuple[str, ...]:
+            return ("momentum", "momentum_of_signs", "age")
+
+    monkeypatch.setitem(UPDATE_RULES, "adam", SignDescent)
+    run = run_of()
+    assert memory_estimate(run).moments == rank_parameters(run) * 12
 
 
 def test_frozen_parameters_take_their_weights_alone() -> None:
