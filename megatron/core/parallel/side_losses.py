@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from itertools import chain
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -28,10 +29,13 @@ class UpdatedFromCounts(Protocol):
 
 def update_from_layer_metrics(models: Iterable[nn.Module], layer_metrics: Mapping[str, Tensor]) -> None:
     """Let each module that adjusts itself by a step's counts, not by a gradient, do so."""
-    for model in models if layer_metrics else ():
-        for module in model.modules():
-            if isinstance(module, UpdatedFromCounts):
-                module.update_from_counts(layer_metrics[module.metric_name])
+    for module in chain.from_iterable(model.modules() for model in models):
+        if hasattr(type(module), "update_from_counts"):
+            title = type(module).__name__
+            assert isinstance(module, UpdatedFromCounts), f"{title} updates itself from counts but has no metric_name"
+            name = module.metric_name
+            assert name in layer_metrics, f"{title} reported nothing as {name}: call add_metric in its forward"
+            module.update_from_counts(layer_metrics[name])
 
 
 class SideLosses:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 
+import pytest
 import torch
+from torch import nn
 
 from megatron.core.parallel.context import ParallelContext
 from megatron.core.parallel.recompute import recomputed
 from megatron.core.parallel.rng import StreamKey
-from megatron.core.parallel.side_losses import SideLosses
+from megatron.core.parallel.side_losses import SideLosses, update_from_layer_metrics
 from megatron.core.pipeline_parallel.chunk import LossSum, Microbatch, StageInputs, TensorSpec
 from megatron.core.pipeline_parallel.lower import lower
 from megatron.core.pipeline_parallel.runner import Runner
@@ -48,6 +50,30 @@ def test_a_statistic_has_no_gradient() -> None:
     torch.autograd.backward(side.add(hidden, "dropped", torch.tensor(3), 7, context=SINGLE).sum())
     assert hidden.grad is not None and hidden.grad.tolist() == [1.0, 1.0]
     assert side.take()[0]["dropped"].tolist() == [3.0, 7.0]
+
+
+class Adjusting(nn.Module):
+    """A module with what training changes without a gradient."""
+
+    def update_from_counts(self, counts: torch.Tensor) -> None:
+        self.counts = counts.tolist()
+
+
+class Reporting(Adjusting):
+    """One that also says under which name it reports."""
+
+    metric_name = "choices"
+
+
+def test_a_module_that_adjusts_itself_is_called_or_refused() -> None:
+    """One without a metric's name, or that reported nothing, was left as it was: its state never moved."""
+    module = Reporting()
+    update_from_layer_metrics([nn.Sequential(module)], {"choices": torch.tensor([1, 2])})
+    assert module.counts == [1, 2]
+    with pytest.raises(AssertionError, match="Adjusting updates itself from counts but has no metric_name"):
+        update_from_layer_metrics([Adjusting()], {})
+    with pytest.raises(AssertionError, match="Reporting reported nothing as choices: call add_metric in its forward"):
+        update_from_layer_metrics([Reporting()], {})
 
 
 class Gated:
