@@ -24,12 +24,13 @@ from megatron.config.flags import Settings, flag, switch
 from megatron.config.legacy_flags import legacy_table
 from megatron.config.parse import parse_groups
 from megatron.core.checkpointing.manifest import MANIFEST
+from megatron.core.conversion.programs import Program
 from megatron.core.files.remote_path import AnyPath, path_of
 from megatron.core.models.registry import family_titled
 from megatron.errors import ConfigError, kept_on_interrupt, run_command
 
 if TYPE_CHECKING:  # torch is imported when flags are known to be right
-    from megatron.core.conversion.convert import Conversion, Format
+    from megatron.core.conversion.convert import Conversion
 
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
@@ -76,7 +77,7 @@ class ConvertConfig(Settings):
     list_types: bool = switch(
         "Print the published types of models that --from hf and --to hf convert, and nothing else.", name="--list"
     )
-    source: Literal["hf", "megatron", "megatron-lm"] | None = flag(
+    source: Program | None = flag(
         "Format of --load: Hugging Face, this project's, Megatron-LM's (torch or torch_dist).",
         name="--from",
         default=None,
@@ -85,7 +86,7 @@ class ConvertConfig(Settings):
         "Folder of the model or of checkpoints; with --from hf also a repository, ORG/NAME or ORG/NAME@REVISION.",
         default=None,
     )
-    target: Literal["hf", "megatron", "megatron-lm"] | None = flag("Format of --save.", name="--to", default=None)
+    target: Program | None = flag("Format of --save.", name="--to", default=None)
     save: str | None = flag("New folder for the converted model.", default=None)
     ckpt_step: int | None = flag("Iteration to convert instead of the newest.", default=None, at_least=0)
     max_shard_size: str | None = flag(
@@ -183,7 +184,7 @@ def job_of(config: ConvertConfig) -> Conversion:
     )
 
 
-def _check_effect(config: ConvertConfig, source: Format, target: Format) -> None:
+def _check_effect(config: ConvertConfig, source: Program, target: Program) -> None:
     """Raise ConfigError for a flag that has no effect on this pair of formats."""
     effects = (
         ("--ckpt-step", config.ckpt_step, source != "hf", "chooses among checkpoints; a Hugging Face model is one"),
@@ -214,7 +215,7 @@ def is_ours(load: AnyPath) -> bool:
     return (load / MANIFEST).exists() or any(load.glob(f"iter_*/{MANIFEST}"))
 
 
-def _their_name(flag: str, name: str | None, known: dict[str, str], ours: str) -> Format:
+def _their_name(flag: str, name: str | None, known: dict[str, str], ours: str) -> Program:
     if name is None:
         raise ConfigError(f"missing: {ours} (hf, megatron or megatron-lm)")
     format_name = known.get(name.removeprefix("loader_").removeprefix("saver_"))

@@ -7,7 +7,6 @@ from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 from torch import Tensor
 
@@ -24,14 +23,12 @@ from megatron.core.conversion.megatron_lm.reading import read_megatron_lm
 from megatron.core.conversion.megatron_lm.writing import write_megatron_lm
 from megatron.core.conversion.native import read_native, write_native
 from megatron.core.conversion.portable import LazyTensor, PortableModel
+from megatron.core.conversion.programs import TITLES, Program
 from megatron.core.conversion.questions import Answer, Question, question_for
 from megatron.core.conversion.remote import becoming, fetched
 from megatron.core.files.remote_path import AnyPath
 from megatron.core.models.registry import family_of
 from megatron.errors import CheckpointError, exit_code_of
-
-Format = Literal["hf", "megatron", "megatron-lm"]
-TITLES = {"hf": "Hugging Face", "megatron": "this project's", "megatron-lm": "Megatron-LM's"}
 
 
 @dataclass(frozen=True)
@@ -46,9 +43,9 @@ class Conversion:
     there. ``family``: the title of the only one that is accepted.
     """
 
-    source: Format
+    source: Program
     load: AnyPath
-    target: Format
+    target: Program
     save: AnyPath
     step: int | None = None
     max_shard_size: int = 5_000_000_000
@@ -189,7 +186,7 @@ def _prove(job: Conversion, portable: PortableModel, place: AnyPath, aside: Path
 
 
 def _answer(
-    kind: Format, place: AnyPath, question: Question, *, step: int | None = None, ignored: Collection[str] = ()
+    kind: Program, place: AnyPath, question: Question, *, step: int | None = None, ignored: Collection[str] = ()
 ) -> Answer:
     match kind:
         case "hf":

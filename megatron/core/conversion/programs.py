@@ -1,0 +1,9 @@
+"""The programs between whose formats models are converted."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+Program = Literal["hf", "megatron", "megatron-lm"]
+"""Names of ``--from`` and ``--to``: Hugging Face, this project, Megatron-LM."""
+TITLES: dict[Program, str] = {"hf": "Hugging Face", "megatron": "this project's", "megatron-lm": "Megatron-LM's"}
