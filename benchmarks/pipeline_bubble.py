@@ -32,6 +32,7 @@ import torch.distributed as dist
 from torch.multiprocessing.spawn import spawn
 
 from benchmarks import results
+from megatron.config.parallel import PipelineScheduleName
 from megatron.core.parallel.collectives import Handle
 from megatron.core.parallel.mesh import Mesh
 from megatron.core.parallel.model_context import ModelContext
@@ -44,7 +45,14 @@ from megatron.core.pipeline_parallel.settings import PipelineSettings
 from megatron.core.pipeline_parallel.simulate import Durations, simulate
 from megatron.training.run.pipeline import Plans, routes
 
-SCHEDULES = [("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("interleaved", 4), ("zb-h1", 1), ("zb-v", 2)]
+SCHEDULES: list[tuple[PipelineScheduleName, int]] = [
+    ("gpipe", 1),
+    ("1f1b", 1),
+    ("interleaved", 2),
+    ("interleaved", 4),
+    ("zb-h1", 1),
+    ("zb-v", 2),
+]
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron.config.parallel import PipelineScheduleName
 from megatron.core.parallel.model_context import ModelContext
 from megatron.core.parallel.rng import StreamKey
 from megatron.core.parallel.transport import Transport
@@ -92,7 +93,9 @@ def batches() -> list[Microbatch]:
     return made
 
 
-def chain(context: ModelContext, name: str, chunks: int, overlap: bool) -> tuple[dict[int, list[Tensor]], list[int]]:
+def chain(
+    context: ModelContext, name: PipelineScheduleName, chunks: int, overlap: bool
+) -> tuple[dict[int, list[Tensor]], list[int]]:
     """Gradients by stage after one step over the ranks, and how many outputs each chunk had alive at a time."""
     settings = PipelineSettings(name, context.mesh.size("pp"), chunks, None, overlap)
     context = dataclasses.replace(context, weight_gradients=WeightGradients(may_wait=settings.splits_backward))

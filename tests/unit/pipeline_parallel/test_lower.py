@@ -6,6 +6,7 @@ from collections import defaultdict, deque
 
 import pytest
 
+from megatron.config.parallel import PipelineScheduleName
 from megatron.core.pipeline_parallel.actions import Action, PipelineSchedule, Placement
 from megatron.core.pipeline_parallel.lower import Finish, HandOver, Message, Plan, Receive, Send, lower
 from megatron.core.pipeline_parallel.schedules import forward_only, interleaved, one_f_one_b
@@ -88,7 +89,7 @@ def numbers(ranks: int) -> range:
 
 @pytest.mark.parametrize("name", ["gpipe", "1f1b", "zb-h1", "zb-v"])
 @pytest.mark.parametrize("ranks", RANKS)
-def test_no_plan_hangs(name: str, ranks: int) -> None:
+def test_no_plan_hangs(name: PipelineScheduleName, ranks: int) -> None:
     """On a cluster a hang shows after ten minutes, and says nothing."""
     for microbatches in numbers(ranks):
         check(PipelineSettings(name, ranks).schedule(microbatches))

@@ -6,6 +6,7 @@ from collections import Counter
 
 import pytest
 
+from megatron.config.parallel import PipelineScheduleName
 from megatron.core.pipeline_parallel.actions import Action, PipelineSchedule, Placement
 from megatron.core.pipeline_parallel.schedules import (
     forward_only,
@@ -66,7 +67,7 @@ def test_zb_h1_lets_later_ranks_be_late() -> None:
 
 @pytest.mark.parametrize("name", PLAIN)
 @pytest.mark.parametrize("ranks", RANKS)
-def test_every_size_runs(name: str, ranks: int) -> None:
+def test_every_size_runs(name: PipelineScheduleName, ranks: int) -> None:
     """A schedule that hangs at some size costs somebody a night on a cluster."""
     for microbatches in MICROBATCHES:
         settings = PipelineSettings(name, ranks)
