@@ -78,7 +78,10 @@ BACKENDS: dict[str, Backend] = {**KERNELS, **EVERYWHERE}
 
 
 def preferred(request: AttentionRequest) -> tuple[str, ...]:
-    """What ``auto`` tries, in this order: the fastest kernels of the GPU's generation, then those for any device."""
+    """What ``auto`` tries, in this order: the fastest kernels of the GPU's generation, then those for any device.
+
+    It never takes ``efficient`` and ``transformer_engine``: users ask for them by name.
+    """
     first: tuple[str, ...] = ()
     if request.device.type == "cpu":
         # In bf16 on a CPU torch's kernel takes twice the time of blocks of matrix products, unless it can be in fp32.
