@@ -46,8 +46,9 @@ _Settings = TypeVar("_Settings")
 
 
 def rules_of(run: RunConfig) -> tuple[Rule, ...]:
-    """The rules of every run, and those of its family, of the parts of its model (such as ``MoEConfig.rules``), and of its
-    command.
+    """The rules of every run, and those of its family, of the parts of its model, and of its command.
+
+    Rules about a part come from its settings, such as ``MoEConfig.rules``.
     """
     return (*RULES, *(rule for group in _own_groups(run) for rule in group.rules()))
 
