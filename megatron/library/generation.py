@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from megatron.core.inference.engine import Engine
-from megatron.core.inference.request import BeamSearch, Request, Result, StopRules
+from megatron.core.inference.request import BeamSearch, Request, StopRules
 from megatron.core.inference.runner import CachedRunner, EncoderDecoder, GenerativeModel
 from megatron.core.inference.sampling import Sampling
 from megatron.core.inference.scheduler import SchedulerOptions
@@ -27,7 +26,10 @@ USUAL_LENGTH = 64
 
 @dataclass(frozen=True, kw_only=True)
 class Generation:
-    """Options of ``LanguageModel.generate``, whose docstring explains them."""
+    """Options of ``LanguageModel.generate``, whose docstring explains them.
+
+    Raises ConfigError for values out of range and for options that have no effect together.
+    """
 
     max_new_tokens: int | None
     sampling: Sampling
@@ -41,6 +43,21 @@ class Generation:
             raise ConfigError(f"max_new_tokens is {self.max_new_tokens}; it must be 1 or more")
         if self.num_beams < 1:
             raise ConfigError(f"num_beams is {self.num_beams}; it must be 1 (sampling) or more (beam search)")
+        if self.num_beams == 1:
+            if self.length_penalty != 1.0:
+                raise ConfigError("length_penalty has no effect without beam search: give num_beams, such as 4")
+            return
+        sampling = self.sampling
+        given = {
+            "temperature": sampling.temperature not in (0, 1),
+            "top_k": sampling.top_k != 0,
+            "top_p": sampling.top_p not in (0, 1),
+            "min_p": sampling.min_p != 0,
+        }
+        for name in (name for name, is_given in given.items() if is_given):
+            raise ConfigError(f"{name} has no effect with num_beams={self.num_beams}, which samples no tokens")
+        if self.stop:
+            raise ConfigError(f"stop has no effect with num_beams={self.num_beams}: its texts end with end tokens only")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,8 +80,10 @@ def continued(model: TextModel, prompts: Any, options: Generation) -> Any:
     Raises ConfigError for a model that continues no texts and for prompts of the wrong form, DataError for a prompt
     without room.
     """
-    is_one = isinstance(prompts, str) or (_is_list(prompts) and all(isinstance(each, int) for each in prompts))
-    given = [prompts] if is_one and prompts else prompts
+    is_one = isinstance(prompts, str) or (
+        isinstance(prompts, (list, tuple)) and len(prompts) > 0 and all(isinstance(each, int) for each in prompts)
+    )
+    given = [prompts] if is_one else prompts
     ids = _ids(given, model.tokenizer)
     if not ids:
         return []
@@ -76,33 +95,30 @@ def continued(model: TextModel, prompts: Any, options: Generation) -> Any:
     for number, result in enumerate(results, start=1):
         if result.finish.reason == "error":
             raise DataError(f"prompt {number}: {result.finish.error}")
-    found = [_answer(result, as_text=isinstance(each, str)) for each, result in zip(given, results)]
+    best = [result.answers[0] for result in results]
+    found = [answer.text if isinstance(each, str) else answer.ids for each, answer in zip(given, best)]
     return found[0] if is_one else found
 
 
-def _is_list(value: object) -> bool:
-    return isinstance(value, (list, tuple)) and len(value) > 0
-
-
 def _ids(given: Any, tokenizer: Tokenizer | None) -> list[list[int]]:
-    """Token ids of each prompt; ConfigError for anything else than texts or lists of ids."""
+    """Token ids of each prompt; raises ConfigError for anything but texts and lists of ids."""
     if not isinstance(given, (list, tuple)):
         raise ConfigError(
-            f"a prompt is a text or a list of token ids, or a list of these, and not a {type(given).__name__}: "
-            f"{'pass ids.tolist()' if hasattr(given, 'tolist') else 'give one of them'}"
+            f"the prompt has type {type(given).__name__}: give a text, a list of token ids, or a list of these"
+            f"{', such as ids.tolist()' if hasattr(given, 'tolist') else ''}"
         )
     texts = [each for each in given if isinstance(each, str)]
     if texts and tokenizer is None:
         raise ConfigError(
             f"the prompt {texts[0][:40]!r} is text, and this model has no tokenizer: give token ids, such as [5, 6, "
-            "7], or load the model with its tokenizer (tokenizer=FOLDER)"
+            "7], or pass tokenizer=FOLDER to megatron.from_transformers"
         )
     encoded = iter(tokenizer.tokenize_batch(texts)) if tokenizer is not None else iter(())
     found = []
     for number, each in enumerate(given, start=1):
         if not isinstance(each, str) and not (isinstance(each, (list, tuple)) and all(type(id) is int for id in each)):
             raise ConfigError(
-                f"prompt {number} is a {type(each).__name__}: give a text, or a list of token ids, which are whole "
+                f"prompt {number} ({type(each).__name__}) is neither a text nor a list of token ids, which are whole "
                 f"numbers{': pass ids.tolist()' if hasattr(each, 'tolist') else ''}"
             )
         found.append(list(next(encoded) if isinstance(each, str) else each))
@@ -139,8 +155,8 @@ def _request(model: TextModel, ids: Sequence[int], engine: Engine, options: Gene
     if engine.limits.max_encoder_length:
         if model.decoder_start is None:
             raise ConfigError(
-                "no token is known that the decoder's text begins with: load the model with its own tokenizer "
-                "(tokenizer=FOLDER)"
+                "the token that the decoder's text begins with is unknown: pass the model's tokenizer to "
+                "megatron.from_transformers (tokenizer=FOLDER)"
             )
         prompt, encoder_prompt = (model.decoder_start,), prompt
     room = max(1, engine.limits.context_length - len(prompt))
@@ -157,8 +173,3 @@ def _request(model: TextModel, ids: Sequence[int], engine: Engine, options: Gene
         if options.num_beams > 1
         else None,
     )
-
-
-def _answer(result: Result, *, as_text: bool) -> str | list[int]:
-    (best, *_) = itertools.chain(result.answers)
-    return best.text if as_text else best.ids

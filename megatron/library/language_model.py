@@ -54,7 +54,7 @@ class LanguageModel(nn.Module):
         """Wrap a placed model.
 
         ``companions``: files that travel with the model, by name. ``end_tokens``: ids that end a generated text.
-        ``decoder_start``: the id that a decoder's text begins with. ``iteration``: of the checkpoint, 0 without one.
+        ``decoder_start``: the id that a decoder's text begins with. ``iteration``: the checkpoint's, or 0.
         """
         super().__init__()
         (self.model,) = placed.models
@@ -116,12 +116,16 @@ class LanguageModel(nn.Module):
     ) -> Prompts:
         """Continue a prompt or several, and return the continuations alone, in the same form.
 
-        ``prompts``: a text or a list of token ids, or a list of these. ``max_new_tokens``: at most 64, and no more than
-        the model sees, unless given. ``temperature``: 0 always takes the most probable token. ``top_k``, ``top_p``,
-        ``min_p``: 0 samples from all tokens. ``num_beams``: above 1, look for the likeliest answer instead of sampling
-        one. ``stop``: a text ends before the first of these. ``seed``: the same one gives the same answer, whatever
-        else is in the list. Raises ConfigError for options and prompts that can't be, and DataError for a prompt that
-        leaves no room.
+        ``prompts``: a text or a list of token ids, or a list of these. ``max_new_tokens``: unless given, 64, or fewer
+        if the model sees no more. ``min_new_tokens``: the text doesn't end before it has these. ``temperature``: 0 always
+        takes the most probable token. ``top_k``, ``top_p``, ``min_p``: 0 samples from all tokens.
+        ``repetition_penalty``: above 1, tokens that are in the text already are less probable. ``num_beams``: above 1,
+        beam search for the most probable answer instead of sampling. ``length_penalty``: above 0, beam search prefers
+        longer answers. ``stop``: a text ends before the first of these. ``seed``: the same one gives the same answer,
+        whatever else is in the list.
+
+        Raises ConfigError for invalid options and prompts, and for options that have no effect together; DataError for
+        a prompt that leaves no room.
         """
         self._check_unmoved()
         options = Generation(
@@ -159,8 +163,8 @@ class LanguageModel(nn.Module):
         """Write a Hugging Face folder: settings, weights, and the tokenizer's files if the model has any.
 
         ``max_shard_size``: bytes of one weight file. Under a launcher rank 0 writes, and other ranks return at once.
-        Raises CheckpointError for a model that transformers doesn't have, and for a folder that isn't empty unless
-        ``overwrite`` is True.
+        Raises CheckpointError for a model that no class of transformers matches, for a folder that isn't empty unless
+        ``overwrite`` is True, and when the folder can't be written.
         """
         check_writable(self.config, self._placed.config.extra)
         self._write(folder, partial(write_huggingface, max_shard_size=max_shard_size), overwrite=overwrite)

@@ -35,7 +35,7 @@ from megatron.core.tokenizers.build import build_tokenizer
 from megatron.core.tokenizers.end_tokens import end_ids
 from megatron.errors import CheckpointError, ConfigError, MegatronError
 from megatron.library.language_model import LanguageModel
-from megatron.library.plain.placing import describe
+from megatron.library.plain.placing import assign_shardings
 from megatron.library.plain.train_spec import PlainSpec
 from megatron.training.checkpoints.loading import where_to_find_weights
 from megatron.training.checkpoints.trained_model import PlacedModel, chosen_run, load_model
@@ -57,7 +57,7 @@ def from_transformers(
     of the Hub (``ORG/NAME``, ``ORG/NAME@REVISION``). ``tokenizer``: a tokenizer of transformers, or a folder that has
     one; a model folder's own unless given. ``dtype``: of the weights, such as ``torch.bfloat16`` or ``"bf16"``; the
     source's unless given. ``device``: that of the model in memory, or the CPU, unless given.
-    Raises CheckpointError for a model that can't be converted.
+    Raises CheckpointError for a model that can't be converted, ConfigError for another ``dtype`` or ``tokenizer``.
     """
     if isinstance(model, (str, Path)):
         folder = model_folder(path_of(str(model)), flag="from_transformers", say=_say_nothing)
@@ -67,8 +67,8 @@ def from_transformers(
     else:
         if not (hasattr(model, "config") and hasattr(model.config, "to_json_string")):
             raise CheckpointError(
-                f"from_transformers takes a model of the transformers library, a folder or ORG/NAME, and not a "
-                f"{type(model).__name__}"
+                f"from_transformers can't read {type(model).__name__}: give a model of the transformers library, a "
+                "folder, or the name of a repository (ORG/NAME)"
             )
         portable, start = read_transformers(model), getattr(model.config, "decoder_start_token_id", None)
         device = model.device if device is None else device
@@ -130,9 +130,11 @@ def load(
     the caller's own, which ``megatron.pretrain`` has trained: it is filled and returned. ``step``: iteration of a
     checkpoint instead of the newest. ``dtype``: of the weights, such as ``torch.float32`` or ``"fp32"``, which takes
     the fp32 master weights where the checkpoint has them; the saved type unless given.
-    Raises CheckpointError when nothing usable is there.
+    Raises CheckpointError when nothing usable is there, ConfigError for arguments that don't go together.
     """
     if module is not None:
+        if dtype is not None or str(device) != "cpu":
+            raise ConfigError("dtype and device are those of the module that megatron.load fills: leave them out")
         return _filled(module, folder, step=step)
     place = path_of(str(folder))
     if not _is_checkpoint(place) and (place / CONFIG).exists():
@@ -165,13 +167,13 @@ def _opened(folder: str, *, step: int | None, dtype: torch.dtype | None, device:
 
 
 def _filled(module: nn.Module, folder: str | Path, *, step: int | None) -> nn.Module:
-    """The module with the weights and buffers of a checkpoint; CheckpointError names what doesn't fit."""
+    """The module with the weights and buffers of a checkpoint; raises CheckpointError, naming what doesn't fit."""
     with _named(folder):
         found = find_checkpoint(str(folder), step=step)
         name = read_run_state(found)[MODEL_NAME]
         if name != PlainSpec.name:
             raise CheckpointError(f"{folder} holds a {name} model of this project: give megatron.load the folder alone")
-        describe(module, ModelContext.single())
+        assign_shardings(module, ModelContext.single())
         weights = list(model_state(module))
         state, names = [*weights, *buffer_state(module)], where_to_find_weights(weights)
         advice = f"give megatron.load a {type(module).__name__} that is built as the saved one was"
@@ -203,21 +205,18 @@ def _with_tokenizer(portable: PortableModel, tokenizer: Any) -> tuple[PortableMo
         tokenizer.save_pretrained(kept)
     else:
         raise ConfigError(
-            f"tokenizer is a {type(tokenizer).__name__}: give a tokenizer of transformers, or a folder that has one"
+            f"tokenizer has type {type(tokenizer).__name__}: give a tokenizer of transformers, or a folder that has one"
         )
     config = tokenizer_in(folder, rows=portable.model.vocab_size or 0)
     if config.tokenizer_type == "NullTokenizer":
         raise ConfigError(f"tokenizer={folder} holds no tokenizer's files: give the folder of the model's tokenizer")
-    companions = {**companions_in(folder), **{name: portable.companions[name] for name in _settings(portable)}}
+    settings = {name for name in portable.companions if name in ("config.json", "generation_config.json")}
+    companions = {**companions_in(folder), **{name: portable.companions[name] for name in settings}}
     return dataclasses.replace(portable, tokenizer=config, companions=companions), kept
 
 
-def _settings(portable: PortableModel) -> list[str]:
-    return [name for name in portable.companions if name in ("config.json", "generation_config.json")]
-
-
 def _dtype(given: torch.dtype | str | None) -> torch.dtype | None:
-    """The type that ``dtype=`` names; ConfigError for another one."""
+    """The type that ``dtype=`` names; raises ConfigError for other types than fp32, bf16 and fp16."""
     if given is None:
         return None
     named = DTYPES | {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES.values()}

@@ -12,6 +12,7 @@ from typing import Any, Generic, TypeVar, overload
 from torch import nn
 from typing_extensions import override
 
+from megatron.config.flags import subject
 from megatron.core.models.registry import FAMILIES, Family, family_titled, register
 from megatron.core.models.train_spec import TrainSpec
 from megatron.core.parallel.model_context import ModelContext
@@ -75,7 +76,7 @@ def pretrain(
     loss: Loss | None = None,
     shuffle: bool = True,
 ) -> TrainingResult[Any]:
-    """Train, on the ranks that torchrun or srun started, and on one without them.
+    """Train a model on the ranks that torchrun or srun started, or on one rank without a launcher.
 
     ``model``: a family such as ``"gpt"``, whose flags describe model and data, or a ``torch.nn.Module``, or a function
     that makes one from this rank's ``ModelContext``. ``argv``: flags, as on a command line. The rest is for modules:
@@ -86,7 +87,7 @@ def pretrain(
     - ``loss``: a function ``loss(model, batch)``, for a model that doesn't return its loss. A loss is a scalar tensor,
       the mean over the samples of a microbatch; or a pair of a sum and the count to divide it by, where samples differ
       in what counts; or an object with such a ``loss``.
-    - ``shuffle``: training data have another random order in each epoch.
+    - ``shuffle``: training data are read in another random order in each epoch.
 
     Raises a MegatronError for a user's mistake.
     """
@@ -94,16 +95,18 @@ def pretrain(
     data = {"train_data": train_data, "valid_data": valid_data, "test_data": test_data, "loss": loss}
     if isinstance(model, (str, Family)):
         family = family_titled(model, where="the family of megatron.pretrain") if isinstance(model, str) else model
-        if given := [name for name, value in data.items() if value is not None]:
+        given = [name for name, value in data.items() if value is not None] + ([] if shuffle else ["shuffle"])
+        if given:
             raise ConfigError(
-                f"{' and '.join(given)} are for a module of your own; the flags of a {family.title} name its data"
+                f"{subject(given, 'is', 'are')} for a module of your own; a {family.title} reads the data that its "
+                "flags name"
             )
         register(family)
         return _run(family, flags, result=TrainingResult(None))
     if not callable(model):
         raise ConfigError(
-            f"the model is a {type(model).__name__}; give a torch.nn.Module, a function that makes one, or the name of "
-            f"a family: {', '.join(FAMILIES)}"
+            f"the model has type {type(model).__name__}: give a torch.nn.Module, a function that makes one, or the "
+            f"name of a family: {', '.join(FAMILIES)}"
         )
     if isinstance(model, type):
         raise ConfigError(f"the model is the class {model.__name__}: give an instance, {model.__name__}(…)")

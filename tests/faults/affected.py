@@ -29,17 +29,21 @@ AFFECTED = {
     "megatron/serving": "unit/serving unit/tools end_to_end",
     "megatron/planning": "unit/planning end_to_end",
     "megatron/rehearsal": "unit/rehearsal end_to_end",
+    "megatron/library": "unit/library unit/test_library_page.py end_to_end",
     "megatron/training": "unit/training parallel equivalence end_to_end",
     "megatron/small_files.py": "unit/test_small_files.py unit/test_readers.py unit/serving unit/conversion",
     "megatron/errors.py": "unit/test_errors.py unit/tools end_to_end",
     "tasks": "unit/tasks end_to_end",
     "tools": "unit/tools unit/conversion unit/serving unit/planning end_to_end",
 }
-"""Folders and files of ``tests``, those that are likelier to tell first, by the package of a fault."""
+"""Folders and files of ``tests`` by the package of a fault, those that are more likely to fail first."""
 
 
 def affected(fault: Fault) -> list[str]:
-    """Folders and files of tests that a fault in this file affects, likely ones first."""
+    """Folders and files of tests that a fault in this file affects, likely ones first.
+
+    Raises ValueError for a file of a package that has no row.
+    """
     packages = [package for package in AFFECTED if Path(fault.file).is_relative_to(package)]
     if not packages:
         raise ValueError(f"fault {fault.name}: no row of AFFECTED in tests/faults/affected.py covers {fault.file}")
@@ -47,7 +51,7 @@ def affected(fault: Fault) -> list[str]:
 
 
 def likely(fault: Fault) -> list[str]:
-    """Files of tests to try first: those that the fault names, or those that are named as its file is."""
+    """Files of tests to try first: those that the fault names, otherwise those that are named like its file."""
     if fault.first:
         return [f"tests/{name.partition('::')[0]}" for name in fault.first]
     stem = Path(fault.file).stem

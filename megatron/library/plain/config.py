@@ -1,4 +1,4 @@
-"""What a run of a plain module can't have: everything that describes a model or data of this project's own."""
+"""Settings and rules of a run of the user's own module: flags that describe a model or data files are refused."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from megatron.config.rules.sentence import rule
 from megatron.config.run import RunConfig
 from megatron.config.tokenizer import TokenizerConfig
 
-_DIVISIBLE = 40320  # by the usual numbers of tensor-parallel ranks, whose rules are about layers of this project
+_DIVISIBLE = 40320  # by the usual tensor-parallel sizes, so that rules about this project's layers hold
 DEFAULTS = {
     "num_layers": 1,
     "hidden_size": _DIVISIBLE,
@@ -52,12 +52,12 @@ class PlainConfig(FamilyConfig, Purpose):
 
     @override
     def is_reported(self, field: str) -> bool:
-        """What describes models and data of this project's own has values, and they mean nothing."""
+        """Whether a setting is in the report: those that describe this project's models and data mean nothing here."""
         return field not in {*_DESCRIBED, *DEFAULTS, "split"}
 
     @override
     def describe_architecture(self) -> str:
-        """The module itself says what it is."""
+        """What reports call the model."""
         return "a module of your own"
 
     @override
@@ -70,7 +70,7 @@ def flags_are_of_the_run(run: RunConfig) -> str | None:
     """Model and data are objects, so flags that describe them would be ignored."""
     fields = dict.fromkeys((*_DESCRIBED, *_OTHERS))
     given = [flag_of(each) for each in fields if run.given(each) and not run.provenance[each].startswith("default of ")]
-    return not_available(given, "for a module and data sets of your own, which are what they are") if given else None
+    return not_available(given, "for a module and data sets of your own") if given else None
 
 
 RULES: tuple[Rule, ...] = (

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron.config.flags import plural_s
 from megatron.errors import ConfigError
 
 
@@ -15,7 +16,8 @@ def sum_and_count(returned: Any, *, samples: int, who: str, device: torch.device
     """The loss of a microbatch as a sum and the count to divide by: fp32 scalars, or fp64 in a model of that type.
 
     ``returned``: a scalar, which is a mean over the ``samples``; or a pair of a sum and a count; or a dictionary or
-    object whose ``loss`` is one of these. ``who`` returned it. Raises ConfigError for anything else.
+    object whose ``loss`` is one of these. ``who``: what returned it, for messages.
+    Raises ConfigError for anything else.
     """
     if isinstance(returned, Mapping) and "loss" in returned:
         returned = returned["loss"]
@@ -54,5 +56,5 @@ def _described(returned: Any) -> str:
     if isinstance(returned, Tensor):
         return f"a tensor of shape {list(returned.shape)} and type {str(returned.dtype).removeprefix('torch.')}"
     if isinstance(returned, (tuple, list)):
-        return f"{len(returned)} values ({', '.join(map(_described, returned[:4]))})"
+        return f"{len(returned)} value{plural_s(len(returned))} ({', '.join(map(_described, returned[:4]))})"
     return "nothing" if returned is None else f"a {type(returned).__name__}"

@@ -12,7 +12,6 @@ from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from megatron.core.parallel.collectives import broadcast
 from megatron.core.parallel.context import ParallelContext
-from megatron.core.parallel.costs import Costs, Workload
 from megatron.core.parallel.grid import Axis
 from megatron.core.parallel.mesh import Mesh
 from megatron.core.parallel.model_context import ModelContext
@@ -24,8 +23,11 @@ ModuleMaker = Callable[[ModelContext], nn.Module]
 """Makes this rank's part of a module, such as ``lambda context: Net(width=64)``."""
 
 
-def made(source: nn.Module | ModuleMaker, context: ModelContext, *, seed: int | None) -> nn.Module:
-    """The module, or what the function makes with torch's global generator seeded."""
+def make_module(source: nn.Module | ModuleMaker, context: ModelContext, *, seed: int | None) -> nn.Module:
+    """The given module, or the one that the function makes with torch's global generator seeded.
+
+    Raises ConfigError for what is no module that can be trained.
+    """
     if not isinstance(source, nn.Module):
         if seed is not None:
             torch.manual_seed(seed)
@@ -37,10 +39,14 @@ def made(source: nn.Module | ModuleMaker, context: ModelContext, *, seed: int | 
 def check_module(module: Any) -> None:
     """Raise ConfigError for what is no module that can be trained, naming the parameter."""
     if not isinstance(module, nn.Module):
-        raise ConfigError(f"the model is a {type(module).__name__}, and must be a torch.nn.Module or make one")
+        raise ConfigError(
+            f"the model has type {type(module).__name__}: give a torch.nn.Module or a function that makes one"
+        )
     name = type(module).__name__
     if isinstance(module, (DataParallel, DistributedDataParallel)):
-        raise ConfigError(f"the model is wrapped in {name}, and data parallelism comes from here: pass model.module")
+        raise ConfigError(
+            f"the model is wrapped in {name}, and megatron.pretrain does data parallelism itself: pass model.module"
+        )
     for parameter_name, tensor in (*module.named_parameters(), *module.named_buffers()):
         if isinstance(tensor, (UninitializedParameter, UninitializedBuffer)):
             raise ConfigError(
@@ -72,7 +78,7 @@ def place(module: nn.Module, context: ParallelContext, *, seed: int | None) -> n
             )
     module.zero_grad(set_to_none=True)
     module.to(device=context.device, dtype=context.dtype)
-    own = set(describe(module, context))
+    own = set(assign_shardings(module, context))
     if seed is not None:
         declared = (each for each in sharded_parameters(module) if hasattr(each[1], "initialization"))
         initialize_parameters(declared, context.mesh, seed=seed)
@@ -80,14 +86,14 @@ def place(module: nn.Module, context: ParallelContext, *, seed: int | None) -> n
         parameter.data = parameter.data.contiguous()
         axes = sharding.reduce if parameter_name in own else (*sharding.reduce, "tp")
         broadcast(parameter.data, context.mesh, *axes)
-    take_buffers_of_first(module, context.mesh, "dp", "cp", "tp")
+    broadcast_buffers(module, context.mesh, "dp", "cp", "tp")
     if context.dtype.itemsize < 4:
-        cast_at_borders(module, context.dtype)
+        cast_inputs_and_outputs(module, context.dtype)
     return module
 
 
-def take_buffers_of_first(module: nn.Module, mesh: Mesh, *axes: Axis) -> None:
-    """Give every replica the buffers of the first, such as running statistics of the data. A collective."""
+def broadcast_buffers(module: nn.Module, mesh: Mesh, *axes: Axis) -> None:
+    """Give every replica the buffers of the first one, such as the running statistics of a BatchNorm. A collective."""
     if mesh.size(*axes) == 1:
         return
     for _, buffer in persistent_buffers(module):
@@ -97,8 +103,8 @@ def take_buffers_of_first(module: nn.Module, mesh: Mesh, *axes: Axis) -> None:
             buffer.copy_(sent)
 
 
-def describe(module: nn.Module, context: ParallelContext) -> list[str]:
-    """Give each parameter without a ``Sharding`` that of a replica; the names of those that have their own.
+def assign_shardings(module: nn.Module, context: ParallelContext) -> list[str]:
+    """Give each parameter without a ``Sharding`` that of a replica, and return the names of those that have their own.
 
     Raises ConfigError for a parameter that doesn't fit the layout.
     """
@@ -129,22 +135,15 @@ def describe(module: nn.Module, context: ParallelContext) -> list[str]:
     return own
 
 
-def outline(module: nn.Module, context: ParallelContext) -> nn.Module:
-    """A tree of modules as that of ``module`` on the meta device, with parameters and no code: for planning."""
-    twins: dict[Tensor, nn.Parameter] = {}
-    return describe_outline(_twin(module, twins), context)
+def meta_twin(module: nn.Module, twins: dict[Tensor, nn.Parameter] | None = None) -> nn.Module:
+    """The tree of a module's modules and parameters on the meta device, without their code, for planning.
 
-
-def describe_outline(module: nn.Module, context: ParallelContext) -> nn.Module:
-    """A module on the meta device with a ``Sharding`` for each parameter."""
-    describe(module, context)
-    return module
-
-
-def _twin(module: nn.Module, twins: dict[Tensor, nn.Parameter]) -> nn.Module:
+    ``twins``: parameters made so far, by the original, so that shared parameters stay shared.
+    """
+    twins = {} if twins is None else twins
     methods: dict[str, Any] = {}
     if hasattr(module, "costs"):
-        methods = {"costs": lambda _, workload: _costs(module, workload), "forward": lambda _: None}
+        methods = {"costs": lambda _, workload: module.costs(workload), "forward": lambda _: None}  # type: ignore[operator]
     twin: nn.Module = type(type(module).__name__, (nn.Module,), methods)()
     for name, parameter in module._parameters.items():
         if parameter is not None and parameter not in twins:
@@ -154,17 +153,12 @@ def _twin(module: nn.Module, twins: dict[Tensor, nn.Parameter]) -> nn.Module:
             twins[parameter] = made
         twin.register_parameter(name, None if parameter is None else twins[parameter])
     for name, child in module._modules.items():
-        twin.add_module(name, None if child is None else _twin(child, twins))
+        twin.add_module(name, None if child is None else meta_twin(child, twins))
     return twin
 
 
-def _costs(module: nn.Module, workload: Workload) -> Costs:
-    found: Costs = module.costs(workload)  # type: ignore[operator]
-    return found
-
-
-def cast_at_borders(module: nn.Module, dtype: torch.dtype) -> None:
-    """Let the module take numbers of any floating type, and return its 16-bit ones in fp32, as Megatron-LM does."""
+def cast_inputs_and_outputs(module: nn.Module, dtype: torch.dtype) -> None:
+    """Cast floating-point inputs to ``dtype`` and 16-bit outputs to fp32 by hooks, as Megatron-LM does."""
 
     def cast_in(_: nn.Module, args: Any, kwargs: Any) -> Any:
         return converted((args, kwargs), lambda tensor: tensor.to(dtype))
@@ -172,10 +166,10 @@ def cast_at_borders(module: nn.Module, dtype: torch.dtype) -> None:
     def cast_out(_: nn.Module, args: Any, output: Any) -> Any:
         return converted(output, lambda tensor: tensor.float() if tensor.dtype.itemsize < 4 else tensor)
 
-    for handle in getattr(module, "border_casts", ()):
+    for handle in getattr(module, "cast_hooks", ()):
         handle.remove()
     handles = module.register_forward_pre_hook(cast_in, with_kwargs=True), module.register_forward_hook(cast_out)
-    object.__setattr__(module, "border_casts", handles)
+    object.__setattr__(module, "cast_hooks", handles)
 
 
 def converted(value: Any, change: Callable[[Tensor], Tensor]) -> Any:

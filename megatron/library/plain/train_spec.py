@@ -28,11 +28,11 @@ from megatron.errors import ConfigError
 from megatron.library.plain.losses import sum_and_count
 from megatron.library.plain.placing import (
     ModuleMaker,
-    describe_outline,
-    made,
-    outline,
+    assign_shardings,
+    broadcast_buffers,
+    make_module,
+    meta_twin,
     place,
-    take_buffers_of_first,
 )
 
 Loss = Callable[[nn.Module, Any], Any]
@@ -85,19 +85,20 @@ class PlainSpec(TrainSpec):
         recompute: RecomputePlan | None = None,
         seed: int | None = None,
     ) -> nn.Module:
-        """The module on this rank; on the meta device its outline, which has parameters and no code."""
+        """The module on this rank; on the meta device a tree of its modules, with parameters and without code."""
         if context.device.type != "meta":
             module = place(self._made(context, seed=seed), context, seed=seed)
             self._contexts[module] = context
             return module
-        if isinstance(self._source, nn.Module):
-            return outline(self._made(context, seed=None), context)
         with torch.device("meta"):
-            return describe_outline(self._made(context, seed=None), context)
+            module = self._made(context, seed=None)
+        module = meta_twin(module) if isinstance(self._source, nn.Module) else module
+        assign_shardings(module, context)
+        return module
 
     def _made(self, context: ModelContext, *, seed: int | None) -> nn.Module:
-        """The user's module; ConfigError for one that can't be called with the fields of a sample."""
-        module = made(self._source, context, seed=seed)
+        """The user's module; raises ConfigError for one that can't be called with the fields of a sample."""
+        module = make_module(self._source, context, seed=seed)
         if self._loss is None:
             check_call(module, self._form)
         return module
@@ -107,7 +108,7 @@ class PlainSpec(TrainSpec):
         """The loss of a microbatch, as the user's code returns it, and the number of its samples.
 
         Global generators are seeded by the run's seed and the first sample, so that dropout is the same in a resumed
-        run. Replicas take the first one's buffers after each step of training, as torch's data parallelism does.
+        run. Replicas take the first one's buffers after each microbatch of training, as torch's data parallelism does.
         """
         context, tensors = self._contexts[model], dict(microbatch.tensors)
         padding = tensors.pop(PADDING)
@@ -125,7 +126,7 @@ class PlainSpec(TrainSpec):
         else:
             returned = model(*batch) if isinstance(batch, tuple) else model(batch)
         if model.training:
-            take_buffers_of_first(model, context.mesh, "dp", "cp")
+            broadcast_buffers(model, context.mesh, "dp", "cp")
         return returned, samples
 
     @override

@@ -147,4 +147,19 @@ FAULTS = (
         suffers="A launcher restarts a run again and again for a file that doesn't exist.",
         first=("unit/test_errors.py",),
     ),
+    Fault(
+        "scalar_loss_counts_one_sample",
+        "megatron/library/plain/losses.py",
+        old="return total * samples, torch.full_like(total, samples, requires_grad=False)",
+        new="return total, torch.ones_like(total, requires_grad=False)",
+        suffers="A user's mean loss weighs a microbatch of few samples as much as a full one.",
+        first=("unit/library/test_plain_modules.py",),
+    ),
+    Fault(
+        "replicas_keep_their_own_buffers",
+        "megatron/library/plain/train_spec.py",
+        old="if model.training:\n            broadcast_buffers",
+        new="if not model.training:\n            broadcast_buffers",
+        suffers="Running statistics of a user's BatchNorm drift apart between replicas.",
+    ),
 )

@@ -138,8 +138,9 @@ def test_encoders_and_decoders(tmp_path: Path) -> None:
     ("prompts", "options", "sentence"),
     [
         ("hi", {}, "the prompt 'hi' is text, and this model has no tokenizer: give token ids"),
-        (IDS, {}, r"not a Tensor: pass ids\.tolist\(\)"),
-        ([[1.5]], {}, "prompt 1 is a list: give a text, or a list of token ids, which are whole numbers"),
+        (IDS, {}, r"the prompt has type Tensor: give .*, such as ids\.tolist\(\)"),
+        ([[1.5]], {}, r"prompt 1 \(list\) is neither a text nor a list of token ids, which are whole numbers"),
+        ("", {}, "the prompt '' is text, and this model has no tokenizer"),
         ([], {}, None),
         ([[]], {}, "the prompt has no tokens"),
         ([200], {}, "token id 200 is not in the vocabulary: ids are 0 to 100"),
@@ -147,6 +148,12 @@ def test_encoders_and_decoders(tmp_path: Path) -> None:
         ([5], {"max_new_tokens": 0}, "max_new_tokens is 0; it must be 1 or more"),
         ([5], {"num_beams": 0}, "num_beams is 0"),
         ([5], {"temperature": -1.0}, "temperature is -1.0; it must be 0"),
+        ([5], {"length_penalty": 2.0}, "length_penalty has no effect without beam search: give num_beams"),
+        ([5], {"num_beams": 2, "temperature": 0.5}, "temperature has no effect with num_beams=2"),
+        ([5], {"num_beams": 2, "top_k": 3}, "top_k has no effect with num_beams=2"),
+        ([5], {"num_beams": 2, "top_p": 0.5}, "top_p has no effect with num_beams=2"),
+        ([5], {"num_beams": 2, "min_p": 0.5}, "min_p has no effect with num_beams=2"),
+        ([5], {"num_beams": 2, "stop": "."}, "stop has no effect with num_beams=2"),
     ],
 )
 def test_wrong_prompts_and_options(llama: Any, prompts: Any, options: dict[str, Any], sentence: str | None) -> None:
@@ -171,6 +178,8 @@ def test_wrong_models_and_folders(llama: Any, tmp_path: Path) -> None:
         megatron.from_transformers(llama, dtype="int8")
     with expect_error(ConfigError):
         megatron.from_transformers(llama).bfloat16()(IDS)
+    with expect_error(ConfigError, "dtype and device"):
+        megatron.load(tmp_path, nn.Linear(2, 2), dtype="bf16", device="meta")  # type: ignore[call-overload]
 
 
 def test_the_names_need_torch_only_when_they_are_used() -> None:

@@ -297,6 +297,12 @@ def test_wrong_data(data: Any, error: type[Exception], workers: int) -> None:
         losses(Classifier(), f"3 --num-workers {workers}", train_data=data)
 
 
+def test_options_of_modules_are_refused_for_a_family() -> None:
+    """``shuffle=False`` with a family was ignored, and its data shuffled."""
+    with expect_error(ConfigError, "shuffle", "GPT"):
+        megatron.pretrain("gpt", shuffle=False)  # type: ignore[call-overload]
+
+
 @pytest.mark.parametrize(
     "flags",
     [
