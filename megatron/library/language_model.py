@@ -117,8 +117,8 @@ class LanguageModel(nn.Module):
         """Continue a prompt or several, and return the continuations alone, in the same form.
 
         ``prompts``: a text or a list of token ids, or a list of these. ``max_new_tokens``: unless given, 64, or fewer
-        if the model sees no more. ``min_new_tokens``: the text doesn't end before it has these. ``temperature``: 0 always
-        takes the most probable token. ``top_k``, ``top_p``, ``min_p``: 0 samples from all tokens.
+        if the model sees no more. ``min_new_tokens``: the text doesn't end before it has these. ``temperature``: 0
+        always takes the most probable token. ``top_k``, ``top_p``, ``min_p``: 0 samples from all tokens.
         ``repetition_penalty``: above 1, tokens that are in the text already are less probable. ``num_beams``: above 1,
         beam search for the most probable answer instead of sampling. ``length_penalty``: above 0, beam search prefers
         longer answers. ``stop``: a text ends before the first of these. ``seed``: the same one gives the same answer,
