@@ -62,7 +62,8 @@ def write_pages(folder: Path) -> None:
 
 def title_of(page: str) -> str:
     """A page's name in the navigation: ``core.parallel`` for ``api/megatron.core.parallel.md``."""
-    return posixpath.splitext(posixpath.basename(page))[0].removeprefix("megatron.").replace("index", "all packages")
+    name = posixpath.splitext(posixpath.basename(page))[0].removeprefix("megatron.")
+    return "all packages" if name == "index" else name
 
 
 def pages() -> dict[str, str]:
@@ -125,7 +126,7 @@ def resolved(path: str, link: str) -> tuple[str | None, str]:
 
 
 def outside_code(text: str, change: Callable[[str], str]) -> str:
-    """The text with all changed but blocks of code."""
+    """The text with every part outside code blocks changed."""
     parts, last = [], 0
     for block in FENCE.finditer(text):
         parts += [change(text[last : block.start()]), block[0]]
@@ -160,7 +161,7 @@ def api_page(package: str) -> str:
 
 
 def api_pages() -> dict[str, str]:
-    """A page for each package, which mkdocstrings fills with the docstrings of its modules, and one that lists them."""
+    """A page for each package, which mkdocstrings fills with docstrings, and one page that lists the packages."""
     found = {
         api_page(name): f"# {name}\n\n" + "\n".join(f"::: {each}\n" for each in packages()[name]) for name in packages()
     }

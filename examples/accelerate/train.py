@@ -1,6 +1,7 @@
-"""Train a model of this project in a loop of Accelerate's, and save it for any layout.
+"""Train a model of this project in Accelerate's loop, and save it for any layout.
 
-``accelerate launch --num_processes 2 --cpu train.py FOLDER OUT``: FOLDER is a Hugging Face model or a checkpoint.
+``torchrun --standalone --nproc_per_node=2 train.py FOLDER OUT``: FOLDER is a Hugging Face model or a checkpoint. On
+CPUs set ``ACCELERATE_USE_CPU=true``.
 """
 
 import sys
@@ -21,7 +22,7 @@ def main(folder: str, out: str) -> None:
     assert vocabulary is not None
 
     starts = torch.randint(vocabulary, (64, 1), generator=torch.Generator().manual_seed(0))
-    texts = TensorDataset((starts + torch.arange(17)) % vocabulary)  # texts that count; yours come from a tokenizer
+    texts = TensorDataset((starts + torch.arange(17)) % vocabulary)  # consecutive ids; real texts come from a tokenizer
     loader = DataLoader(texts, batch_size=8)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     wrapped, optimizer, loader = accelerator.prepare(model, optimizer, loader)

@@ -35,4 +35,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    run_command(main)  # prints a user's mistake as one sentence
+    run_command(main)  # a user's mistake ends in one sentence, without a traceback

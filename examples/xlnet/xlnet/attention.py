@@ -63,7 +63,7 @@ class Segments:
 
 @dataclass(frozen=True, kw_only=True)
 class SegmentInputs(LayerInputs):
-    """What all layers share for rows and keys of ``b`` segments, those of ``segments`` for each sample.
+    """Inputs that all layers share, for the rows and keys of ``b`` segments; ``segments`` are the sizes of a sample.
 
     ``distance`` [b, 1, rows, keys]: index of each pair's distance in ``encodings`` [distances, h]; ``same``: whether
     both are of one document; ``unseen``: which keys a row doesn't see.
@@ -129,7 +129,7 @@ class TwoStreamAttention(Attention):
     def _mixed(self, query: Tensor, key: Tensor, value: Tensor, position: Tensor, inputs: SegmentInputs) -> Tensor:
         """``[rows, b, n, d]``, keys and values ``[keys, b, n, d]``, to ``[rows, b, n·d]``.
 
-        Each row has a bias on its scores of its own, so the heads of all segments count as heads of one sample.
+        Every row has its own bias on the scores, so the heads of all segments count as heads of one sample.
         """
         rows, batch, heads, width = query.shape
         content, place, document = (
@@ -185,8 +185,10 @@ class TwoStreamAttention(Attention):
 
 
 def _with_memory(x: Tensor, sizes: Segments) -> Tensor:
-    """Keys or values [rows, …, n, d] of ``b`` segments, and then of the earlier ones of each sample without gradient,
-    to those that each segment sees: [keys, b, n, d]. In places before the sample's first token stands any other's.
+    """Keys or values with those of each segment's memory in front: ``[keys, b, n, d]``.
+
+    ``x`` ``[rows, …, n, d]``: those of ``b`` segments, then those of the earlier segments of each sample, without
+    gradient. Memory before the sample's first token holds the values of another token, which is masked.
     """
     if not sizes.memory:
         return x[: sizes.length]

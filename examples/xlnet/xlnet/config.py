@@ -1,4 +1,4 @@
-"""Settings: segments, their memory, and what is predicted; what an XLNet can't be combined with. No torch."""
+"""Settings and rules of an XLNet: segments, their memory, and what is predicted. Imports no torch."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ MOST_SEGMENTS = 64
 
 
 class XLNetConfig(FamilyConfig):
-    """Flags of pretrain_xlnet.py alone. ``--seq-length`` is that of a segment."""
+    """Flags that only pretrain_xlnet.py has. ``--seq-length`` is the length of a segment."""
 
     name: ClassVar[str] = "xlnet"
     title: ClassVar[str] = "XLNet"
@@ -62,7 +62,7 @@ class XLNetConfig(FamilyConfig):
         from_checkpoint=True,
     )
     max_gram: int = flag(
-        "Longest span of predicted tokens; one of n tokens is drawn as often as 1/n says.",
+        "Longest span of predicted tokens; a span of n tokens is drawn with a probability in proportion to 1/n.",
         default=5,
         at_least=1,
         at_most=64,

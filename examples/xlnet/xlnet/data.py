@@ -40,8 +40,10 @@ class Factorization:
     def __call__(
         self, can_be_predicted: NDArray[np.bool_], random: np.random.RandomState
     ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.float32]]:
-        """Rank of each token [S], ``GIVEN`` unless it is predicted; places of predicted tokens [P] by rank; and which
-        of these have a loss [P]: all, unless too few can be predicted.
+        """Ranks of all tokens, and places and loss mask of the predicted ones.
+
+        Ranks [S] are ``GIVEN`` unless a token is predicted. Places [P] are sorted by rank. The mask [P] is 1 for all,
+        unless too few tokens can be predicted.
         """
         length, wanted = len(can_be_predicted), self.num_predict
         chosen, at = np.zeros(length, bool), 0
@@ -80,7 +82,7 @@ class SegmentDataset(StreamDataset):
 
     @override
     def sample(self, index: int) -> Sample:
-        """The tokens from where the order says, and an order of each segment."""
+        """The tokens of a sample's segments, and a factorization order of each."""
         segments, length = self._shape
         tokens, num_tokens = self.read(index, segments * length)
         is_eod = tokens == self._eod
@@ -101,7 +103,7 @@ class SegmentDataset(StreamDataset):
 
 
 class SegmentDatasets:
-    """How an XLNet reads data; ``--split`` counts sequences."""
+    """Data sets of an XLNet; ``--split`` counts sequences."""
 
     def __init__(self, run: RunConfig, tokenizer: Tokenizer) -> None:
         self._run, self._eod = run, tokenizer.eod

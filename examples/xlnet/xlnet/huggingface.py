@@ -1,4 +1,4 @@
-"""Conversion: ``config.json`` of transformers' XLNet, and which of its modules are which of ours."""
+"""Conversion from and to transformers' XLNet: its ``config.json``, and a table of its modules and ours."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from xlnet.config import XLNetConfig
 OURS, THEIRS = "encoder.layers.{n}", "transformer.layer.{n}"
 ATTENTION, THEIR_ATTENTION = f"{OURS}.self_attention", f"{THEIRS}.rel_attn"
 LONGEST = 1 << 20
-"""``--max-position-embeddings`` of a published model: distances have no end."""
+"""``--max-position-embeddings`` of a published model: relative distances have no limit."""
 
 
 def _split_inputs(tensor: Tensor, model: ModelConfig) -> list[Tensor]:
@@ -37,13 +37,13 @@ KEY_VALUE = Transform(
     lambda parts, model: torch.cat([FROM_HIDDEN.join([part], model) for part in parts]),
     lambda tensor, model: [FROM_HIDDEN.split(part, model)[0] for part in tensor.chunk(2)],
 )
-"""Keys' and values' such matrices, one above the other."""
+"""Two such matrices of theirs, keys and values, stacked in one of ours."""
 BY_HEAD = Transform(lambda parts, model: parts[0].flatten(-2), _split_channels)
-"""Anything whose last dimensions are heads and their channels, which are one dimension of ours."""
+"""A tensor of theirs that ends in ``[heads, d]``, ours in ``[heads·d]``."""
 
 
 def _parameters() -> tuple[Row, ...]:
-    """Theirs are tensors of their own, and not weights of modules."""
+    """Rows of the attention's parameters, which transformers keep in no modules."""
     rows = {
         "linear_q.weight": ("q", FROM_HIDDEN),
         "linear_proj.weight": ("o", BY_HEAD),

@@ -30,8 +30,10 @@ from xlnet.config import XLNetConfig
 
 
 class XLNetModel(nn.Module):
-    """The stage's part of an XLNet. With ``--apply-residual-connection-post-layernorm --no-first-attention-norm`` and a
-    bias on the logits it is the original, and Hugging Face's, weight for weight.
+    """The stage's part of an XLNet.
+
+    With ``--apply-residual-connection-post-layernorm --no-first-attention-norm`` and a bias on the logits it has the
+    weights of the original and of Hugging Face's, one by one.
     """
 
     def __init__(
@@ -77,10 +79,11 @@ class XLNetModel(nn.Module):
         hidden: Tensor | None = None,
         side_losses: SideLosses | None = None,
     ) -> VocabularyOutput | Tensor:
-        """Token ids ``[b, segments, S]`` (None after the first stage) to the output of the predicted places, ``P`` for
-        each of the ``b·segments`` segments, before the last stage to hidden states ``[s, b·segments, h]``.
+        """The output of the predicted places; before the last stage, hidden states ``[s, b·segments, h]``.
 
-        ``ranks`` and ``documents`` ``[b, segments, S]``, ``places`` ``[b, segments, P]``: see ``SegmentDataset``.
+        The output has ``P`` places of each of the ``b·segments`` segments. ``tokens`` ``[b, segments, S]``: None after
+        the first stage. ``ranks`` and ``documents`` ``[b, segments, S]``, ``places`` ``[b, segments, P]``: see
+        ``SegmentDataset``.
         ``hidden``: what the stage before returned. ``rng_key``: the microbatch's random streams, needed only when
         dropout draws. ``side_losses``: takes the losses of layers.
         """
@@ -147,8 +150,8 @@ class XLNetModel(nn.Module):
 def pairs(sizes: Segments, ranks: Tensor, places: Tensor, documents: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """``distance``, ``same`` and ``unseen`` of ``SegmentInputs``, for the ``b`` segments of some samples.
 
-    A row sees the tokens that are given and those of lower rank, and in the content stream its own; of its memory all
-    that there is.
+    A row sees the given tokens, those of lower rank, all of its memory that exists, and in the content stream its own
+    token.
     """
     device, memory = ranks.device, sizes.memory_places(ranks.device)
     remembered = documents.flatten(1)[:, memory.clamp(min=0)].flatten(0, 1)  # [b, memory]

@@ -1,4 +1,4 @@
-"""What a proof of a conversion asks the model: the predicted tokens of two segments, the second with a memory."""
+"""The input of a conversion's proof: two segments, the second with a memory, and the places to predict."""
 
 from __future__ import annotations
 
@@ -23,9 +23,10 @@ _PREDICTED = 5
 
 @dataclass(frozen=True)
 class PermutedQuestion:
-    """Which tokens stand at ``places`` ``[b, segments, P]``, seen in the order of ``ranks`` ``[b, segments, S]``?
+    """A question for the logits of some places, given the tokens that come before them in a factorization order.
 
-    ``tokens`` and ``documents`` ``[b, segments, S]``: the first segment is one document, which ends in the second.
+    ``places`` ``[b, segments, P]``: predicted places. ``tokens``, ``ranks`` (the order) and ``documents``
+    ``[b, segments, S]``: the first segment is one document, which ends within the second.
     """
 
     tokens: Tensor
@@ -56,8 +57,8 @@ class PermutedQuestion:
         return self.tokens, self.ranks, self.places, self.documents
 
     def ask_megatron_lm(self, model: MegatronLMModel) -> Answer:
-        """Refused: Megatron-LM has no XLNet."""
-        raise CheckpointError("Megatron-LM has no XLNet, so no checkpoint of its holds one")
+        """Raise CheckpointError: Megatron-LM has no XLNet."""
+        raise CheckpointError("Megatron-LM has no XLNet: convert between this project and Hugging Face only")
 
     def ask_ours(self, stage: nn.Module, handed: Mapping[str, Tensor]) -> Answer:
         """Logits of all places from our model; before the last stage, its hidden states."""
@@ -68,7 +69,7 @@ class PermutedQuestion:
 
 
 def question_for(model: ModelConfig, groups: Sequence[object]) -> PermutedQuestion:
-    """The question for this model: fixed tokens, and orders that leave each predicted token something to see."""
+    """The question for this model: fixed tokens, and orders in which every predicted token sees others."""
     tokens = tokens_for(model)
     samples, length = tokens.shape[0], tokens.shape[1] // 2
     draw = Factorization(min(_PREDICTED, max(length - 1, 1)), XLNetConfig.max_gram)
@@ -76,5 +77,4 @@ def question_for(model: ModelConfig, groups: Sequence[object]) -> PermutedQuesti
     drawn = [draw(free, random)[:2] for _ in range(2 * samples)]
     ranks, places = (torch.from_numpy(np.stack(each)).view(samples, 2, -1) for each in zip(*drawn))
     documents = torch.stack((torch.zeros(length), torch.arange(length) >= length // 2)).long()
-    assert XLNetConfig.among(groups).mem_len >= 0
     return PermutedQuestion(tokens.view(samples, 2, length), ranks, places, documents.expand(samples, 2, length))

@@ -1,4 +1,4 @@
-"""What training asks of the family: segments of documents, and the loss of what is predicted in each."""
+"""The train spec of an XLNet: batches of segments, stages, and the loss of the predicted tokens."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ class XLNetSpec(TrainSpec):
 
     @override
     def workload(self, run: RunConfig, context: ParallelContext) -> Workload:
-        """Rows of both streams, of which the query stream's are predicted."""
+        """The rows of both streams, of which those of the query stream are predicted."""
         own = run.group(XLNetConfig)
         rows = run.data.seq_length + own.num_predict
         usual = workload_of(run, context, sequences=own.segments_per_sample, predicted=own.num_predict / rows)
