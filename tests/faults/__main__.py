@@ -1,4 +1,4 @@
-"""``python -m tests.faults [NAMES or NUMBERS]``: does the default tier notice 120 faults in real code?"""
+"""``python -m tests.faults [NAMES or NUMBERS]``: does the default tier notice faults in real code?"""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument(
         "--check",
         action="store_true",
-        help="run the tests that told faults without any fault, and judge again where one is not of the default tier, "
-        "or fails",
+        help="run the tests that caught faults on the sound code, and judge those faults again whose test fails or has "
+        "left the default tier",
     )
     parser.add_argument("--list", action="store_true", help="print the faults and what is known of them; run nothing")
     return parser.parse_args()
@@ -51,9 +51,9 @@ def chosen(words: Iterable[str]) -> list[Fault]:
 def judge_all(
     faults: Sequence[Fault], record: Mapping[str, Verdict], *, jobs: int, limit: float, again: bool = True
 ) -> None:
-    """Judge faults, each in a copy that no other one uses meanwhile, and record every verdict at once.
+    """Judge faults, each in a copy of its own, and record every verdict as soon as it is known.
 
-    Without ``again`` those are passed over that another process has judged by the time they are reached.
+    Without ``again``, faults that another process has judged meanwhile are skipped.
     """
     stop, copies = threading.Event(), SimpleQueue[CheckoutCopy]()
 
@@ -81,7 +81,7 @@ def judge_all(
 
 
 def copy_of_its_own(folder: Path, stop: threading.Event | None = None) -> CheckoutCopy:
-    """A copy of the checkout, of which it is certain that programs import it."""
+    """A copy of the checkout from which programs import; the process ends if they would import another one."""
     copy = CheckoutCopy(folder, stop=stop)
     imported = copy.imported_from()
     if not Path(imported).is_relative_to(copy.root):

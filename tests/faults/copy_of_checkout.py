@@ -23,7 +23,7 @@ MARK = "FAULT_RUN"
 
 
 class StoppedError(Exception):
-    """Somebody wants everything to end; what ran has been killed and says nothing of a fault."""
+    """The run was stopped from outside: its processes have been killed, and it is no verdict on the fault."""
 
 
 @dataclass
@@ -69,7 +69,7 @@ class CheckoutCopy:
         return done.stdout.strip()
 
     def write(self, name: str, text: str) -> None:
-        """Write a file anew, as of a second that no compiled file of it knows, since those go by size and second."""
+        """Write a file with a new modification time, as Python compares compiled files by size and second."""
         path = self.root / name
         path.write_text(text, encoding="utf-8")
         self._edits += 1
@@ -78,7 +78,7 @@ class CheckoutCopy:
 
     @contextmanager
     def edited(self, fault: Fault) -> Iterator[None]:
-        """Have a fault in the block."""
+        """Apply a fault for the time of the block."""
         source = (self.root / fault.file).read_text(encoding="utf-8")
         self.write(fault.file, fault.applied(source))
         try:

@@ -17,7 +17,7 @@ HANG = 150.0  # seconds; tests of the default tier take a few
 def judge(copy: CheckoutCopy, fault: Fault, *, told: str, limit: float) -> Verdict:
     """Whether the default tier turns red with ``fault``.
 
-    ``told``: the test that told it the last time, or "". Files that are likely to tell come first, alone; then all
+    ``told``: the test that caught it the last time, or "". Files that are likely to catch it run first; then all
     affected parts. ``limit``: seconds for everything, after which the verdict is ``UNFINISHED``.
     """
     began = time.monotonic()

@@ -46,9 +46,8 @@ def read_snapshot(text: str) -> dict[str, list[str]]:
     found: dict[str, list[str]] = {}
     for line in text.splitlines():
         if line.startswith("    "):
-            name, sentences = next(reversed(found.items()))
+            sentences = next(reversed(found.values()))
             sentences[-1] += ("\n" if sentences[-1] else "") + line[4:].removeprefix("\\")
-            found[name] = sentences
         elif line and not line.startswith("# "):
             found.setdefault(re.sub(r" \(\d+\)$", "", line), []).append("")
     return found

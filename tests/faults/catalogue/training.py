@@ -161,5 +161,6 @@ FAULTS = (
         old="if model.training:\n            broadcast_buffers",
         new="if not model.training:\n            broadcast_buffers",
         suffers="Running statistics of a user's BatchNorm drift apart between replicas.",
+        first=("parallel/test_plain_modules.py",),
     ),
 )

@@ -275,7 +275,7 @@ def test_a_wrong_conversion_is_not_kept(
     monkeypatch.setattr(conversion, "read_huggingface", slightly_off)
     with expect_error(ProofError) as caught:
         convert(Conversion("hf", llama, target, tmp_path / "new/ours"), print)
-    assert caught.value.exit_code != 0
+    assert caught.value.exit_code == 1
     assert sorted(path.name for path in tmp_path.iterdir()) == ["llama"]
 
 

@@ -79,7 +79,9 @@ def test_a_busy_server_is_asked_again() -> None:
             impatient.completions.create(model=MODEL, prompt=PROMPT)
         assert refused.value.response.headers["retry-after"] == "1"
         started = time.monotonic()
-        assert patient.completions.create(model=MODEL, prompt=PROMPT, max_tokens=1).choices[0].text is not None
+        answer = patient.completions.create(model=MODEL, prompt=PROMPT, max_tokens=1, extra_body={"ignore_eos": True})
+        assert answer.usage is not None
+        assert (answer.choices[0].finish_reason, answer.usage.completion_tokens) == ("length", 1)
         assert time.monotonic() - started > 0.5
         first.close()
 
