@@ -1,4 +1,4 @@
-"""Fields of an OpenAI request to requests of the engine, and their results to answers."""
+"""Requests of the engine made from the fields of an OpenAI request, and answers made from their results."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ _MOST_SCORED = 1 << 21
 
 @dataclass(frozen=True, kw_only=True)
 class ApiCall:
-    """An HTTP request, read: its ``fields``, its ``prompts`` as token ids, and the engine's ``requests`` for them:
-    ``choices`` continuations of each, prompt by prompt.
+    """A parsed HTTP request and the engine's requests for it.
 
-    ``seed``: the one that was given, or drawn; None for a search, which samples nothing. ``form``: which all of them
-    have. ``answered``: how many of the continuations the answer holds.
+    ``fields``: those of the HTTP request. ``prompts``: token ids. ``requests``: ``choices`` continuations of each
+    prompt, prompt by prompt. ``seed``: the one that was given, or drawn; None for beam search, which samples nothing.
+    ``form``: the schema or grammar that all continuations follow.
     """
 
     id: str
@@ -62,8 +62,9 @@ def api_call(
     param: str,
     choices: int,
 ) -> ApiCall:
-    """The engine's requests for prompts of token ids, by their places in ``param``. Raises ApiError for settings that
-    cannot work.
+    """The call for prompts of token ids, which are given by their places in ``param``.
+
+    Raises ApiError for settings that cannot work.
     """
     most, truncate = fields["max_tokens"], fields["truncate_prompt_tokens"]
     checked = [
@@ -191,7 +192,10 @@ def stop_rules(fields: Mapping[str, Any], model: ServedModel) -> StopRules:
 
 
 def usage(call: ApiCall, *, generated: int, cached: Sequence[int]) -> dict[str, Any]:
-    """Counts of tokens: each prompt once, and all that was ``generated``. ``cached``: of each request's prompt."""
+    """The counts of tokens in an answer: each prompt once, and all ``generated`` tokens.
+
+    ``cached``: tokens of each request's prompt that were in the cache.
+    """
     prompt = sum(map(len, call.prompts))
     return {
         "prompt_tokens": prompt,
@@ -203,9 +207,9 @@ def usage(call: ApiCall, *, generated: int, cached: Sequence[int]) -> dict[str, 
 
 @dataclass
 class Answer(ABC):
-    """Makes the answer to an OpenAI request, or its chunks, of the engine's updates.
+    """The answer to an OpenAI request, or its chunks, made from the engine's updates.
 
-    ``prefix``: of its id. ``kind``, ``chunk_kind``: what an answer and a chunk call themselves (``object``).
+    ``prefix``: the beginning of its id. ``kind``, ``chunk_kind``: the ``object`` of an answer and a chunk.
     """
 
     prefix: ClassVar[str]
@@ -217,7 +221,7 @@ class Answer(ABC):
     created: int = field(default_factory=lambda: int(time.time()), init=False)
 
     def whole(self, found: Sequence[Result]) -> dict[str, Any]:
-        """The whole answer: of each prompt the ``n`` texts of the highest mean log-probability, if there are more."""
+        """The whole answer, with the ``n`` texts of the highest mean log-probability where there are more."""
         call, choices = self.call, list[dict[str, Any]]()
         for number in range(len(call.prompts)):
             group = [each for one in found[number * call.choices : (number + 1) * call.choices] for each in one.answers]
@@ -266,7 +270,7 @@ def _mean_logprob(result: Result) -> float:
 
 
 def _spellings(word: str, model: ServedModel) -> list[list[int]]:
-    """A word at the beginning of a text, and after a space."""
+    """Token ids of a word at the beginning of a text, and after a space."""
     return [model.ids_of_text(text, whole=False, param="bad_words") for text in (word, f" {word.lstrip()}")]
 
 

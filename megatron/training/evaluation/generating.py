@@ -64,17 +64,11 @@ def generation_engine(
         yield None
         return
     runner, *drafts = [Leader(stage, mesh, messages, number=number) for number, stage in enumerate(stages)]
-    options = SchedulerOptions(
-        max_tokens=config.inference_dynamic_batching_max_tokens,
-        chunked_prefill=not config.disable_chunked_prefill,
-        prefix_caching=config.inference_dynamic_batching_prefix_caching,
-        num_drafts=config.num_speculative_tokens,
-    )
     drafter = DraftModel(drafts[0]) if drafts else None
     engine = Engine(
         runner,
         tokenizer=trained.tokenizer,
-        options=options,
+        options=scheduler_options(config),
         drafter=drafter,
         quantization=config.quantization,
         is_batch_invariant=invariant,
@@ -91,6 +85,16 @@ def generation_engine(
         yield engine
     finally:
         engine.close()
+
+
+def scheduler_options(config: InferenceConfig) -> SchedulerOptions:
+    """The scheduler's options that the flags of inference ask for."""
+    return SchedulerOptions(
+        max_tokens=config.inference_dynamic_batching_max_tokens,
+        chunked_prefill=not config.disable_chunked_prefill,
+        prefix_caching=config.inference_dynamic_batching_prefix_caching,
+        num_drafts=config.num_speculative_tokens,
+    )
 
 
 @contextmanager
@@ -115,13 +119,7 @@ def _whole_text_engine(trained: TrainedModel, config: InferenceConfig, needs: Te
         follow_runner(runner, mesh, messages)
         yield None
         return
-    options = SchedulerOptions(
-        max_tokens=config.inference_dynamic_batching_max_tokens,
-        chunked_prefill=not config.disable_chunked_prefill,
-        prefix_caching=config.inference_dynamic_batching_prefix_caching,
-        num_drafts=config.num_speculative_tokens,
-    )
-    engine = Engine(LeaderOfAll(runner, messages), tokenizer=trained.tokenizer, options=options)
+    engine = Engine(LeaderOfAll(runner, messages), tokenizer=trained.tokenizer, options=scheduler_options(config))
     print(f"layers with {why}: the model reads the whole text for each token, which is slow", file=sys.stderr)
     try:
         yield engine
@@ -211,9 +209,10 @@ def engine_of_every_rank(
 def exactness(
     trained: TrainedModel, config: InferenceConfig, *, together: bool = True, is_invariant: bool | None = None
 ) -> str:
-    """A line that says how exact generation is: the type of numbers, where, and, for texts that are written together,
-    whether they depend on each other. And what is faster, where the type is slow. ``is_invariant``: what the engine
-    is; None: as its settings say.
+    """A line that says how exact generation is: the type of numbers, the device, and batch invariance.
+
+    It names a faster type where the type is slow. ``together``: texts are generated in batches. ``is_invariant``:
+    whether the engine is batch-invariant; None: as its settings say.
     """
     context = trained.context
     mesh = context.mesh
@@ -243,7 +242,10 @@ def exactness(
 
 
 def weights_form(trained: TrainedModel, config: InferenceConfig) -> Form | None:
-    """What ``--quantization`` asks for; None: the usual. Raises ConfigError where it can't be had."""
+    """The form of weights that ``--quantization`` asks for; None without the flag.
+
+    Raises ConfigError where the device or type doesn't support it.
+    """
     if config.quantization is None:
         return None
     weight = torch.empty(0, 0, dtype=trained.context.dtype, device=trained.context.device)
@@ -265,7 +267,7 @@ def check_limits(config: InferenceConfig) -> None:
 
 
 def limits_of(trained: TrainedModel, config: InferenceConfig) -> RunnerLimits:
-    """What the ranks have room for, at most what the longest texts need. A collective.
+    """Limits of the engine: what all ranks have room for, and no more than the longest texts need. A collective.
 
     Raises ConfigError when the cache is too small for the states of all texts and the shortest text.
     """
@@ -335,7 +337,7 @@ def draft_model(trained: TrainedModel, folder: str, *, length: int) -> TrainedMo
 
 
 def decoder_start(trained: TrainedModel) -> int | None:
-    """What a text of an encoder-decoder model begins with; None for a model whose texts continue their prompts.
+    """The token id that a decoder's text begins with; None for a model whose texts continue their prompts.
 
     Raises ConfigError for a tokenizer that has no such token.
     """
@@ -351,9 +353,9 @@ def decoder_start(trained: TrainedModel) -> int | None:
 
 
 def template_of(trained: TrainedModel, given: str | None) -> ChatTemplate | None:
-    """The template in the file ``given``, or the one that the model has learned, or its tokenizer's own; None: neither.
+    """The template in the file ``given``, or the one that the model was trained with, or its tokenizer's own, or None.
 
-    A model that was fine-tuned on conversations knows those alone in the form that it has seen. Raises ConfigError and
+    A model that was fine-tuned on conversations knows only the form that it was trained on. Raises ConfigError and
     DataError for a template that can't be used.
     """
     files, chat = trained.config.tokenizer.tokenizer_model, trained.chat
