@@ -189,8 +189,8 @@ def pattern_has_all_layers(run: RunConfig) -> str | None:
     if not letters or len(letters) == layers:
         return None
     return (
-        f"--hybrid-layer-pattern has {len(letters)} layers, and --num-layers is {layers}; leave --num-layers out, "
-        f"which follows from the pattern, or write {layers} letters"
+        f"--hybrid-layer-pattern has {len(letters)} layer{plural_s(len(letters))}, and --num-layers is {layers}; leave "
+        f"--num-layers out, which follows from the pattern, or write {layers} letter{plural_s(layers)}"
     )
 
 

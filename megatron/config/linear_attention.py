@@ -11,7 +11,7 @@ from typing_extensions import override
 
 from megatron.config.family import PartConfig, Rule
 from megatron.config.flags import architecture_flag, architecture_switch, flag, flags_of, plural_s, subject
-from megatron.config.hybrid import HybridConfig
+from megatron.config.hybrid import HybridConfig, pattern_is_one
 from megatron.config.layer_patterns import listed_layers, window_layers, window_pattern
 from megatron.config.model import ModelConfig, NormPlacement
 from megatron.config.rules.sizes import divide, divisors, some
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 FREQUENCY = "--linear-attention-freq"
+VARIANT = "--experimental-attention-variant"
 
 
 class GatedDeltaNetConfig(PartConfig):
@@ -119,7 +120,7 @@ class GatedDeltaNetConfig(PartConfig):
         marked = self.linear_layers(stacks[-1])
         if not any(marked):
             return ()
-        return (f"gated delta nets in {sum(marked)} layers", *self.described_heads())
+        return (f"gated delta nets in {sum(marked)} layer{plural_s(sum(marked))}", *self.described_heads())
 
     def described_heads(self) -> Sequence[str]:
         """Words about the heads of its layers."""
@@ -149,19 +150,18 @@ class GatedDeltaNetConfig(PartConfig):
 
 
 def settings_need_layers(run: RunConfig) -> str | None:
-    """A setting of linear attention has no effect without such layers."""
+    """A setting of linear attention has no effect without such layers; a pattern that can't be read may have some."""
     part = run.part(GatedDeltaNetConfig)
     given = [
         spec.typed(run.value(spec))
         for spec in flags_of(GatedDeltaNetConfig)
         if run.given(spec.field) and spec.field != "experimental_attention_variant" and run.value(spec) != spec.default
     ]
-    if part.has_delta_nets or not given:
+    if part.has_delta_nets or not given or pattern_is_one(run) is not None:
         return None
-    return (
-        f"{subject(given, 'has', 'have')} no effect without gated delta nets; give --experimental-attention-variant "
-        "gated_delta_net, too"
-    )
+    is_hybrid = run.part(HybridConfig).is_hybrid
+    advice = "write G in --hybrid-layer-pattern" if is_hybrid else f"give {VARIANT} gated_delta_net, too"
+    return f"{subject(given, 'has', 'have')} no effect without gated delta nets; {advice}"
 
 
 def layers_are_marked(run: RunConfig) -> str | None:

@@ -12,7 +12,7 @@ from typing_extensions import override
 
 from megatron.config.family import PartConfig, Rule
 from megatron.config.flags import architecture_flag, flag, flags_of, plural_s, subject
-from megatron.config.hybrid import HybridConfig
+from megatron.config.hybrid import HybridConfig, pattern_is_one
 from megatron.config.hybrid_pattern import MAMBA
 from megatron.config.model import ModelConfig
 from megatron.config.rules.sizes import divisors, indivisible, some
@@ -184,8 +184,10 @@ def _limits_ascend(run: RunConfig) -> str | None:
 
 
 def _settings_need_layers(run: RunConfig) -> str | None:
-    """A setting of such layers has no effect without them."""
+    """A setting of such layers has no effect without them; a pattern that can't be read may have some."""
     mamba = run.part(MambaConfig)
+    if pattern_is_one(run) is not None:
+        return None
     given = [
         spec.typed(run.value(spec))
         for spec in flags_of(MambaConfig)
@@ -195,7 +197,7 @@ def _settings_need_layers(run: RunConfig) -> str | None:
         return None
     return (
         f"{subject(given, 'has', 'have')} no effect without Mamba-2 layers; give --hybrid-layer-pattern with an M for "
-        "each, or leave it out"
+        f"each, or leave {'it' if len(given) == 1 else 'them'} out"
     )
 
 

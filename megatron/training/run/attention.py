@@ -1,4 +1,4 @@
-"""Which attention backend serves the layers of a run."""
+"""Which backends of attention and of state-space layers serve a run."""
 
 from __future__ import annotations
 
@@ -6,10 +6,12 @@ from dataclasses import replace
 
 import torch
 
+from megatron.config.mamba import MambaConfig, has_mamba_layers
 from megatron.config.run import RunConfig
 from megatron.core.context_parallel.attention import actual_request
 from megatron.core.device import capability
 from megatron.core.models.train_spec import TrainSpec
+from megatron.core.ops import state_space
 from megatron.core.ops.attention.registry import choose
 from megatron.core.ops.attention.request import AttentionRequest
 from megatron.core.parallel.context import ParallelContext
@@ -40,6 +42,16 @@ def attention_choices(config: RunConfig, train_spec: TrainSpec, context: Paralle
             served = choose(actual_request(request, kind, context), backend).describe()
             texts.append(": ".join(filter(None, (name if len(asked) > 1 else "", kind if kinds else "", served))))
     return "; ".join([*texts, *latents_sent(config, train_spec)])
+
+
+def scan_choice(config: RunConfig, context: ParallelContext) -> str:
+    """The backend of Mamba-2 layers, in words; nothing for a model without any.
+
+    Raises ConfigError where ``--mamba-scan-backend`` can't serve this run.
+    """
+    if not has_mamba_layers(config):
+        return ""
+    return state_space.choose(context.device, context.dtype, config.part(MambaConfig).mamba_scan_backend).describe()
 
 
 def check_backend(config: RunConfig, train_spec: TrainSpec) -> None:

@@ -45,7 +45,7 @@ from megatron.training.reporting.profiling import annotated
 from megatron.training.reporting.reporter import Reporter, ReportingRank
 from megatron.training.reporting.startup import StartupFacts
 from megatron.training.reporting.timers import Timers
-from megatron.training.run.attention import attention_choices
+from megatron.training.run.attention import attention_choices, scan_choice
 from megatron.training.run.data import TrainingData
 from megatron.training.run.fp8 import check_fp8, describe_fp8
 from megatron.training.run.pipeline import Plans, routes
@@ -293,7 +293,7 @@ def build_exit_watch(config: RunConfig, context: ParallelContext, started: float
 def startup_facts(run: Run, *, parameters: int) -> StartupFacts:
     """Facts for the start-up report. ``parameters``: of the whole model.
 
-    Raises ConfigError when ``--attention-backend`` can't serve this run.
+    Raises ConfigError when ``--attention-backend`` or ``--mamba-scan-backend`` can't serve this run.
     """
     return StartupFacts(
         model_name=run.train_spec.name,
@@ -307,5 +307,6 @@ def startup_facts(run: Run, *, parameters: int) -> StartupFacts:
         start_iteration=run.progress.iteration,
         loaded_from=run.loaded_from,
         attention=attention_choices(run.config, run.train_spec, run.context),
+        scan=scan_choice(run.config, run.context),
         fp8=describe_fp8(run.config, run.context.device),
     )

@@ -12,7 +12,9 @@ from megatron.config.moe import MoEConfig
 from megatron.config.pipeline import chunks_per_rank, model_stages, stage_sizes
 from megatron.config.run import RunConfig
 from megatron.core.models.registry import FAMILIES
+from megatron.errors import ConfigError
 from megatron.planning.shrinking import SMALL_VOCABULARY, shrunk, without_files
+from tests.harness.sentences import expect_error
 from tests.unit.config.command_lines import parse as parse_plain
 
 FREE = "--num-layers"
@@ -50,6 +52,17 @@ def test_ratios_give_as_many_layers_as_they_say() -> None:
             if sum(asked) <= layers:
                 found = allocated(layers, attention=attention, mlp=mlp)
                 assert (len(found), found.count("*"), found.count("-")) == (layers, *asked)
+
+
+def test_a_letter_that_is_none_is_the_only_problem() -> None:
+    """One wrong letter was followed by a complaint that settings of Mamba-2 or gated delta nets had no effect."""
+    flags = "--mamba-num-groups 4 --linear-num-key-heads 4"
+    with expect_error(ConfigError, "'X' at place 2") as caught:
+        parse(f"--hybrid-layer-pattern MXG {flags}")
+    assert "no effect" not in str(caught.value)
+    with expect_error(ConfigError, "--hybrid-mlp-ratio 0.6") as caught:
+        parse(f"--num-layers 3 --hybrid-attention-ratio 0.6 --hybrid-mlp-ratio 0.6 {flags}")
+    assert "no effect" not in str(caught.value)
 
 
 def test_the_pattern_sets_what_follows_from_it() -> None:

@@ -4,7 +4,12 @@ from __future__ import annotations
 
 from megatron.config.parse import parse_run
 from megatron.core.models.gpt.config import GROUPS as GPT_GROUPS
-from megatron.training.reporting.startup import StartupFacts, startup_report
+from megatron.core.parallel.context import ParallelContext
+from megatron.errors import ConfigError
+from megatron.training.reporting.startup import StartupFacts, describe_model, startup_report
+from megatron.training.run.attention import scan_choice
+from tests.harness.runs import tiny_config
+from tests.harness.sentences import expect_error
 
 ARGUMENTS = (
     "--num-layers 4 --hidden-size 128 --num-attention-heads 8 --group-query-attention --num-query-groups 2 --swiglu "
@@ -32,6 +37,26 @@ def test_says_what_is_trained_on_what_and_how() -> None:
     assert "adam, lr 0.0006 cosine to 6e-05" in lines["optimizer"]
     assert lines["precision"].endswith("bf16")
     assert lines["checkpoint"].endswith("not saved")
+
+
+def test_a_hybrid_has_no_heads_or_mlp_that_it_lacks() -> None:
+    """A model of Mamba-2 layers alone was said to have attention heads and an MLP."""
+    others = ARGUMENTS.replace("--num-layers 4", "--mamba-num-groups 2")
+    for pattern, words in (("MM", (False, False)), ("M-M-", (False, True)), ("M*M*", (True, False))):
+        run = parse_run([*others.split(), "--hybrid-layer-pattern", pattern], world_size=8, extra_groups=GPT_GROUPS)
+        said = describe_model(run)
+        assert ("8 heads of 16" in said, "SwiGLU MLP" in said) == words
+
+
+def test_names_the_scan_of_state_space_layers() -> None:
+    """Which scan served was nowhere to be read, and one that cannot was refused in the first step, after the data."""
+    assert "   scan        chunked\n" in report(scan="chunked") and "   scan " not in report()
+    hybrid = "--mock-data --hybrid-layer-pattern M* --mamba-head-dim 8 --mamba-num-groups 2"
+    context = ParallelContext.single()
+    assert scan_choice(tiny_config("--mock-data"), context) == ""
+    assert scan_choice(tiny_config(hybrid), context).startswith("chunked (mamba-ssm refused")
+    with expect_error(ConfigError, "--mamba-scan-backend mamba-ssm", "GPUs"):
+        scan_choice(tiny_config(f"{hybrid} --mamba-scan-backend mamba-ssm"), context)
 
 
 def test_says_where_a_resumed_run_goes_on() -> None:
