@@ -5,7 +5,6 @@ Initialization, gradient sync, gradient norm, checkpoints and converters all rea
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -15,6 +14,9 @@ from torch import Tensor, nn
 
 from megatron.core.parallel.grid import Axis
 from megatron.core.parallel.mesh import Mesh
+from megatron.core.parallel.stacked_rows import RowRun, UndividedError, runs_of_parts
+from megatron.core.parallel.stacked_rows import SharedRows as SharedRows
+from megatron.core.parallel.stacked_rows import StackedPart as StackedPart
 
 Offsets = tuple[int, ...]
 
@@ -34,59 +36,12 @@ class Piece:
 
 
 @dataclass(frozen=True)
-class SharedRows:
-    """Dimension 0 consists of ``groups`` equal groups of rows; the last ``rows`` of a group cannot be divided.
-
-    With more ranks than groups, the ranks of a group divide its first rows and each hold its last ones: a key/value
-    head that serves query heads of several ranks. The gradient of shared rows is partial on each of them.
-    """
-
-    groups: int
-    rows: int
-
-
-@dataclass(frozen=True)
-class StackedPart:
-    """One of several matrices stacked on the split dimension: ``rows`` of them, which ranks divide equally.
-
-    ``groups``: equal groups of rows that cannot be divided. With more ranks than groups, the ranks of a group each hold
-    all of its rows, such as the input matrix of a state-space layer that serves heads of several ranks; the gradient of
-    such rows is partial on each of them.
-    """
-
-    rows: int
-    groups: int | None = None
-
-    def local_rows(self, ranks: int) -> int:
-        """Rows that each of ``ranks`` holds."""
-        return self.rows * self.sharers(ranks) // ranks
-
-    def sharers(self, ranks: int) -> int:
-        """Neighbouring ranks that hold the same rows."""
-        return 1 if self.groups is None else max(1, ranks // self.groups)
-
-    def fits(self, ranks: int) -> bool:
-        """Whether ``ranks`` can hold equally many rows each."""
-        whole = self.groups or self.rows
-        return self.rows % whole == 0 and (whole % ranks == 0 or (self.groups is not None and ranks % whole == 0))
-
-
-@dataclass(frozen=True)
 class SharedRange:
     """Flat range ``[start, stop)`` of a local tensor that ``sharers`` neighbouring ranks of the split axis hold."""
 
     start: int
     stop: int
     sharers: int
-
-
-@dataclass(frozen=True)
-class _Run:
-    """Consecutive rows of the split dimension, from ``start``, which ``sharers`` neighbouring ranks hold."""
-
-    start: int
-    rows: int
-    sharers: int = 1
 
 
 @dataclass(frozen=True)
@@ -203,33 +158,16 @@ class Sharding:
             sizes[dim] = max(0, min(local_shape[dim], self.shape[dim] - starts[dim]))
         return [] if 0 in sizes else [(Piece(tuple(starts), (0,) * len(starts), tuple(sizes)), 1)]
 
-    def _runs(self, dim: int, mesh: Mesh) -> list[_Run]:
+    def _runs(self, dim: int, mesh: Mesh) -> list[RowRun]:
         """Rows of ``dim`` that this rank holds of stacked parts or of groups with shared rows, in local order."""
-        axis, rows = self.split[dim], self.shape[dim]
+        axis = self.split[dim]
         ranks, rank = mesh.size(axis), mesh.rank(axis)
-        if self.shared is None:
-            for part in self.parts:
-                if not part.fits(ranks):
-                    raise ValueError(f"{part} of shape {self.shape} is not divisible by {axis}={ranks}")
-            firsts = [0, *itertools.accumulate(part.rows for part in self.parts)]
-            held = [(part.local_rows(ranks), part.sharers(ranks)) for part in self.parts]
-            return [
-                _Run(first + rank // sharers * width, width, sharers) for first, (width, sharers) in zip(firsts, held)
-            ]
-        groups, height = self.shared.groups, rows // self.shared.groups
-        if ranks <= groups:
-            if groups % ranks:
-                raise ValueError(f"dimension {dim} of shape {self.shape} is not divisible by {axis}={ranks}")
-            return [_Run(rows // ranks * rank, rows // ranks)]
-        sharers, divided = ranks // groups, height - self.shared.rows
-        if ranks % groups or divided % sharers:
-            raise ValueError(f"{self.shared} of shape {self.shape} do not fit {ranks} ranks")
-        group, place = divmod(rank, sharers)
-        own = divided // sharers
-        return [
-            _Run(group * height + place * own, own),
-            _Run((group + 1) * height - self.shared.rows, self.shared.rows, sharers),
-        ]
+        try:
+            if self.shared is None:
+                return runs_of_parts(self.parts, ranks=ranks, rank=rank)
+            return self.shared.runs(self.shape[dim], ranks=ranks, rank=rank)
+        except UndividedError as error:
+            raise ValueError(f"{error} of shape {self.shape} is not divisible by {axis}={ranks}") from None
 
     def gradient_owner(self, mesh: Mesh) -> bool:
         """Whether this rank counts the parameter in a sum over all model-parallel ranks (replicas count once)."""

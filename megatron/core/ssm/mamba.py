@@ -19,7 +19,7 @@ from typing_extensions import override
 from megatron.config.mamba import MambaConfig
 from megatron.core.ops.causal_conv import causal_conv
 from megatron.core.ops.gated_norm import gated_norm
-from megatron.core.ops.state_space import default_chunk_size, from_earlier, scan, step, total_decay
+from megatron.core.ops.state_space import choose, default_chunk_size, from_earlier, scan, step, total_decay
 from megatron.core.ops.text_cache import Slotted, States
 from megatron.core.parallel.collectives import all_reduce_among
 from megatron.core.parallel.costs import Costs, Workload, total_of
@@ -43,6 +43,14 @@ _DECAYS = (1.0, 16.0)
 def mamba_branch(config: MambaConfig) -> Branch:
     """A Mamba-2 mixer as a residual branch."""
     return Branch("mixer", "norm", "mamba", functools.partial(MambaMixer, config=config))
+
+
+def scan_backend(config: MambaConfig, *, device: torch.device, dtype: torch.dtype) -> str:
+    """The backend that computes the scans of a mixer, in words.
+
+    Raises ConfigError where ``--mamba-scan-backend`` can't.
+    """
+    return choose(device, dtype, config.mamba_scan_backend).describe()
 
 
 def _as_bias(logarithm: Tensor) -> Tensor:

@@ -11,11 +11,11 @@ from megatron.config.run import RunConfig
 from megatron.core.context_parallel.attention import actual_request
 from megatron.core.device import capability
 from megatron.core.models.train_spec import TrainSpec
-from megatron.core.ops import state_space
 from megatron.core.ops.attention.registry import choose
 from megatron.core.ops.attention.request import AttentionRequest
 from megatron.core.parallel.context import ParallelContext
 from megatron.core.parallel.costs import workloads_of
+from megatron.core.ssm.mamba import scan_backend
 from megatron.core.transformer.attention import Attention
 from megatron.errors import ConfigError
 from megatron.planning.model import latents_sent, planned_context, whole_model
@@ -51,7 +51,7 @@ def scan_choice(config: RunConfig, context: ParallelContext) -> str:
     """
     if not has_mamba_layers(config):
         return ""
-    return state_space.choose(context.device, context.dtype, config.part(MambaConfig).mamba_scan_backend).describe()
+    return scan_backend(config.part(MambaConfig), device=context.device, dtype=context.dtype)
 
 
 def check_backend(config: RunConfig, train_spec: TrainSpec) -> None:
