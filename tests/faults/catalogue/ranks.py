@@ -45,9 +45,9 @@ FAULTS = (
     ),
     Fault(
         "blocks_split_as_one",
-        "megatron/core/parallel/sharding.py",
-        old="firsts = [0, *itertools.accumulate(part.rows for part in self.parts)]",
-        new="firsts = [0, *itertools.accumulate(part.rows // ranks for part in self.parts)]",
+        "megatron/core/parallel/stacked_rows.py",
+        old="firsts = [0, *itertools.accumulate(part.rows for part in parts)]",
+        new="firsts = [0, *itertools.accumulate(part.rows // ranks for part in parts)]",
         suffers="Gate and up projection are cut in the wrong places when a checkpoint is loaded at another layout.",
     ),
     Fault(
