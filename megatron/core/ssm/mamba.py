@@ -54,7 +54,7 @@ def scan_backend(config: MambaConfig, *, device: torch.device, dtype: torch.dtyp
 
 
 def _as_bias(logarithm: Tensor) -> Tensor:
-    """What softplus makes a time step of, of whose logarithm this is."""
+    """The bias whose softplus is a time step, from the logarithm of the step."""
     steps = logarithm.exp().clamp(min=_LEAST_STEP)
     return steps + torch.log(-torch.expm1(-steps))
 

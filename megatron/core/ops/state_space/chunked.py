@@ -22,7 +22,7 @@ _SCORES_ELSEWHERE = 1 << 26
 
 
 def supports(device: torch.device, dtype: torch.dtype) -> str | None:
-    """None: any scan."""
+    """Always None: it computes any scan."""
     return None
 
 

@@ -24,7 +24,7 @@ def step(x: Tensor, dt: Tensor, a: Tensor, B: Tensor, C: Tensor, state: Tensor) 
 
 
 def supports(device: torch.device, dtype: torch.dtype) -> str | None:
-    """None: any scan."""
+    """Always None: it computes any scan."""
     return None
 
 
