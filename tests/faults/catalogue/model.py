@@ -6,6 +6,30 @@ from tests.faults.fault import Fault
 
 FAULTS = (
     Fault(
+        "components_of_mamba_in_another_order",
+        "megatron/core/conversion/megatron_lm/reading.py",
+        old="_below_each_other([held[each] for each in components_of(name)])",
+        new="_below_each_other([held[each] for each in sorted(components_of(name))])",
+        suffers="A hybrid from Megatron-LM's torch_dist format has its gates where its time steps are.",
+        first=("unit/conversion/test_megatron_lm_hybrids.py",),
+    ),
+    Fault(
+        "nemotron_h_without_its_least_step",
+        "megatron/core/models/gpt/huggingface/nemotron_h.py",
+        old='limits(reader("time_step_min"), float("inf"))',
+        new='limits(0.0, float("inf"))',
+        suffers="A published Nemotron-H takes time steps below the least one that it was trained with.",
+        first=("unit/conversion/test_families.py",),
+    ),
+    Fault(
+        "layers_of_a_pair_apart",
+        "megatron/core/conversion/tables.py",
+        old='"pair": number // 2}',
+        new='"pair": (number + 1) // 2}',
+        suffers="Networks of Bamba and Granite 4 get the weights of the layer behind theirs.",
+        first=("unit/conversion/test_families.py",),
+    ),
+    Fault(
         "interleaved_pairs_turned_back_as_halves",
         "megatron/core/ops/rotary.py",
         old="return _rotate(grad, cos, -sin, ctx.interleaved), None, None, None",

@@ -220,6 +220,7 @@ NEEDED: dict[str, dict[str, Any]] = {
     "olmoe": {"ffn_hidden_size": 2048},
     "gpt_oss": {"ffn_hidden_size": 2880, "activation_func_clamp_value": 7.0},
     **{key: {"norm_epsilon": 1e-06} for key in ("deepseek_v2", "deepseek_v3")},
+    "nemotron_h": {"untie_embeddings_and_output_weights": True},
     "mamba2": {"num_attention_heads": 1, "ffn_hidden_size": 32},
     "granitemoehybrid": {"position_embedding_type": "none", "ffn_hidden_size": 1024},  # of its shared expert
     "mt5": {"untie_embeddings_and_output_weights": True},  # the files say it, and no setting

@@ -91,7 +91,11 @@ def with_experts(
     optional: bool = False,
 ) -> ModelType:
     """The type ``base`` with experts. ``optional``: its models may have none."""
-    experts = PublishedExperts(group=MoEConfig, read=read, write=write, rows=rows, check=_check, optional=optional)
+
+    def rows_of(moe: MoEConfig) -> Sequence[Row]:
+        return rows(moe) if moe.has_experts else ()
+
+    experts = PublishedExperts(group=MoEConfig, read=read, write=write, rows=rows_of, check=_check, optional=optional)
     return replace(base, groups=(*base.groups, experts))
 
 

@@ -12,7 +12,6 @@ from megatron.config.mamba import MambaConfig
 from megatron.config.model import ModelConfig
 from megatron.config.moe import MoEConfig
 from megatron.core.conversion.bounds import Factor, Small, Width
-from megatron.core.conversion.huggingface.biases import biases
 from megatron.core.conversion.huggingface.config_reader import UNGATED, ConfigReader, Feature
 from megatron.core.conversion.huggingface.format import USUAL_SETTINGS, ModelType
 from megatron.core.conversion.tables import Row
@@ -142,10 +141,10 @@ def _expert_rows(moe: MoEConfig) -> Sequence[Row]:
 
 
 _MLP_BIASES = Feature(
-    by_code=("add_bias_linear", "add_mlp_bias"),
+    by_code=("add_mlp_bias",),
     defaults={"mlp_bias": False},
     kinds={"mlp_bias": bool},
-    read=lambda reader: biases(qkv=False, output=False, mlp=reader("mlp_bias")),
+    read=lambda reader: {"add_mlp_bias": reader("mlp_bias")},
     write=lambda model: {"mlp_bias": model.add_mlp_bias},
 )
 _EXPECTED: dict[str, Any] = {
