@@ -101,6 +101,8 @@ def _shared_rows(theirs: str) -> tuple[Row, ...]:
 
 def _qwen3_next_rows(part: GatedDeltaNetConfig) -> Sequence[Row]:
     ours, theirs = f"{OURS}.self_attention", f"{THEIRS}.linear_attn"
+    if not part.has_delta_nets:
+        return ()
     return (
         Row(f"{ours}.in_proj", (f"{theirs}.in_proj_qkvz", f"{theirs}.in_proj_ba"), _by_key_head(part)),
         Row(f"{ours}.conv1d", f"{theirs}.conv1d"),
