@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -121,6 +121,11 @@ class GatedDeltaNetConfig(PartConfig):
         if not any(marked):
             return ()
         return (f"gated delta nets in {sum(marked)} layer{plural_s(sum(marked))}", *self.described_heads())
+
+    @override
+    def recompute_modules(self) -> Mapping[str, str]:
+        """What gated delta nets compute, with the flag that adds them where the model has none."""
+        return {"gated_delta_net": "" if self.has_delta_nets else "--experimental-attention-variant gated_delta_net"}
 
     def described_heads(self) -> Sequence[str]:
         """Words about the heads of its layers."""

@@ -8,7 +8,9 @@ from typing_extensions import override
 
 from megatron.config.flags import COUNT, Settings, flag, switch
 
-RecomputeModule = Literal["core_attn", "layernorm", "mlp", "moe", "moe_act", "shared_experts", "mla_up_proj", "mamba"]
+RecomputeModule = Literal[
+    "core_attn", "layernorm", "mlp", "moe", "moe_act", "shared_experts", "mla_up_proj", "mamba", "gated_delta_net"
+]
 
 _ALL_LAYERS = 1 << 30
 
@@ -72,7 +74,8 @@ class TrainingConfig(Settings):
         "With --recompute-granularity selective. core_attn: attention scores; layernorm: outputs of the norms before "
         "attention and MLPs; mlp: dense MLPs; moe: experts and their router, which sends tokens again; moe_act: the "
         "activation of experts; shared_experts; mla_up_proj: queries, keys and values of multi-latent attention, from "
-        "their latents; mamba: what Mamba-2 layers compute between their projections.",
+        "their latents; mamba and gated_delta_net: what Mamba-2 layers and gated delta nets compute between their "
+        "projections.",
         default=("core_attn",),
     )
     recompute_activations: bool = switch("Short for --recompute-granularity selective.")

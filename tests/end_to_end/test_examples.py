@@ -30,6 +30,7 @@ PARAMETERS = {
     "train_mixtral_8x7b.sh": "46,702,792,704 in the model (46.7 B), 12,879,925,248 for a token (12.9 B)",
     "train_mixtral_8x22b.sh": "140,630,071,296 in the model (141 B), 39,161,468,928 for a token (39.2 B)",
     "train_qwen3_30b_a3b.sh": "30,532,122,624 in the model (30.5 B), 3,353,032,704 for a token (3.35 B)",
+    "train_qwen3_next_80b_a3b.sh": "79,674,391,296 in the model (79.7 B), 3,874,929,408 for a token (3.87 B)",
     "train_deepseek_v2.sh": "235,741,434,880 in the model (236 B), 21,375,800,320 for a token (21.4 B)",
     "train_deepseek_v3.sh": "682,636,487,424 in the model (683 B), 38,240,398,080 for a token (38.2 B)",
     "train_gpt3_175b_distributed.sh": "175 B",

@@ -15,6 +15,7 @@ from tests.equivalence.flags import (
     LATER,
     LLAMA,
     PP3,
+    SELECTIVE,
     SP,
     TP2,
     TP4,
@@ -56,6 +57,7 @@ LAYOUTS: dict[str, str] = {
     "cp2 tp2 states": f"--world-size 4 {TP2} {CP2} --micro-batch-size 4 --linear-cp-comm-type states",
     "cp2 tp4, heads of shared keys": f"--world-size 8 {TP4} {CP2} --micro-batch-size 4",
     "pp3": f"--world-size 3 {PP3} --micro-batch-size 2",
+    "cp2 tp2 recompute nets": f"--world-size 4 {TP2} {CP2} {SELECTIVE} --recompute-modules layernorm gated_delta_net",
     "pp3 dp2 zero, zb-h1": (
         f"--world-size 6 {PP3} {ZB_H1} {ZERO_OVERLAPPED} --ddp-bucket-size 3000 --micro-batch-size 1"
     ),
@@ -77,7 +79,15 @@ def reference(variant: str) -> Observed:
         rich=("cp2 tp2 states", "cp2 tp4, heads of shared keys", "pp3 dp2 zero, zb-h1"),
         more={"with gated attention, 1p, documents": ("cp2 tp2 sp heads",)},
         # Others contain them.
-        slow=("tp2 sp", "tp4 recompute", "cp2 heads", "cp4 states", "pp3", "tp8, shared key heads"),
+        slow=(
+            "tp2 sp",
+            "tp4 recompute",
+            "cp2 heads",
+            "cp4 states",
+            "pp3",
+            "tp8, shared key heads",
+            "cp2 tp2 recompute nets",
+        ),
     ),
 )
 def test_layout_computes_the_model_of_one_rank(variant: str, layout: str) -> None:

@@ -30,6 +30,7 @@ from tests.equivalence.flags import (
     ZB_H1,
     ZERO_OVERLAPPED,
 )
+from tests.equivalence.test_delta_nets import NETS
 from tests.equivalence.test_equivalence import check
 from tests.equivalence.training import run_of, train_alone, train_at
 from tests.tiers import pairs, tiers
@@ -57,6 +58,10 @@ VARIANTS: dict[str, str] = {
         "--hybrid-layer-pattern M*M- --hidden-size 32 --num-attention-heads 4 --init-method-std 0.2 "
         "--position-embedding-type none --mamba-head-dim 8 --mamba-num-groups 2 --mamba-state-dim 4 --bf16 "
         "--fp8-format hybrid --fp8-recipe tensorwise"
+    ),
+    "gated delta nets and gated attention, tensorwise": (
+        f"{LLAMA} {NETS} --linear-attention-freq 2 --attention-output-gate --bf16 --fp8-format hybrid "
+        "--fp8-recipe tensorwise"
     ),
     "experts, delayed": f"{LLAMA} {EXPERTS} --moe-ffn-hidden-size 32 --bf16 --fp8-format hybrid",
 }

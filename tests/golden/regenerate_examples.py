@@ -19,6 +19,7 @@ WORLD_SIZES = {
     "mixtral_8x7b": 64,
     "mixtral_8x22b": 128,
     "qwen3_30b_a3b": 16,
+    "qwen3_next_80b_a3b": 64,
     "mamba2_hybrid_8b": 16,
     "nemotron_h_8b": 32,
     "deepseek_v2": 256,

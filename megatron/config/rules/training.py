@@ -113,7 +113,7 @@ def samples_make_a_step(run: RunConfig) -> str | None:
 def modules_to_recompute_exist(run: RunConfig) -> str | None:
     """What is named for recomputation is a part of the model."""
     modules, parts = run.training.recompute_modules, dict.fromkeys(("moe", "moe_act", "shared_experts"), "experts")
-    parts["mamba"] = "Mamba-2 layers"
+    parts |= {"mamba": "Mamba-2 layers", "gated_delta_net": "gated delta nets"}
     for part in run.parts:
         parts |= part.recompute_modules()
     lacking = {

@@ -27,6 +27,7 @@ from megatron.core.ops.gated_norm import gated_norm
 from megatron.core.ops.text_cache import Slotted, States
 from megatron.core.parallel.costs import Costs, Workload, total_of
 from megatron.core.parallel.model_context import ModelContext
+from megatron.core.parallel.recompute import recomputed
 from megatron.core.parallel.sharding import Sharding, StackedPart
 from megatron.core.ssm import sequences
 from megatron.core.tensor_parallel.initialize import Constant, Initialization, Uniform
@@ -88,6 +89,7 @@ class GatedDeltaNet(nn.Module):
         super().__init__()
         model, context = place.stack.model, place.context
         self.number, self._context, self._config = place.number, context, config
+        self._recomputes = "gated_delta_net" in place.recompute
         self._eps = config.linear_norm_epsilon or model.norm_epsilon
         ranks, key_heads, heads = context.mesh.size("tp"), config.linear_num_key_heads, config.linear_num_value_heads
         self._key_heads, self._heads = max(1, key_heads // ranks), heads // ranks
@@ -153,6 +155,8 @@ class GatedDeltaNet(nn.Module):
         projected = self.in_proj(x)
         if inputs.cache is not None:
             mixed = inputs.cache.advance(self.number, self._advance, projected)
+        elif self._recomputes and self.training:
+            mixed = recomputed(self._mix, projected, inputs.document_ids)
         else:
             mixed = self._mix(projected, inputs.document_ids)
         out: Tensor = self.out_proj(mixed)
@@ -290,7 +294,7 @@ class GatedDeltaNet(nn.Module):
 
     def costs(self, workload: Workload) -> Costs:
         """Keeps what the projection gives, the convolution's rows before and after SiLU, decays and rates, the states
-        between chunks, and the norm's input and one number per head.
+        between chunks, and the norm's input and one number per head; recomputed, only what the projection gives.
 
         The delta rule counts as its products of whole chunks; gradients of what it keeps need most memory at a time.
         """
@@ -302,8 +306,8 @@ class GatedDeltaNet(nn.Module):
         chunk = min(config.linear_attention_chunk_size, length)
         with_map = key_width * (passes and not exchanges)
         states = tokens * -(-length // chunk) / length * self._heads * key_width * (value_width + with_map)
-        kept = tokens * (self._channels + self._values + 2 * self._heads) * item
-        kept += tokens * (2 * self._channels + self._values) * item
+        projected = tokens * (self._channels + self._values + 2 * self._heads) * item
+        kept = tokens * (2 * self._channels + self._values) * item
         kept += tokens * (5 + config.linear_negative_eigenvalues) * self._heads * wide + int(states) * wide
         if exchanges:  # copies with the whole sequence, of shared key heads several
             shared = 2 * self._keys * (max(1, ranks // self._key_heads) - 1)
@@ -314,11 +318,12 @@ class GatedDeltaNet(nn.Module):
         of_head = chunk * (5 * key_width + 3 * value_width) + 6 * key_width * value_width
         flops = float(workload.all_tokens * (2 * config.linear_conv_kernel_dim * channels + heads * of_head))
         matmuls = total_of((self.in_proj, self.out_proj), workload)
+        kept, again = (0, kept) if self._recomputes else (kept, 0)
         # Chunks are computed in the wide type, and five of their matrices have a gradient at a time.
         chunks = tokens * self._heads * (5 * chunk + 4 * key_width + 3 * value_width) * wide
         return dataclasses.replace(
             matmuls,
             flops=matmuls.flops + flops,
-            kept=matmuls.kept + kept,
-            working=matmuls.working + 2 * chunks,
+            kept=matmuls.kept + projected + kept,
+            working=matmuls.working + 2 * chunks + again,
         )

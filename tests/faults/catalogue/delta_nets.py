@@ -13,6 +13,13 @@ MATH, UNIT, ROWS = (
 
 FAULTS = (
     Fault(
+        "recomputed_delta_net_forgets_documents",
+        MIXER,
+        old="mixed = recomputed(self._mix, projected, inputs.document_ids)",
+        new="mixed = recomputed(self._mix, projected, None)",
+        tests=UNIT,
+    ),
+    Fault(
         "delta_rule_masks_after_exp",
         CHUNKED,
         old="between = (total - total.mT).masked_fill(~is_earlier, -torch.inf).exp()",

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from megatron.config.linear_attention import GatedDeltaNetConfig
 from megatron.config.model import ModelConfig
+from megatron.config.training import RecomputeModule
 from megatron.core.conversion.huggingface.formats import config_from_model
 from megatron.core.distributed.parameter_policy import parameter_policies
 from megatron.core.inference.engine import Engine
@@ -28,6 +29,7 @@ from megatron.core.parallel.rng import StreamKey
 from megatron.core.parallel.side_losses import SideLosses
 from megatron.core.ssm.gated_delta_net import GatedDeltaNet
 from megatron.core.tensor_parallel.initialize import initialize
+from megatron.core.transformer.block import RecomputePlan
 from megatron.core.transformer.inputs import LayerInputs
 from megatron.core.transformer.place import BranchPlace
 from megatron.core.transformer.stack import StackConfig
@@ -44,6 +46,7 @@ SMALL = GatedDeltaNetConfig(
     linear_value_head_dim=5,
     linear_attention_chunk_size=5,
 )
+NAMES: tuple[tuple[RecomputeModule, ...], ...] = ((), ("gated_delta_net",))
 LIMITS = RunnerLimits(num_blocks=40, block_size=4, max_requests=3, max_length=64, vocabulary=VOCABULARY)
 
 
@@ -76,10 +79,17 @@ def inputs(document_ids: Tensor | None = None) -> LayerInputs:
     return LayerInputs(StreamKey(0), SideLosses(), document_ids=document_ids)
 
 
-def model_of(config: GatedDeltaNetConfig, layers: int, *, context: ModelContext | None = None) -> GPTModel:
+def model_of(
+    config: GatedDeltaNetConfig,
+    layers: int,
+    *,
+    context: ModelContext | None = None,
+    recompute: tuple[RecomputeModule, ...] = (),
+) -> GPTModel:
     model = settings(layers)
     context = context or ModelContext.single(dtype=torch.float64)
-    return GPTModel(model, context, stack=decoder_stack(model, (config,)), seed=5)
+    plan = RecomputePlan("selective", modules=recompute) if recompute else RecomputePlan()
+    return GPTModel(model, context, stack=decoder_stack(model, (config,)), recompute=plan, seed=5)
 
 
 def test_documents_in_one_sequence_are_those_apart() -> None:
@@ -140,9 +150,24 @@ def test_cached_texts_are_those_of_whole_forward_passes() -> None:
     assert found == [whole_text(of, prompt, 10) for prompt in PROMPTS]
 
 
+def test_recomputed_nets_have_the_same_gradients_and_keep_less() -> None:
+    """A part that was left out when it is computed again, such as the borders of documents, would train otherwise."""
+    tokens = torch.randint(VOCABULARY, (2, 24), generator=torch.Generator().manual_seed(1))
+    ids = (torch.arange(24) >= 10).long().expand(2, -1)
+    kept, gradients = [], []
+    for modules in NAMES:
+        of = model_of(SMALL, 2, recompute=modules).train()
+        kept.append(bytes_kept(of, tokens))
+        result = of(tokens, document_ids=ids).logits_with_gradient().square().sum()
+        gradients.append(torch.autograd.grad(result, [*of.parameters()]))
+    assert kept[1] < kept[0]
+    assert all(torch.equal(*each) for each in zip(*gradients))
+
+
+@pytest.mark.parametrize("recompute", NAMES, ids=["kept", "recomputed"])
 @pytest.mark.parametrize("doubled", [False, True], ids=["positive", "negative eigenvalues"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-def test_memory_is_what_torch_keeps(dtype: torch.dtype, doubled: bool) -> None:
+def test_memory_is_what_torch_keeps(dtype: torch.dtype, doubled: bool, recompute: tuple[RecomputeModule, ...]) -> None:
     """The dry run would promise a run that doesn't fit."""
     context = ModelContext.single(dtype=dtype)
     sizes = replace(
@@ -153,7 +178,7 @@ def test_memory_is_what_torch_keeps(dtype: torch.dtype, doubled: bool) -> None:
         linear_attention_chunk_size=16,
         linear_negative_eigenvalues=doubled,
     )
-    models = [model_of(sizes, layers, context=context).train() for layers in (1, 2)]
+    models = [model_of(sizes, layers, context=context, recompute=recompute).train() for layers in (1, 2)]
     tokens = torch.randint(VOCABULARY, (2, 64))
     kept = [bytes_kept(model, tokens) for model in models]
     workload = Workload(context=context, batch=2, length=64, stream_itemsize=dtype.itemsize)
