@@ -17,7 +17,8 @@ FAULTS = (
         MIXER,
         old="mixed = recomputed(self._mix, projected, inputs.document_ids)",
         new="mixed = recomputed(self._mix, projected, None)",
-        tests=UNIT,
+        suffers="A recomputed layer lets documents that are packed together read each other.",
+        first=UNIT,
     ),
     Fault(
         "delta_rule_masks_after_exp",
