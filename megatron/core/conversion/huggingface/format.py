@@ -100,6 +100,7 @@ class ModelType(Feature):
 
     ``prefix``: what names of the bare model begin with inside the model with its heads; ``heads``: beginnings of names
     outside the bare model. ``unused``: ends of names of tensors that no model needs, such as buffers of older versions.
+    ``left_out``: beginnings of names of tensors that transformers doesn't read, either, and what they are, for a note.
     ``tied_copies``: tensors that files may hold a second time. ``copies``: tensors that files hold a
     second time, and which. ``aliases``: other names of tensors, and those in files.
     ``other_prefixes``: what those names begin with elsewhere, as in memory.
@@ -126,6 +127,7 @@ class ModelType(Feature):
     other_prefixes: tuple[str, ...] = ()
     heads: tuple[str, ...] = ("lm_head.",)
     unused: tuple[str, ...] = ()
+    left_out: Mapping[str, str] = field(default_factory=dict)
     tied_copies: tuple[str, ...] = ()
     copies: Callable[[ModelConfig], Mapping[str, str]] = lambda model: {}
     aliases: Mapping[str, str] = field(default_factory=dict)
@@ -308,7 +310,8 @@ class HuggingFaceFormat:
 
     def is_unused(self, name: str, model_type: str) -> bool:
         """Whether no model of this type needs the tensor of this name."""
-        return name.endswith(self.types[model_type].unused)
+        described = self.types[model_type]
+        return name.endswith(described.unused) or name.startswith(tuple(described.left_out))
 
     def special_tokens(self, tokenizer: Tokenizer) -> dict[str, Any]:
         """Ids of special tokens in config.json, beside those of every model."""

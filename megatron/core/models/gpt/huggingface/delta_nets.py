@@ -141,7 +141,8 @@ QWEN3_NEXT = replace(
             "mlp_only_layers": [],
             "norm_topk_prob": True,
         },
-        about="Qwen3-Next; any layers with gated delta nets; any layers dense; tied or not",
+        about="Qwen3-Next, without its layer of multi-token prediction; any layers with gated delta nets; any layers "
+        "dense; tied or not",
         example="Qwen/Qwen3-Next-80B-A3B-Instruct",
         qk_layernorm=True,
         apply_layernorm_1p=True,
@@ -150,6 +151,7 @@ QWEN3_NEXT = replace(
     features=(partial_rotary(0.25), attention_biases()),
     kinds={**QWEN2_MOE.kinds, **_KINDS},
     groups=(*QWEN2_MOE.groups, _QWEN3_NEXT_NETS),
+    left_out={"mtp.": "a layer of multi-token prediction"},
 )
 
 
