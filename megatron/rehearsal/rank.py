@@ -87,7 +87,7 @@ def rehearse(task: Task, *, failed: Callable[[Exception], None]) -> Rehearsed:
         pretending(waits, failed, (recorder.see, held.see)) as mode,
         recorder.recording(),
         _answers(config, train_spec),
-        mock.patch.object(initialize, "_normal_rows", _rows_at_once),
+        mock.patch.object(initialize, initialize._drawn_rows.__name__, _rows_at_once),
         mock.patch.object(mock_data, "_NUM_DOCUMENTS", min(mock_data._NUM_DOCUMENTS, 100 * config.data.seq_length)),
     ):
         context = _context(config, device, rank)
@@ -252,7 +252,7 @@ def _at_stage(config: RunConfig, stage: int) -> ParallelContext:
 
 
 def _rows_at_once(
-    shape: tuple[int, ...], start: int, stop: int, *, std: float, seed: int
+    shape: tuple[int, ...], start: int, stop: int, drawn: object, *, seed: int
 ) -> Iterator[tuple[int, Tensor]]:
     """Initial weights in one block, as none is drawn."""
     yield start, torch.empty(stop - start, *shape[1:])
