@@ -27,6 +27,8 @@ from tests.tiers import tiers
 
 PROMPTS = [(3, 1, 4), (5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9, 3, 2, 3, 8, 4, 6), (7,)]
 NEW, LENGTH, WIDTH = 20, 64, 4
+UNEQUAL_STEPS = ("nemotron_h",)
+"""Types whose cached step isn't their own whole pass in transformers: it forgets the least step of time."""
 ENCODERS = ("bert", "megatron-bert", "roberta", "xlm-roberta", "camembert", "modernbert")
 GENERATES = [name for name, (model_type, _) in MODELS.items() if model_type not in ENCODERS]
 
@@ -117,7 +119,8 @@ def _generated(model: Any, prompt: tuple[int, ...], first: int | None, **setting
         max_new_tokens=NEW,
         pad_token_id=0,
         decoder_start_token_id=first,
-        use_cache=first is None,  # its cache of a T5 has as many layers as the encoder
+        # Its cache of a T5 has as many layers as the encoder.
+        use_cache=first is None and model.config.model_type not in UNEQUAL_STEPS,
         return_dict_in_generate=True,
         **{"eos_token_id": None, **settings},
     )
