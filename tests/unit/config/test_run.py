@@ -15,7 +15,6 @@ from megatron.config.parse import parse_run
 from megatron.config.saved_settings import in_current_names
 from megatron.core.models.bert.config import BertConfig, TokenTypesConfig
 from megatron.core.models.gpt.config import GROUPS as GPT_GROUPS
-from megatron.core.models.gpt.config import GROUPS as GPT_GROUPS
 from megatron.core.models.gpt.config import GPTConfig
 from megatron.core.models.registry import saved_run
 from megatron.errors import ConfigError
