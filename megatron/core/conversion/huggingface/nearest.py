@@ -42,7 +42,9 @@ REASONS = {
     **dict.fromkeys(("zamba", "zamba2"), _SHARED_BLOCKS),
     **dict.fromkeys(("rwkv", "recurrent_gemma"), "its layers are recurrent in a way of their own, and not Mamba-2"),
     "lfm2": "most of its layers are gated convolutions",
-    **dict.fromkeys(("minimax", "kimi_linear", "olmo_hybrid"), _NOT_ATTENTION),
+    **dict.fromkeys(("minimax", "kimi_linear"), _NOT_ATTENTION),
+    "olmo_hybrid": "models like it can be trained here (--linear-attention-freq, --linear-norm-placement), but its "
+    "files, which name norms by the kind of layer and divide a convolution in three, are not read",
     **dict.fromkeys(("clip", "siglip", "vit", "whisper", "wav2vec2", "mllama", "llava", "qwen2_vl"), _NOT_TEXT),
 }
 """Why models of types that are often asked for don't convert."""
