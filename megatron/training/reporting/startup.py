@@ -85,7 +85,7 @@ def describe_model(run: RunConfig) -> str:
         *([network] if not letters or MLP in letters else []),
         *(words for part in run.parts for words in part.described(run.stacks)),
         model.normalization + (f" {model.norm_placement} sublayers" if model.norm_placement != "before" else ""),
-        f"{model.position_embedding_type} positions",
+        f"{'no' if model.position_embedding_type == 'none' else model.position_embedding_type} positions",
         f"vocabulary {model.vocab_size:,}, padded to {run.padded_vocab_size:,}",
     ]
     return ", ".join(parts)

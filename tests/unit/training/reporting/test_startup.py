@@ -48,6 +48,12 @@ def test_a_hybrid_has_no_heads_or_mlp_that_it_lacks() -> None:
         assert ("8 heads of 16" in said, "SwiGLU MLP" in said) == words
 
 
+def test_a_model_without_positions_is_said_to_have_none() -> None:
+    """Hybrids usually have none, and were said to have "none positions"."""
+    others = [*ARGUMENTS.split(), "--position-embedding-type", "none"]
+    assert ", no positions, " in describe_model(parse_run(others, world_size=8, extra_groups=GPT_GROUPS))
+
+
 def test_names_the_scan_of_state_space_layers() -> None:
     """Which scan served was nowhere to be read, and one that cannot was refused in the first step, after the data."""
     assert "   scan        chunked\n" in report(scan="chunked") and "   scan " not in report()
