@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 from dataclasses import dataclass
 
 import torch
@@ -30,7 +29,9 @@ from megatron.core.parallel.model_context import ModelContext
 from megatron.core.parallel.recompute import recomputed
 from megatron.core.parallel.sharding import Sharding, StackedPart
 from megatron.core.ssm import sequences
-from megatron.core.tensor_parallel.initialize import Constant, Initialization, Uniform
+from megatron.core.ssm.heads import head_parameter, wide_type
+from megatron.core.ssm.short_convolution import ShortConvolution, convolve_runs, last_rows
+from megatron.core.tensor_parallel.initialize import Constant, Uniform
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear, make_parameter
 from megatron.core.transformer.initialization import input_init, output_init
 from megatron.core.transformer.inputs import LayerInputs
@@ -44,16 +45,6 @@ def delta_net_branch(config: GatedDeltaNetConfig) -> Branch:
     """A gated delta net as a residual branch, in place of self-attention and with the names of its modules."""
     build = functools.partial(GatedDeltaNet, config=config)
     return Branch("self_attention", "input_layernorm", "attention", build, norm_placement=config.linear_norm_placement)
-
-
-class _Convolution(nn.Module):
-    """Weight ``[channels, 1, taps]`` of a causal convolution of each channel by itself."""
-
-    def __init__(self, parts: tuple[StackedPart, ...], taps: int, context: ModelContext) -> None:
-        super().__init__()
-        channels, limit = sum(part.rows for part in parts), 1.0 / math.sqrt(taps)
-        sharding = Sharding((channels, 1, taps), {0: "tp"}, parts=parts)
-        self.weight = make_parameter(sharding, Uniform(-limit, limit), context)
 
 
 class _HeadNormWeight(nn.Module):
@@ -89,6 +80,7 @@ class GatedDeltaNet(nn.Module):
         super().__init__()
         model, context = place.stack.model, place.context
         self.number, self._context, self._config = place.number, context, config
+        self._wide = wide_type(context)
         self._recomputes = "gated_delta_net" in place.recompute
         self._eps = config.linear_norm_epsilon or model.norm_epsilon
         ranks, key_heads, heads = context.mesh.size("tp"), config.linear_num_key_heads, config.linear_num_value_heads
@@ -106,9 +98,9 @@ class GatedDeltaNet(nn.Module):
             bias=False,
             parts=parts,
         )
-        self.conv1d = _Convolution(parts[:3], config.linear_conv_kernel_dim, context)
-        self.dt_bias = self._of_heads(Constant(1.0))
-        self.A_log = self._of_heads(Uniform(*_DECAYS, transform=torch.log))
+        self.conv1d = ShortConvolution(parts[:3], config.linear_conv_kernel_dim, context)
+        self.dt_bias = head_parameter(heads, Constant(1.0), context)
+        self.A_log = head_parameter(heads, Uniform(*_DECAYS, transform=torch.log), context)
         self.out_norm = _HeadNormWeight(config.linear_value_head_dim, context)
         self.out_proj = RowParallelLinear(
             config.value_width, model.hidden_size, context, init=output_init(place.stack), bias=False
@@ -122,15 +114,6 @@ class GatedDeltaNet(nn.Module):
             dtype=context.dtype,
             key_width=config.linear_key_head_dim,
         )
-
-    def _of_heads(self, init: Initialization) -> nn.Parameter:
-        """A number for each value head, in fp32 or wider whatever the model's type."""
-        wide = dataclasses.replace(self._context, dtype=self._wide)
-        return make_parameter(Sharding((self._config.linear_num_value_heads,), {0: "tp"}), init, wide)
-
-    @property
-    def _wide(self) -> torch.dtype:
-        return torch.promote_types(self._context.dtype, torch.float32)
 
     @property
     def _channels(self) -> int:
@@ -179,8 +162,8 @@ class GatedDeltaNet(nn.Module):
         rows, z, gates = self._parts(projected)
         rows, gates = rows.transpose(0, 1), gates.transpose(0, 1)
         mixed, state = self._applied(rows, gates, self._own_heads(), None, states)
-        last = torch.cat((states["conv"], rows), dim=1)[:, rows.shape[1] :]
-        return self._normalized(mixed.transpose(0, 1).flatten(2), z), {"conv": last, "delta": state}
+        y = self._normalized(mixed.transpose(0, 1).flatten(2), z)
+        return y, {"conv": last_rows(states["conv"], rows), "delta": state}
 
     def _parts(self, projected: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """The rows of the convolution, ``z``, and ``beta`` with ``alpha``."""
@@ -257,8 +240,7 @@ class GatedDeltaNet(nn.Module):
         """
         ranks, width = self._context.mesh.size("cp"), self._config.linear_key_head_dim
         q, k, v = torch.split(torch.arange(self._channels, device=device), [self._keys, self._keys, self._values])
-        copies = max(1, ranks // self._key_heads)
-        q, k = (x.view(-1, width).repeat_interleave(copies, dim=0).view(ranks, -1) for x in (q, k))
+        q, k = (sequences.groups_by_rank(each, width, ranks) for each in (q, k))
         heads = torch.arange(self._heads, device=device).view(ranks, -1)
         return torch.cat((q, k, v.view(ranks, -1)), dim=1), heads
 
@@ -266,24 +248,12 @@ class GatedDeltaNet(nn.Module):
         """Results [s, b, values] of this rank's tokens, whose two runs begin with zero states; what the states before
         them add is known once all ranks have told what their runs do to a state.
         """
-        mesh, heads, before = self._context.mesh, self._own_heads(), self._config.linear_conv_kernel_dim - 1
+        mesh, heads = self._context.mesh, self._own_heads()
         rows, gates = sequences.runs_of(rows), sequences.runs_of(gates)
-        own = earlier = continues = None
-        if document_ids is not None:
-            own, earlier = sequences.documents_of_runs(document_ids, max(before, 1), mesh)
-            continues = own[:, 0] == earlier[:, -1]
-            earlier = earlier[:, earlier.shape[1] - before :]
-        convolved = causal_conv(
-            rows,
-            heads.conv_weight,
-            None,
-            initial=sequences.rows_before(rows, before, mesh),
-            document_ids=own,
-            initial_ids=earlier,
-        )
-        inputs = self._inputs(convolved, gates, heads, own)
-        found = slice_map(inputs, self._options, self._backend, continues=continues)
-        every = sequences.of_all_runs(torch.cat((found.transition, found.added), dim=-1), mesh)  # [2·cp, b, h, dk, …]
+        runs = convolve_runs(rows, heads.conv_weight, None, document_ids, mesh)
+        inputs = self._inputs(runs.rows, gates, heads, runs.document_ids)
+        found = slice_map(inputs, self._options, self._backend, continues=runs.continues)
+        every = sequences.gather_runs(torch.cat((found.transition, found.added), dim=-1), mesh)  # [2·cp, b, h, dk, …]
         state, states = torch.zeros_like(every[0, ..., found.transition.shape[-1] :]), list[Tensor]()
         for run in every:
             states.append(state)

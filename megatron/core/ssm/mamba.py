@@ -19,7 +19,15 @@ from typing_extensions import override
 from megatron.config.mamba import MambaConfig
 from megatron.core.ops.causal_conv import causal_conv
 from megatron.core.ops.gated_norm import gated_norm
-from megatron.core.ops.state_space import choose, default_chunk_size, from_earlier, scan, step, total_decay
+from megatron.core.ops.state_space import (
+    ScanInputs,
+    choose,
+    default_chunk_size,
+    output_of_initial_state,
+    scan,
+    step,
+    total_decay,
+)
 from megatron.core.ops.text_cache import Slotted, States
 from megatron.core.parallel.collectives import all_reduce_among
 from megatron.core.parallel.costs import Costs, Workload, total_of
@@ -28,7 +36,9 @@ from megatron.core.parallel.model_context import ModelContext
 from megatron.core.parallel.recompute import recomputed
 from megatron.core.parallel.sharding import Sharding, StackedPart
 from megatron.core.ssm import sequences
-from megatron.core.tensor_parallel.initialize import Constant, Initialization, Uniform
+from megatron.core.ssm.heads import head_parameter, wide_type
+from megatron.core.ssm.short_convolution import BiasedShortConvolution, convolve_runs, last_rows
+from megatron.core.tensor_parallel.initialize import Constant, Uniform
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear, make_parameter
 from megatron.core.transformer.initialization import input_init, output_init
 from megatron.core.transformer.inputs import LayerInputs
@@ -57,17 +67,6 @@ def _as_bias(logarithm: Tensor) -> Tensor:
     """The bias whose softplus is a time step, from the logarithm of the step."""
     steps = logarithm.exp().clamp(min=_LEAST_STEP)
     return steps + torch.log(-torch.expm1(-steps))
-
-
-class Convolution(nn.Module):
-    """Weight ``[channels, 1, taps]`` and bias of a causal convolution of each channel by itself."""
-
-    def __init__(self, parts: tuple[StackedPart, ...], taps: int, context: ModelContext) -> None:
-        super().__init__()
-        channels, limit = sum(part.rows for part in parts), 1.0 / math.sqrt(taps)
-        init = Uniform(-limit, limit)
-        self.weight = make_parameter(Sharding((channels, 1, taps), {0: "tp"}, parts=parts), init, context)
-        self.bias = make_parameter(Sharding((channels,), {0: "tp"}, parts=parts), init, context)
 
 
 class NormWeight(nn.Module):
@@ -105,6 +104,7 @@ class MambaMixer(nn.Module):
         super().__init__()
         model, context = place.stack.model, place.context
         self.number, self._context, self._config = place.number, context, config
+        self._wide = wide_type(context)
         self._eps, self._recomputes = model.norm_epsilon, "mamba" in place.recompute
         ranks, groups, heads = context.mesh.size("tp"), config.mamba_num_groups, config.num_heads(model)
         inner_size = config.inner_size(model)
@@ -123,24 +123,15 @@ class MambaMixer(nn.Module):
             bias=False,
             parts=parts,
         )
-        self.conv1d = Convolution(parts[1:4], config.mamba_conv_kernel_dim, context)
+        self.conv1d = BiasedShortConvolution(parts[1:4], config.mamba_conv_kernel_dim, context)
         lowest, highest = (math.log(each) for each in _STEPS)
-        self.dt_bias = self._of_heads(heads, Uniform(lowest, highest, transform=_as_bias))
-        self.A_log = self._of_heads(heads, Uniform(*_DECAYS, torch.log))
-        self.D = self._of_heads(heads, Constant(1.0))
+        self.dt_bias = head_parameter(heads, Uniform(lowest, highest, transform=_as_bias), context)
+        self.A_log = head_parameter(heads, Uniform(*_DECAYS, torch.log), context)
+        self.D = head_parameter(heads, Constant(1.0), context)
         self.norm = NormWeight(inner_size, context)
         self.out_proj = RowParallelLinear(
             inner_size, model.hidden_size, context, init=output_init(place.stack), bias=False
         )
-
-    def _of_heads(self, heads: int, init: Initialization) -> nn.Parameter:
-        """A number for each head, in fp32 or wider whatever the model's type."""
-        wide = dataclasses.replace(self._context, dtype=self._wide)
-        return make_parameter(Sharding((heads,), {0: "tp"}), init, wide)
-
-    @property
-    def _wide(self) -> torch.dtype:
-        return torch.promote_types(self._context.dtype, torch.float32)
 
     @property
     def text_state(self) -> Slotted:
@@ -201,19 +192,22 @@ class MambaMixer(nn.Module):
         conv, a = self.conv1d, -self.A_log.exp()
         return _Heads(self._groups, conv.weight, conv.bias, self.dt_bias, a, self.D)
 
-    def _steps(self, dt: Tensor, heads: _Heads) -> Tensor:
-        """Time steps [b, l, h] in fp32 or wider."""
-        steps, limits = F.softplus(dt + heads.dt_bias), self._config.mamba_time_step_limits
-        return steps if limits is None else steps.clamp(*limits)
-
-    def _x_B_C(self, convolved: Tensor, heads: _Heads) -> tuple[Tensor, Tensor, Tensor]:
-        """x [b, l, h, p], B and C [b, l, g, n], of what the convolution gives [b, l, x|B|C]."""
+    def _inputs(self, convolved: Tensor, dt: Tensor, heads: _Heads, document_ids: Tensor | None) -> ScanInputs:
+        """What the scan takes, of what the convolution gives [b, l, x|B|C] and dt [b, l, h]."""
         config, groups = self._config, heads.groups
         states = groups * config.mamba_state_dim
         active = F.silu(convolved)
         x, B, C = torch.split(active, [active.shape[-1] - 2 * states, states, states], dim=-1)
         by_group = (*B.shape[:-1], groups, config.mamba_state_dim)
-        return x.view(*x.shape[:-1], -1, config.mamba_head_dim), B.view(by_group), C.view(by_group)
+        steps, limits = F.softplus(dt + heads.dt_bias), config.mamba_time_step_limits
+        return ScanInputs(
+            x.view(*x.shape[:-1], -1, config.mamba_head_dim),
+            steps if limits is None else steps.clamp(*limits),
+            heads.a,
+            B.view(by_group),
+            C.view(by_group),
+            document_ids,
+        )
 
     def _scanned(
         self, given: Tensor, dt: Tensor, heads: _Heads, document_ids: Tensor | None, states: States | None = None
@@ -222,22 +216,16 @@ class MambaMixer(nn.Module):
 
         ``states``: what came before.
         """
-        convolved = causal_conv(
-            given.transpose(0, 1),
-            heads.conv_weight,
-            heads.conv_bias,
-            initial=None if states is None else states["conv"],
-            document_ids=document_ids,
-        )
-        x, B, C = self._x_B_C(convolved, heads)
-        steps = self._steps(dt.transpose(0, 1), heads)
-        if states is not None and x.shape[1] == 1:  # the next token of each text
-            y, state = step(x[:, 0], steps[:, 0], heads.a, B[:, 0], C[:, 0], states["ssm"])
+        conv, before = (None, None) if states is None else (states["conv"], states["ssm"])
+        rows = given.transpose(0, 1)
+        convolved = causal_conv(rows, heads.conv_weight, heads.conv_bias, initial=conv, document_ids=document_ids)
+        inputs = self._inputs(convolved, dt.transpose(0, 1), heads, document_ids)
+        if before is not None and rows.shape[1] == 1:  # the next token of each text
+            y, state = step(inputs.token(0), before)
             y = y.unsqueeze(1)
         else:
-            before = None if states is None else states["ssm"]
-            y, state = self._scan(x, steps, heads.a, B, C, initial_state=before, document_ids=document_ids)
-        return self._with_skip(y, x, heads).transpose(0, 1).flatten(2), state
+            y, state = self._scan(inputs, before)
+        return self._with_skip(y, inputs.x, heads).transpose(0, 1).flatten(2), state
 
     @staticmethod
     def _with_skip(y: Tensor, x: Tensor, heads: _Heads) -> Tensor:
@@ -270,43 +258,25 @@ class MambaMixer(nn.Module):
         numbers = torch.arange(2 * (self._inner + self._states) + self._heads, device=device)
         widths = [self._inner, self._inner, self._states, self._states, self._heads]
         _, x, B, C, dt = torch.split(numbers, widths)
-
-        def of_groups(given: Tensor) -> Tensor:  # a group goes to all ranks that have heads of it
-            return given.view(-1, dim).repeat_interleave(max(1, ranks // self._groups), dim=0).view(ranks, -1)
-
-        return torch.cat((x.view(ranks, -1), of_groups(B), of_groups(C), dt.view(ranks, -1)), dim=1)
+        B, C = (sequences.groups_by_rank(each, dim, ranks) for each in (B, C))
+        return torch.cat((x.view(ranks, -1), B, C, dt.view(ranks, -1)), dim=1)
 
     def _with_states_passed(self, given: Tensor, dt: Tensor, document_ids: Tensor | None) -> Tensor:
         """y [s, b, d] of this rank's tokens, whose two runs begin with zero states; what came before is added."""
-        mesh, heads, before = self._context.mesh, self._own_heads(), self._config.mamba_conv_kernel_dim - 1
+        mesh, heads = self._context.mesh, self._own_heads()
         given, dt = sequences.runs_of(given), sequences.runs_of(dt)
-        own = earlier = previous = None
-        if document_ids is not None:
-            own, earlier = sequences.documents_of_runs(document_ids, max(before, 1), mesh)
-            previous = earlier[:, -1]
-            earlier = earlier[:, earlier.shape[1] - before :]
-        convolved = causal_conv(
-            given,
-            heads.conv_weight,
-            heads.conv_bias,
-            initial=sequences.rows_before(given, before, mesh),
-            document_ids=own,
-            initial_ids=earlier,
-        )
-        x, B, C = self._x_B_C(convolved, heads)
-        steps = self._steps(dt, heads)
-        y, added = self._scan(x, steps, heads.a, B, C, document_ids=own)
-        decay = total_decay(steps, heads.a, document_ids=own, previous=previous)
-        state = sequences.states_before(decay, added, mesh)
-        y = y + from_earlier(state, steps, heads.a, C, document_ids=own, previous=previous)
-        return sequences.joined(self._with_skip(y, x, heads)).flatten(2)
+        runs = convolve_runs(given, heads.conv_weight, heads.conv_bias, document_ids, mesh)
+        inputs = self._inputs(runs.rows, dt, heads, runs.document_ids)
+        y, added = self._scan(inputs)
+        state = sequences.states_before(total_decay(inputs, previous=runs.previous), added, mesh)
+        y = y + output_of_initial_state(inputs, state, previous=runs.previous)
+        return sequences.joined(self._with_skip(y, inputs.x, heads)).flatten(2)
 
     def _advance(self, states: States, projected: Tensor) -> tuple[Tensor, States]:
         """Tokens [t, n, z|x|B|C|dt] of n texts to [t, n, d], and the states behind them."""
         gate, given, dt = self._parts(projected)
         y, state = self._scanned(given, dt, self._own_heads(), None, states)
-        last = torch.cat((states["conv"], given.transpose(0, 1)), dim=1)[:, given.shape[0] :]
-        return self._normalized(y, gate), {"conv": last, "ssm": state}
+        return self._normalized(y, gate), {"conv": last_rows(states["conv"], given.transpose(0, 1)), "ssm": state}
 
     def costs(self, workload: Workload) -> Costs:
         """Keeps what the projection gives and what is computed from it; recomputed, only what the projection gives.

@@ -35,6 +35,15 @@ def to_sequence(x: Tensor, mesh: Mesh) -> Tensor:
     return exchange(by_rank(x, size), RankGroup.of(mesh, "cp")).permute(1, 2, 0, 3).flatten(2)
 
 
+def groups_by_rank(channels: Tensor, width: int, ranks: int) -> Tensor:
+    """The ``channels`` [g·width] of g groups that each of ``ranks`` needs for its heads, [ranks, c].
+
+    With fewer groups than ranks, a group goes to all ranks that have heads of it.
+    """
+    groups = channels.view(-1, width)
+    return groups.repeat_interleave(max(1, ranks // len(groups)), dim=0).view(ranks, -1)
+
+
 def runs_of(x: Tensor) -> Tensor:
     """A rank's tokens [s, b, …] as its two runs of tokens in order, [2·b, s/2, …]: first the early one."""
     return x.unflatten(0, (2, -1)).transpose(1, 2).flatten(0, 1)  # type: ignore[no-untyped-call, no-any-return]
@@ -45,7 +54,7 @@ def joined(runs: Tensor) -> Tensor:
     return runs.unflatten(0, (2, -1)).transpose(1, 2).flatten(0, 1)  # type: ignore[no-untyped-call, no-any-return]
 
 
-def of_all_runs(x: Tensor, mesh: Mesh) -> Tensor:
+def gather_runs(x: Tensor, mesh: Mesh) -> Tensor:
     """What every rank has of its two runs, ``x`` [2·b, …], in the order of the sequence, [2·cp, b, …]; differentiable.
 
     Gradients are summed over the ranks on the way back.
@@ -73,7 +82,7 @@ def rows_before(x: Tensor, count: int, mesh: Mesh) -> Tensor:
     They may reach over several short runs.
     """
     kept = min(count, x.shape[1])
-    tails = of_all_runs(x[:, x.shape[1] - kept :], mesh)  # [2·cp, b, kept, c]
+    tails = gather_runs(x[:, x.shape[1] - kept :], mesh)  # [2·cp, b, kept, c]
     in_front = x.new_zeros(tails.shape[1], count, x.shape[2])
     whole = torch.cat((in_front, tails.transpose(0, 1).flatten(1, 2)), dim=1)
     return torch.cat([whole[:, number * kept : number * kept + count] for number in own_runs(mesh)])
@@ -85,7 +94,7 @@ def states_before(decay: Tensor, added: Tensor, mesh: Mesh) -> Tensor:
     ``decay`` [2·b, h], ``added`` [2·b, h, …]. One message: ranks send what their runs do, not tokens.
     """
     together = torch.cat((decay.unsqueeze(-1), added.flatten(2)), dim=-1)
-    every = of_all_runs(together, mesh)  # [2·cp, b, h, 1 + …]
+    every = gather_runs(together, mesh)  # [2·cp, b, h, 1 + …]
     state, found = torch.zeros_like(every[0, ..., 1:]), dict[int, Tensor]()
     for number, run in enumerate(every):
         found[number] = state

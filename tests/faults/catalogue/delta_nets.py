@@ -54,9 +54,9 @@ FAULTS = (
     ),
     Fault(
         "delta_net_forgets_rows_of_the_convolution",
-        MIXER,
-        old='last = torch.cat((states["conv"], rows), dim=1)[:, rows.shape[1] :]',
-        new='last = torch.cat((rows, states["conv"]), dim=1)[:, rows.shape[1] :]',
+        "megatron/core/ssm/short_convolution.py",
+        old="torch.cat((before, rows), dim=1)[:, rows.shape[1] :]",
+        new="torch.cat((rows, before), dim=1)[:, rows.shape[1] :]",
         suffers="Generated tokens see other words than those before them in the convolution of gated delta nets.",
         first=UNIT,
     ),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from tests.faults.fault import Fault
 
 MIXER, SEQUENCES = "megatron/core/ssm/mamba.py", "megatron/core/ssm/sequences.py"
+HEADS, CONVOLUTION = "megatron/core/ssm/heads.py", "megatron/core/ssm/short_convolution.py"
 ROWS, UNIT = ("equivalence/test_state_space.py",), ("unit/ssm/test_mamba.py",)
 
 FAULTS = (
@@ -26,9 +27,9 @@ FAULTS = (
     ),
     Fault(
         "document_goes_on_across_runs",
-        MIXER,
-        old="            previous = earlier[:, -1]\n",
-        new="            previous = own[:, 0]\n",
+        CONVOLUTION,
+        old="        previous = earlier[:, -1]\n",
+        new="        previous = own[:, 0]\n",
         suffers="With states passed on, a document that begins a rank's run of tokens remembers the one before.",
         first=ROWS,
     ),
@@ -42,33 +43,33 @@ FAULTS = (
     ),
     Fault(
         "groups_go_to_the_wrong_context_ranks",
-        MIXER,
-        old="repeat_interleave(max(1, ranks // self._groups), dim=0).view(ranks, -1)",
-        new="repeat(max(1, ranks // self._groups), 1).view(ranks, -1)",
+        SEQUENCES,
+        old="repeat_interleave(max(1, ranks // len(groups)), dim=0).view(ranks, -1)",
+        new="repeat(max(1, ranks // len(groups)), 1).view(ranks, -1)",
         suffers="Heads of context-parallel ranks read B and C of other groups.",
         first=ROWS,
     ),
     Fault(
         "first_rows_kept_for_the_convolution",
-        MIXER,
-        old="given.transpose(0, 1)), dim=1)[:, given.shape[0] :]",
-        new='given.transpose(0, 1)), dim=1)[:, : states["conv"].shape[1]]',
+        CONVOLUTION,
+        old="torch.cat((before, rows), dim=1)[:, rows.shape[1] :]",
+        new="torch.cat((before, rows), dim=1)[:, : before.shape[1]]",
         suffers="Generation goes on with a convolution over the beginning of the text.",
         first=UNIT,
     ),
     Fault(
         "limits_of_the_step_ignored",
         MIXER,
-        old="return steps if limits is None else steps.clamp(*limits)",
-        new="return steps",
+        old="steps if limits is None else steps.clamp(*limits),",
+        new="steps,",
         suffers="A model with limits of its time step (Nemotron-H) talks nonsense.",
         first=UNIT,
     ),
     Fault(
         "parameters_of_heads_are_narrow",
-        MIXER,
-        old="return torch.promote_types(self._context.dtype, torch.float32)",
-        new="return self._context.dtype",
+        HEADS,
+        old="return torch.promote_types(context.dtype, torch.float32)",
+        new="return context.dtype",
         suffers="Decays near 1 are rounded to bf16, so that states forget at another pace.",
         first=UNIT,
     ),

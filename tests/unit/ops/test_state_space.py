@@ -13,7 +13,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from megatron.core.ops import state_space
-from megatron.core.ops.state_space import chunked
+from megatron.core.ops.state_space import ScanInputs, chunked
 from tests.tiers import tiers
 
 
@@ -124,13 +124,8 @@ def scan_of(case: Case, backend: str) -> Callable[..., tuple[Tensor, Tensor]]:
     """The scan of a case, as a function of its inputs."""
 
     def run(x: Tensor, dt: Tensor, a: Tensor, B: Tensor, C: Tensor, initial: Tensor) -> tuple[Tensor, Tensor]:
-        return state_space.scan(
-            *(x, dt, a, B, C),
-            initial_state=initial,
-            document_ids=documents(case),
-            chunk_size=case.chunk,
-            backend=backend,
-        )
+        given = ScanInputs(x, dt, a, B, C, documents(case))
+        return state_space.scan(given, initial, chunk_size=case.chunk, backend=backend)
 
     return run
 
@@ -165,13 +160,13 @@ def test_packed_is_separate() -> None:
     case, lengths = Case(40, 8, 2, 4), (3, 8, 17, 12)
     x, dt, a, B, C, _ = inputs(case)
     ids = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths)).expand(BATCH, -1)
-    y, state = state_space.scan(x, dt, a, B, C, document_ids=ids, chunk_size=8)
+    y, state = state_space.scan(ScanInputs(x, dt, a, B, C, ids), chunk_size=8)
     upstream = torch.randn(y.shape, dtype=y.dtype)
     packed = torch.autograd.grad(y, (x, dt, a, B, C), upstream)
     pieces, grad_a = [], torch.zeros_like(a)
     for each in zip(*(torch.split(part, [*lengths], dim=1) for part in (x, dt, B, C, upstream)), strict=True):
         x_, dt_, B_, C_ = (part.detach().requires_grad_() for part in each[:4])
-        alone, last = state_space.scan(x_, dt_, a, B_, C_, chunk_size=8)
+        alone, last = state_space.scan(ScanInputs(x_, dt_, a, B_, C_), chunk_size=8)
         *others, from_a = torch.autograd.grad(alone, (x_, dt_, B_, C_, a), each[4])
         pieces.append((alone, *others))
         grad_a += from_a
@@ -185,11 +180,12 @@ def test_steps_continue_a_scan() -> None:
     """Generation: a prompt by the scan, then a batch of tokens at a time, equals the scan of the whole text."""
     case = Case(20, 8, 2, 4)
     x, dt, a, B, C, initial = (each.detach() for each in inputs(case))
-    whole, last = state_space.scan(x, dt, a, B, C, initial_state=initial, chunk_size=8)
-    y, state = state_space.scan(x[:, :13], dt[:, :13], a, B[:, :13], C[:, :13], initial_state=initial, chunk_size=8)
+    text, prompt = ScanInputs(x, dt, a, B, C), ScanInputs(x[:, :13], dt[:, :13], a, B[:, :13], C[:, :13])
+    whole, last = state_space.scan(text, initial, chunk_size=8)
+    y, state = state_space.scan(prompt, initial, chunk_size=8)
     rows = [y]
     for t in range(13, 20):
-        y, state = state_space.step(x[:, t], dt[:, t], a, B[:, t], C[:, t], state)
+        y, state = state_space.step(text.token(t), state)
         rows.append(y.unsqueeze(1))
     torch.testing.assert_close(torch.cat(rows, dim=1), whole, rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(state, last, rtol=1e-12, atol=1e-12)
@@ -211,19 +207,16 @@ def test_slices_hand_states_on(packed: bool) -> None:
         for start, stop in itertools.pairwise(borders):
             part = slice(start, stop)
             own = None if ids is None else ids[:, part]
-            y, added = state_space.scan(
-                x[:, part], dt[:, part], a, B[:, part], C[:, part], document_ids=own, chunk_size=4
-            )
+            piece = ScanInputs(x[:, part], dt[:, part], a, B[:, part], C[:, part], own)
+            y, added = state_space.scan(piece, chunk_size=4)
             before = None if ids is None or not start else ids[:, start - 1]
-            rows.append(
-                y + state_space.from_earlier(state, dt[:, part], a, C[:, part], document_ids=own, previous=before)
-            )
-            decay = state_space.total_decay(dt[:, part], a, document_ids=own, previous=before)
+            rows.append(y + state_space.output_of_initial_state(piece, state, previous=before))
+            decay = state_space.total_decay(piece, previous=before)
             state = decay[..., None, None] * state + added
         return torch.cat(rows, dim=1), state
 
-    def whole(*each: Tensor) -> tuple[Tensor, Tensor]:
-        return state_space.scan(*each[:5], initial_state=each[5], document_ids=ids, backend="recurrent")
+    def whole(x: Tensor, dt: Tensor, a: Tensor, B: Tensor, C: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        return state_space.scan(ScanInputs(x, dt, a, B, C, ids), state, backend="recurrent")
 
     assert_close(with_gradients(sliced, given), with_gradients(whole, given), 1e-12)
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from megatron.core.ops import state_space
-from megatron.core.ops.state_space import mamba_ssm
+from megatron.core.ops.state_space import ScanInputs, mamba_ssm
 from megatron.errors import ConfigError
 from tests.attention_stubs import signatures
 from tests.harness.sentences import check_sentence, expect_error
@@ -74,8 +74,9 @@ def test_kernels_of_mamba_ssm(package: None, has_initial: bool) -> None:
     ids = torch.tensor([[7, 7, 7, 3, 3, 7, 7, 7, 7], [1, 1, 1, 1, 1, 1, 1, 1, 0]])
     a = -torch.rand(4, generator=generator)
     for documents in (None, ids):
-        found = mamba_ssm.scan(x, dt, a, B, C, initial_state=initial, document_ids=documents, chunk_size=4)
-        wanted = state_space.scan(x, dt, a, B, C, initial_state=initial, document_ids=documents, backend="recurrent")
+        given = ScanInputs(x, dt, a, B, C, documents)
+        found = mamba_ssm.scan(given, initial, chunk_size=4)
+        wanted = state_space.scan(given, initial, backend="recurrent")
         for one, other in zip(found, wanted, strict=True):
             torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
 

@@ -10,35 +10,25 @@ from torch import Tensor
 
 from megatron.core.ops.state_space.backends import choose
 from megatron.core.ops.state_space.recurrent import step
-from megatron.core.ops.state_space.slices import from_earlier, total_decay
+from megatron.core.ops.state_space.request import ScanInputs
+from megatron.core.ops.state_space.slices import output_of_initial_state, total_decay
 
-__all__ = ["choose", "default_chunk_size", "from_earlier", "scan", "step", "total_decay"]
+__all__ = ["ScanInputs", "choose", "default_chunk_size", "output_of_initial_state", "scan", "step", "total_decay"]
 
 
 def scan(
-    x: Tensor,
-    dt: Tensor,
-    a: Tensor,
-    B: Tensor,
-    C: Tensor,
-    *,
-    initial_state: Tensor | None = None,
-    document_ids: Tensor | None = None,
-    chunk_size: int | None = None,
-    backend: str = "auto",
+    inputs: ScanInputs, initial_state: Tensor | None = None, *, chunk_size: int | None = None, backend: str = "auto"
 ) -> tuple[Tensor, Tensor]:
-    """``S_t = exp(dt_t·a)·S_{t-1} + (dt_t·x_t) ⊗ B_t`` and ``y_t = S_t·C_t`` for ``h`` heads; returns y and the last
-    state. Head i reads B and C of group i // (h / g).
+    """``S_t = exp(dt_t·a)·S_{t-1} + (dt_t·x_t) ⊗ B_t`` and ``y_t = S_t·C_t`` for each head; returns y and the last
+    state.
 
-    Shapes: ``x`` [b, l, h, p]; ``dt`` [b, l, h], not negative; ``a`` [h], negative; ``B`` and ``C`` [b, l, g, n];
-    ``initial_state`` [b, h, p, n], zeros if None -> y [b, l, h, p] in the type of ``x``, the state after the last token
-    [b, h, p, n] in fp32 or wider. The state restarts from zero where a run of equal numbers in ``document_ids`` [b, l]
-    begins; the first run continues ``initial_state``. Sums and states are in fp32 or wider. ``chunk_size`` changes
-    speed and memory only; None is the device's best. Raises ConfigError when the ``backend`` asked for can't be used.
+    Shapes: ``initial_state`` [b, h, p, n], zeros if None -> y [b, l, h, p] in the type of ``x``, the state after the
+    last token [b, h, p, n] in fp32 or wider. Sums and states are in fp32 or wider. ``chunk_size`` changes speed and
+    memory only; None is the device's best. Raises ConfigError when the ``backend`` asked for can't be used.
     """
-    size = chunk_size or default_chunk_size(x.device)
+    x = inputs.x
     chosen = choose(x.device, x.dtype, backend)
-    return chosen.backend.scan(x, dt, a, B, C, initial_state=initial_state, document_ids=document_ids, chunk_size=size)
+    return chosen.backend.scan(inputs, initial_state, chunk_size=chunk_size or default_chunk_size(x.device))
 
 
 def default_chunk_size(device: torch.device) -> int:

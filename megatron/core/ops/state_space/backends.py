@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from megatron.core.ops.state_space import chunked, mamba_ssm, recurrent
+from megatron.core.ops.state_space.request import ScanInputs
 from megatron.errors import ConfigError
 
 
@@ -19,18 +20,7 @@ class Backend(Protocol):
         """None, or why this backend cannot compute a scan of ``dtype`` on ``device``."""
         ...
 
-    def scan(
-        self,
-        x: Tensor,
-        dt: Tensor,
-        a: Tensor,
-        B: Tensor,
-        C: Tensor,
-        *,
-        initial_state: Tensor | None,
-        document_ids: Tensor | None,
-        chunk_size: int,
-    ) -> tuple[Tensor, Tensor]:
+    def scan(self, inputs: ScanInputs, initial_state: Tensor | None, *, chunk_size: int) -> tuple[Tensor, Tensor]:
         """The result of ``state_space.scan``."""
         ...
 

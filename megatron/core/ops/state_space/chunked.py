@@ -15,6 +15,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from megatron.core.ops.documents import numbered
+from megatron.core.ops.state_space.request import ScanInputs
 
 # Scores computed at a time: those of a few chunks stay in a CPU's cache, a GPU wants many.
 _SCORES = {"cpu": 1 << 18}
@@ -26,20 +27,10 @@ def supports(device: torch.device, dtype: torch.dtype) -> str | None:
     return None
 
 
-def scan(
-    x: Tensor,
-    dt: Tensor,
-    a: Tensor,
-    B: Tensor,
-    C: Tensor,
-    *,
-    initial_state: Tensor | None,
-    document_ids: Tensor | None,
-    chunk_size: int,
-) -> tuple[Tensor, Tensor]:
+def scan(inputs: ScanInputs, initial_state: Tensor | None, *, chunk_size: int) -> tuple[Tensor, Tensor]:
     """The result of ``state_space.scan``, by chunks of ``chunk_size`` tokens."""
-    runs = None if document_ids is None else numbered(document_ids)
-    return _Scan.apply(x, dt, a, B, C, initial_state, runs, chunk_size)  # type: ignore[no-untyped-call, no-any-return]
+    runs = None if inputs.document_ids is None else numbered(inputs.document_ids)
+    return _Scan.apply(*inputs.tensors, initial_state, runs, chunk_size)  # type: ignore[no-untyped-call, no-any-return]
 
 
 class _Scan(torch.autograd.Function):
@@ -71,9 +62,9 @@ class _Scan(torch.autograd.Function):
             state = states.new_zeros(batch, heads, width, B.shape[3])
         else:
             state = initial_state.to(wide)
-        y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+        inputs, y = ScanInputs(x, dt, a, B, C, runs), torch.empty(x.shape, dtype=x.dtype, device=x.device)
         for rows, chunks in _blocks(x, chunk_size):
-            block = _Block.of(rows, chunks, x, dt, a, B, C, runs)
+            block = _Block.of(rows, chunks, inputs)
             added = block.added()
             for chunk in range(added.shape[1]):
                 states[:, chunks.start + chunk] = state
@@ -91,9 +82,9 @@ class _Scan(torch.autograd.Function):
         grads = _Gradients(*(torch.empty(each.shape, dtype=each.dtype, device=x.device) for each in (x, dt, B, C)))
         grad_a = states.new_zeros(a.shape)
         state_gradient = torch.zeros_like(states[:, 0]) if grad_state is None else grad_state.to(states.dtype)
-        upstream = torch.zeros_like(x) if grad is None else grad
+        inputs, upstream = ScanInputs(x, dt, a, B, C, runs), torch.zeros_like(x) if grad is None else grad
         for rows, chunks in reversed(list(_blocks(x, ctx.chunk_size))):
-            block = _Block.of(rows, chunks, x, dt, a, B, C, runs)
+            block = _Block.of(rows, chunks, inputs)
             state_gradient = block.backward(upstream, states[:, chunks], state_gradient, grads, grad_a)
         grad_initial = None if ctx.initial_type is None else state_gradient.to(ctx.initial_type)
         return grads.x, grads.dt, grad_a.to(a.dtype), grads.B, grads.C, grad_initial, None, None
@@ -151,18 +142,10 @@ class _Block:
     leaving: Tensor
 
     @classmethod
-    def of(
-        cls,
-        rows: slice,
-        chunks: slice,
-        x: Tensor,
-        dt: Tensor,
-        a: Tensor,
-        B: Tensor,
-        C: Tensor,
-        runs: Tensor | None,
-    ) -> _Block:
-        """The ``rows`` of a sequence, which are its ``chunks``. ``runs`` [b, l]: documents numbered from 0."""
+    def of(cls, rows: slice, chunks: slice, inputs: ScanInputs) -> _Block:
+        """The ``rows`` of a sequence, which are its ``chunks``. Documents are numbered by their runs."""
+        x, dt, a, B, C = inputs.tensors
+        runs = inputs.document_ids
         count, wide = chunks.stop - chunks.start, torch.promote_types(x.dtype, torch.float32)
         by_head = _chunks(x[:, rows], count).transpose(2, 3).contiguous()
         steps = _chunks(dt[:, rows], count).transpose(2, 3).to(wide).contiguous()

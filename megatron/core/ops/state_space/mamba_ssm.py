@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from megatron.core.ops.documents import numbered
+from megatron.core.ops.state_space.request import ScanInputs
 
 _MODULE = "mamba_ssm.ops.triton.ssd_combined"
 
@@ -33,23 +34,13 @@ def supports(device: torch.device, dtype: torch.dtype) -> str | None:
     return None
 
 
-def scan(
-    x: Tensor,
-    dt: Tensor,
-    a: Tensor,
-    B: Tensor,
-    C: Tensor,
-    *,
-    initial_state: Tensor | None,
-    document_ids: Tensor | None,
-    chunk_size: int,
-) -> tuple[Tensor, Tensor]:
+def scan(inputs: ScanInputs, initial_state: Tensor | None, *, chunk_size: int) -> tuple[Tensor, Tensor]:
     """The result of ``state_space.scan``."""
-    kernels = _kernels()
+    kernels, document_ids = _kernels(), inputs.document_ids
     assert kernels is not None, "the registry asks first"
     # The kernels pass the initial state on to document 0 alone.
     numbers = None if document_ids is None else numbered(document_ids).to(torch.int32)
     y, state = kernels.mamba_chunk_scan_combined(
-        x, dt, a, B, C, chunk_size, initial_states=initial_state, seq_idx=numbers, return_final_states=True
+        *inputs.tensors, chunk_size, initial_states=initial_state, seq_idx=numbers, return_final_states=True
     )
     return y, state
