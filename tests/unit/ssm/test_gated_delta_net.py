@@ -2,41 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
 import torch
-from torch import Tensor
 
 from megatron.config.linear_attention import GatedDeltaNetConfig
-from megatron.config.model import ModelConfig
 from megatron.config.training import RecomputeModule
 from megatron.core.conversion.huggingface.formats import config_from_model
 from megatron.core.distributed.parameter_policy import parameter_policies
-from megatron.core.inference.engine import Engine
-from megatron.core.inference.request import Request
-from megatron.core.inference.runner import CachedRunner
-from megatron.core.inference.sampling import Sampling
-from megatron.core.inference.scheduler import SchedulerOptions
-from megatron.core.inference.step_plan import RunnerLimits
 from megatron.core.models.gpt.config import GPTConfig
 from megatron.core.models.gpt.layer_kinds import decoder_stack
 from megatron.core.models.gpt.model import GPTModel
-from megatron.core.parallel.costs import Workload, costs_of
 from megatron.core.parallel.model_context import ModelContext
-from megatron.core.parallel.rng import StreamKey
-from megatron.core.parallel.side_losses import SideLosses
 from megatron.core.ssm.gated_delta_net import GatedDeltaNet
 from megatron.core.tensor_parallel.initialize import initialize
 from megatron.core.transformer.block import RecomputePlan
-from megatron.core.transformer.inputs import LayerInputs
 from megatron.core.transformer.place import BranchPlace
 from megatron.core.transformer.stack import StackConfig
 from megatron.errors import CheckpointError
 from tests.harness.kept import bytes_kept
+from tests.unit.ssm.mixers import (
+    VOCABULARY,
+    assert_bf16_is_near_fp32,
+    assert_cached_texts_are_whole_ones,
+    assert_counted_is_kept,
+    assert_packed_documents_are_those_apart,
+    settings,
+)
 
-VOCABULARY = 40
 SMALL = GatedDeltaNetConfig(
     experimental_attention_variant="gated_delta_net",
     linear_attention_freq="2",
@@ -47,25 +41,6 @@ SMALL = GatedDeltaNetConfig(
     linear_attention_chunk_size=5,
 )
 NAMES: tuple[tuple[RecomputeModule, ...], ...] = ((), ("gated_delta_net",))
-LIMITS = RunnerLimits(num_blocks=40, block_size=4, max_requests=3, max_length=64, vocabulary=VOCABULARY)
-
-
-def settings(layers: int = 1) -> ModelConfig:
-    return ModelConfig(
-        num_layers=layers,
-        hidden_size=32,
-        num_attention_heads=4,
-        position_embedding_type="none",
-        normalization="RMSNorm",
-        add_bias_linear=False,
-        attention_output_gate=True,
-        max_position_embeddings=64,
-        vocab_size=VOCABULARY,
-        make_vocab_size_divisible_by=8,
-        hidden_dropout=0.0,
-        attention_dropout=0.0,
-        init_method_std=0.3,
-    )
 
 
 def mixer(config: GatedDeltaNetConfig = SMALL, *, dtype: torch.dtype = torch.float64) -> GatedDeltaNet:
@@ -75,10 +50,6 @@ def mixer(config: GatedDeltaNetConfig = SMALL, *, dtype: torch.dtype = torch.flo
     return made
 
 
-def inputs(document_ids: Tensor | None = None) -> LayerInputs:
-    return LayerInputs(StreamKey(0), SideLosses(), document_ids=document_ids)
-
-
 def model_of(
     config: GatedDeltaNetConfig,
     layers: int,
@@ -86,7 +57,7 @@ def model_of(
     context: ModelContext | None = None,
     recompute: tuple[RecomputeModule, ...] = (),
 ) -> GPTModel:
-    model = settings(layers)
+    model = settings(layers, attention_output_gate=True)
     context = context or ModelContext.single(dtype=torch.float64)
     plan = RecomputePlan("selective", modules=recompute) if recompute else RecomputePlan()
     return GPTModel(model, context, stack=decoder_stack(model, (config,)), recompute=plan, seed=5)
@@ -94,11 +65,7 @@ def model_of(
 
 def test_documents_in_one_sequence_are_those_apart() -> None:
     """State and convolution of one document must not reach into the next that is packed behind it."""
-    ours, generator = mixer(), torch.Generator().manual_seed(1)
-    x = torch.randn(18, 1, 32, generator=generator, dtype=torch.float64)
-    ids = torch.tensor([[0] * 7 + [1] * 2 + [2] * 9])
-    apart = torch.cat([ours(part, inputs()) for part in (x[:7], x[7:9], x[9:])])
-    assert torch.allclose(ours(x, inputs(ids)), apart, rtol=0, atol=1e-12)
+    assert_packed_documents_are_those_apart(mixer())
 
 
 def test_initial_values() -> None:
@@ -117,37 +84,12 @@ def test_decays_stay_wide_in_bf16_and_do_not_decay() -> None:
     assert {name for name, dtype in types.items() if dtype == torch.float32} == {"A_log", "dt_bias"}
     decaying = {name for name, policy in parameter_policies(ours.named_parameters()).items() if policy.decays}
     assert decaying == {"in_proj.weight", "conv1d.weight", "out_proj.weight"}
-    x = torch.randn(40, 1, 32, generator=torch.Generator().manual_seed(1))
-    exact, found = mixer(dtype=torch.float32)(x, inputs()), ours(x.bfloat16(), inputs())
-    assert found.dtype == torch.bfloat16
-    assert (found - exact).norm() < 0.03 * exact.norm()
-
-
-def whole_text(of: GPTModel, prompt: Sequence[int], count: int) -> list[int]:
-    """The greedy continuation by forward passes over the whole text."""
-    ids = [*prompt]
-    for _ in range(count):
-        ids.append(int(of(torch.tensor([ids])).logits()[0, -1].argmax()))
-    return ids[len(prompt) :]
-
-
-# Shorter than the convolution, around borders of chunks of 5, and longer.
-PROMPTS = [
-    torch.randint(VOCABULARY, (length,), generator=torch.Generator().manual_seed(length)).tolist()
-    for length in (1, 2, 3, 4, 5, 6, 11, 23)
-]
+    assert_bf16_is_near_fp32(lambda dtype: mixer(dtype=dtype), 0.03)
 
 
 def test_cached_texts_are_those_of_whole_forward_passes() -> None:
     """Prompts in parts beside each other, one token after the other: any slip of a state shows in later tokens."""
-    of = model_of(SMALL, 4).eval().requires_grad_(False)
-    engine = Engine(CachedRunner(of, of._config, of._context, LIMITS), options=SchedulerOptions(max_tokens=8))
-    asked = [
-        Request(id=str(n), prompt=tuple(prompt), max_tokens=10, sampling=Sampling(temperature=0.0))
-        for n, prompt in enumerate(PROMPTS)
-    ]
-    found = [result.ids for result in engine.generate(asked)]
-    assert found == [whole_text(of, prompt, 10) for prompt in PROMPTS]
+    assert_cached_texts_are_whole_ones(model_of(SMALL, 4))
 
 
 def test_recomputed_nets_have_the_same_gradients_and_keep_less() -> None:
@@ -178,12 +120,8 @@ def test_memory_is_what_torch_keeps(dtype: torch.dtype, doubled: bool, recompute
         linear_attention_chunk_size=16,
         linear_negative_eigenvalues=doubled,
     )
-    models = [model_of(sizes, layers, context=context, recompute=recompute).train() for layers in (1, 2)]
-    tokens = torch.randint(VOCABULARY, (2, 64))
-    kept = [bytes_kept(model, tokens) for model in models]
-    workload = Workload(context=context, batch=2, length=64, stream_itemsize=dtype.itemsize)
-    counted = [costs_of(model, workload).kept for model in models]
-    assert counted[1] - counted[0] == pytest.approx(kept[1] - kept[0], rel=0.02)
+    shorter, longer = (model_of(sizes, layers, context=context, recompute=recompute) for layers in (1, 2))
+    assert_counted_is_kept(shorter, longer, context)
 
 
 def test_a_published_type_without_them_does_not_fit() -> None:
@@ -191,7 +129,6 @@ def test_a_published_type_without_them_does_not_fit() -> None:
     described = replace(
         settings(4),
         position_embedding_type="rope",
-        attention_output_gate=False,
         activation="swiglu",
         untie_embeddings_and_output_weights=True,
     )

@@ -2,57 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
 
 from megatron.config.mamba import MambaConfig
-from megatron.config.model import ModelConfig
 from megatron.config.training import RecomputeModule
 from megatron.core.distributed.parameter_policy import parameter_policies
-from megatron.core.inference.engine import Engine
-from megatron.core.inference.request import Request
-from megatron.core.inference.runner import CachedRunner
-from megatron.core.inference.sampling import Sampling
-from megatron.core.inference.scheduler import SchedulerOptions
-from megatron.core.inference.step_plan import RunnerLimits
 from megatron.core.models.gpt.model import GPTModel
 from megatron.core.parallel.costs import Workload, costs_of
 from megatron.core.parallel.model_context import ModelContext
-from megatron.core.parallel.rng import StreamKey
-from megatron.core.parallel.side_losses import SideLosses
 from megatron.core.ssm.mamba import MambaMixer, mamba_branch
 from megatron.core.tensor_parallel.initialize import initialize
 from megatron.core.transformer.block import RecomputePlan
-from megatron.core.transformer.inputs import LayerInputs
 from megatron.core.transformer.place import BranchPlace
 from megatron.core.transformer.stack import FEED_FORWARD, SELF_ATTENTION, StackConfig
-from tests.harness.kept import bytes_kept
+from tests.unit.ssm.mixers import VOCABULARY as VOCABULARY
+from tests.unit.ssm.mixers import (
+    assert_bf16_is_near_fp32,
+    assert_cached_texts_are_whole_ones,
+    assert_counted_is_kept,
+    assert_packed_documents_are_those_apart,
+    inputs,
+    settings,
+)
 
-VOCABULARY = 40
 SMALL = MambaConfig(mamba_state_dim=6, mamba_head_dim=8, mamba_num_groups=2, mamba_chunk_size=5)
-LIMITS = RunnerLimits(num_blocks=40, block_size=4, max_requests=3, max_length=64, vocabulary=VOCABULARY)
-
-
-def settings(layers: int = 1, hidden: int = 32) -> ModelConfig:
-    return ModelConfig(
-        num_layers=layers,
-        hidden_size=hidden,
-        num_attention_heads=4,
-        position_embedding_type="none",
-        normalization="RMSNorm",
-        add_bias_linear=False,
-        max_position_embeddings=64,
-        vocab_size=VOCABULARY,
-        make_vocab_size_divisible_by=8,
-        hidden_dropout=0.0,
-        attention_dropout=0.0,
-        init_method_std=0.3,
-    )
 
 
 def mixer(config: MambaConfig = SMALL, *, dtype: torch.dtype = torch.float64, hidden: int = 32) -> MambaMixer:
@@ -61,10 +38,6 @@ def mixer(config: MambaConfig = SMALL, *, dtype: torch.dtype = torch.float64, hi
     made = MambaMixer(BranchPlace(stack, context, 0), config=config)
     initialize(made, context.mesh, seed=3)
     return made
-
-
-def inputs(document_ids: Tensor | None = None) -> LayerInputs:
-    return LayerInputs(StreamKey(0), SideLosses(), document_ids=document_ids)
 
 
 def hybrid(
@@ -118,11 +91,7 @@ def test_forward_and_gradients_are_those_of_transformers(groups: int, limits: tu
 
 def test_documents_in_one_sequence_are_those_apart() -> None:
     """State and convolution of one document reached into the next that is packed behind it."""
-    ours, generator = mixer(), torch.Generator().manual_seed(1)
-    x = torch.randn(18, 1, 32, generator=generator, dtype=torch.float64)
-    ids = torch.tensor([[0] * 7 + [1] * 2 + [2] * 9])
-    apart = torch.cat([ours(part, inputs()) for part in x.split([7, 2, 9])])  # type: ignore[no-untyped-call]
-    assert torch.allclose(ours(x, inputs(ids)), apart, rtol=0, atol=1e-12)
+    assert_packed_documents_are_those_apart(mixer())
 
 
 def test_initial_values_are_mamba_2s() -> None:
@@ -145,40 +114,13 @@ def test_steps_and_decays_stay_wide_in_bf16_and_do_not_decay() -> None:
     assert wide == {"A_log", "D", "dt_bias"} and {*types.values()} == {torch.float32, torch.bfloat16}
     decaying = {name for name, policy in parameter_policies(ours.named_parameters()).items() if policy.decays}
     assert decaying == {"in_proj.weight", "conv1d.weight", "out_proj.weight"}
-    x = torch.randn(40, 1, 32, generator=torch.Generator().manual_seed(1))
-    exact = mixer(dtype=torch.float32)(x, inputs())
-    found = ours(x.bfloat16(), inputs())
-    assert found.dtype == torch.bfloat16
-    assert (found - exact).norm() < 0.02 * exact.norm()
-
-
-def whole_text(of: GPTModel, prompt: Sequence[int], count: int) -> list[int]:
-    """The greedy continuation by forward passes over the whole text."""
-    ids = [*prompt]
-    for _ in range(count):
-        ids.append(int(of(torch.tensor([ids])).logits()[0, -1].argmax()))
-    return ids[len(prompt) :]
-
-
-# Shorter than the convolution, around borders of chunks of 5, and longer.
-PROMPTS = [
-    torch.randint(VOCABULARY, (length,), generator=torch.Generator().manual_seed(length)).tolist()
-    for length in (1, 2, 3, 4, 5, 6, 9, 10, 11, 23)
-]
+    assert_bf16_is_near_fp32(lambda dtype: mixer(dtype=dtype), 0.02)
 
 
 @pytest.mark.parametrize("letters", ["M*-M", "MM"])
 def test_cached_texts_are_those_of_whole_forward_passes(letters: str) -> None:
     """Prompts in parts beside each other, one token after the other: any slip of a state shows in later tokens."""
-    of = hybrid(letters).eval().requires_grad_(False)
-    runner = CachedRunner(of, of._config, of._context, LIMITS)
-    engine = Engine(runner, options=SchedulerOptions(max_tokens=8))
-    asked = [
-        Request(id=str(n), prompt=tuple(prompt), max_tokens=12, sampling=Sampling(temperature=0.0))
-        for n, prompt in enumerate(PROMPTS)
-    ]
-    found = [result.ids for result in engine.generate(asked)]
-    assert found == [whole_text(of, prompt, 12) for prompt in PROMPTS]
+    assert_cached_texts_are_whole_ones(hybrid(letters))
 
 
 @pytest.mark.parametrize("recompute", [(), ("mamba",)], ids=["kept", "recomputed"])
@@ -190,12 +132,8 @@ def test_memory_is_what_torch_keeps(
     """The dry run would promise a run that doesn't fit."""
     context = ModelContext.single(dtype=dtype)
     sizes = replace(SMALL, mamba_state_dim=16, mamba_chunk_size=16, mamba_time_step_limits=limits)
-    models = [hybrid(letters, sizes, context=context, recompute=recompute).train() for letters in ("MM", "MMMM")]
-    tokens = torch.randint(VOCABULARY, (2, 64))
-    kept = [bytes_kept(model, tokens) for model in models]
-    workload = Workload(context=context, batch=2, length=64, stream_itemsize=dtype.itemsize)
-    counted = [costs_of(model, workload).kept for model in models]
-    assert counted[1] - counted[0] == pytest.approx(kept[1] - kept[0], rel=0.02)
+    shorter, longer = (hybrid(letters, sizes, context=context, recompute=recompute) for letters in ("MM", "MMMM"))
+    assert_counted_is_kept(shorter, longer, context)
 
 
 def test_a_small_model_s_heads_divide_as_before() -> None:
