@@ -67,7 +67,6 @@ def _answer(call: Path) -> None:
         standalone, number, *words = words
         assert standalone == "--standalone"
         ranks = int(number.removeprefix("--nproc_per_node="))
-        words += ["--num-workers", "0"]  # the processes are forked themselves
     if words[0] != "-c":  # looks for libraries, which are here
         code = run_script(words[0], words[1:], ranks=ranks, log=log).code
     (call / "code").write_text(f"{code}\n")

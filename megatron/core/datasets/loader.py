@@ -46,6 +46,9 @@ class BatchLoader:
             sampler=sampler,
             num_workers=num_workers,
             prefetch_factor=_PREFETCHED if num_workers else None,
+            # Workers look for their parent, which must be this process. Python 3.14, and any process of a fork server,
+            # would fork them from that server.
+            multiprocessing_context="fork" if num_workers and sys.platform == "linux" else None,
             worker_init_fn=partial(_ignore_signals, os.getpid()),
             persistent_workers=num_workers > 0,  # the next iteration needn't start new ones
             generator=torch.Generator(),  # loading must not use the run's random numbers

@@ -214,6 +214,21 @@ class Deadly(Numbers):
         return super().__getitem__(index)
 
 
+def read_with_a_worker(result: str) -> None:
+    batches = build_loader(Numbers(8), consumed=0, micro_batch_size=4, num_workers=1)
+    Path(result).write_text(str(first_tokens(batches)))
+
+
+def test_a_trainer_that_a_fork_server_started_has_workers(tmp_path: Path) -> None:
+    """They were forked from the server, took the trainer for dead and ended, as in Python 3.14 everywhere."""
+    result = tmp_path / "result"
+    process = fork_server().Process(target=read_with_a_worker, args=(str(result),), daemon=False)
+    process.start()
+    process.join(50)
+    assert process.exitcode == 0
+    assert result.read_text() == "[[0, 1, 2, 3], [4, 5, 6, 7]]"
+
+
 def test_a_worker_that_dies_is_explained() -> None:
     """A disk that fails under a map ends a worker with SIGBUS; torch guesses at shared memory, in a traceback."""
     how = r"(?<=DataLoader worker )\(pid(\(s\))? \d+\)[^)]*"  # torch sees the signal, or the end, whichever comes first
