@@ -233,7 +233,7 @@ def update_weights(run: Run, sums: BatchSums) -> StepRecord:
         )
 
     if not update.skipped:
-        update_from_layer_metrics(run.models, sums.layer_metrics)
+        update_from_layer_metrics(run.updated_from_counts, sums.layer_metrics)
     progress.iteration += 1
     progress.consumed_samples += batch_size
     progress.scheduled_samples += 0 if update.skipped else batch_size

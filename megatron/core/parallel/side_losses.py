@@ -27,15 +27,23 @@ class UpdatedFromCounts(Protocol):
         ...
 
 
-def update_from_layer_metrics(models: Iterable[nn.Module], layer_metrics: Mapping[str, Tensor]) -> None:
-    """Let each module that adjusts itself by a step's counts, not by a gradient, do so."""
+def updated_from_counts(models: Iterable[nn.Module]) -> tuple[UpdatedFromCounts, ...]:
+    """The modules that adjust themselves by a step's counts, not by a gradient."""
+    found = list[UpdatedFromCounts]()
     for module in chain.from_iterable(model.modules() for model in models):
         if hasattr(type(module), "update_from_counts"):
             title = type(module).__name__
             assert isinstance(module, UpdatedFromCounts), f"{title} updates itself from counts but has no metric_name"
-            name = module.metric_name
-            assert name in layer_metrics, f"{title} reported nothing as {name}: call add_metric in its forward"
-            module.update_from_counts(layer_metrics[name])
+            found.append(module)
+    return tuple(found)
+
+
+def update_from_layer_metrics(modules: Iterable[UpdatedFromCounts], layer_metrics: Mapping[str, Tensor]) -> None:
+    """Let each of the modules adjust itself by what it reported in a step."""
+    for module in modules:
+        title, name = type(module).__name__, module.metric_name
+        assert name in layer_metrics, f"{title} reported nothing as {name}: call add_metric in its forward"
+        module.update_from_counts(layer_metrics[name])
 
 
 class SideLosses:

@@ -25,6 +25,7 @@ from megatron.core.parallel.low_precision import LowPrecision
 from megatron.core.parallel.model_context import ModelContext
 from megatron.core.parallel.products import Products
 from megatron.core.parallel.sharding import ShardedState
+from megatron.core.parallel.side_losses import UpdatedFromCounts, updated_from_counts
 from megatron.core.parallel.transport import Transport
 from megatron.core.parallel.weight_gradients import WeightGradients
 from megatron.core.pipeline_parallel.runner import Runner
@@ -65,8 +66,9 @@ class Progress:
 @dataclass(kw_only=True)
 class Run:
     """A run on one rank. ``schedule``: None for a run that only evaluates. ``loaded_from``: its checkpoint, if any.
-    ``loss_names``, ``layer_metric_widths``: what every step reports, as the train spec lists it. ``scaling``: with
-    --fp8-recipe delayed. ``chat_before``: what the model that this one is made of had learned of conversations.
+    ``loss_names``, ``layer_metric_widths``: what every step reports, as the train spec lists it.
+    ``updated_from_counts``: modules that each step adjusts without a gradient. ``scaling``: with --fp8-recipe delayed.
+    ``chat_before``: what the model that this one is made of had learned of conversations.
 
     ``evaluated``: called on every rank after each evaluation, with the results on each data set by name. ``stepped``:
     called on every rank after each step.
@@ -88,6 +90,7 @@ class Run:
     data: TrainingData
     loss_names: tuple[str, ...]
     layer_metric_widths: Mapping[str, int]
+    updated_from_counts: tuple[UpdatedFromCounts, ...]
     scaling: DelayedScaling | None = None
     progress: Progress = field(default_factory=Progress)
     loaded_from: str | None = None
@@ -200,6 +203,7 @@ def build_run(
         data=data,
         loss_names=train_spec.loss_names(config),
         layer_metric_widths=train_spec.layer_metrics(config),
+        updated_from_counts=updated_from_counts(models),
         scaling=scaling,
     )
 

@@ -12,7 +12,7 @@ from torch import nn
 from megatron.core.parallel.context import ParallelContext
 from megatron.core.parallel.recompute import recomputed
 from megatron.core.parallel.rng import StreamKey
-from megatron.core.parallel.side_losses import SideLosses, update_from_layer_metrics
+from megatron.core.parallel.side_losses import SideLosses, update_from_layer_metrics, updated_from_counts
 from megatron.core.pipeline_parallel.chunk import LossSum, Microbatch, StageInputs, TensorSpec
 from megatron.core.pipeline_parallel.lower import lower
 from megatron.core.pipeline_parallel.runner import Runner
@@ -68,10 +68,10 @@ class Reporting(Adjusting):
 def test_a_module_that_adjusts_itself_is_called_or_refused() -> None:
     """One without a metric's name, or that reported nothing, was left as it was: its state never moved."""
     module = Reporting()
-    update_from_layer_metrics([nn.Sequential(module)], {"choices": torch.tensor([1, 2])})
+    update_from_layer_metrics(updated_from_counts([nn.Sequential(module)]), {"choices": torch.tensor([1, 2])})
     assert module.counts == [1, 2]
     with pytest.raises(AssertionError, match="Adjusting updates itself from counts but has no metric_name"):
-        update_from_layer_metrics([Adjusting()], {})
+        updated_from_counts([Adjusting()])
     with pytest.raises(AssertionError, match="Reporting reported nothing as choices: call add_metric in its forward"):
         update_from_layer_metrics([Reporting()], {})
 
