@@ -19,6 +19,7 @@ from megatron.config.hybrid_pattern import (
     LETTERS,
     MAMBA,
     MLP,
+    HybridPattern,
     allocated,
     read_pattern,
     sizes_of,
@@ -69,15 +70,26 @@ class HybridConfig(PartConfig):
         return self.hybrid_layer_pattern is not None
 
     @property
+    def pattern(self) -> HybridPattern | None:
+        """The pattern, read; None for other models, and for a pattern that can't be read, which a rule reports."""
+        with suppress(ConfigError):
+            return None if self.hybrid_layer_pattern is None else read_pattern(self.hybrid_layer_pattern)
+        return None
+
+    @property
     def letters(self) -> str:
-        """The kind of each layer; none for other models. Raises ConfigError for a pattern that isn't one."""
-        return "" if self.hybrid_layer_pattern is None else read_pattern(self.hybrid_layer_pattern).layers
+        """The kind of each layer; none without a ``pattern``."""
+        return "" if self.pattern is None else self.pattern.layers
 
     @property
     def depth_letters(self) -> str:
         """The kinds of the layers of each depth of multi-token prediction."""
-        depths = () if self.hybrid_layer_pattern is None else read_pattern(self.hybrid_layer_pattern).depths
-        return depths[0] if depths else ""
+        return self.pattern.depths[0] if self.pattern is not None and self.pattern.depths else ""
+
+    @property
+    def all_letters(self) -> str:
+        """The kinds of all layers, with those of one depth of multi-token prediction."""
+        return self.letters + self.depth_letters
 
     @property
     @override
@@ -119,22 +131,19 @@ class HybridConfig(PartConfig):
     @override
     def implied(self, stacks: Sequence[int]) -> Mapping[str, Any]:
         """Which layers have experts, and which gated delta nets."""
-        found = dict[str, Any]()
-        with suppress(ConfigError):  # a rule reports it
-            letters = self.letters
-            if EXPERTS in letters and len(letters) == sum(stacks):
-                found["moe_layer_freq"] = shortest_pattern(tuple(letter == EXPERTS for letter in letters))
-            if DELTA_NET in letters + self.depth_letters:
-                found["experimental_attention_variant"] = "gated_delta_net"
-                found["linear_attention_freq"] = listed_layers(tuple(letter == DELTA_NET for letter in letters))
+        found, letters = dict[str, Any](), self.letters
+        if EXPERTS in letters and len(letters) == sum(stacks):
+            found["moe_layer_freq"] = shortest_pattern(tuple(letter == EXPERTS for letter in letters))
+        if DELTA_NET in self.all_letters:
+            found["experimental_attention_variant"] = "gated_delta_net"
+            found["linear_attention_freq"] = listed_layers(tuple(letter == DELTA_NET for letter in letters))
         return found
 
     @override
     def recompute_modules(self) -> Mapping[str, str]:
         """What layers of a kind compute, each with what the model lacks without them."""
-        with suppress(ConfigError):  # a rule reports it
-            return {"mamba": "" if MAMBA in self.letters + self.depth_letters else "M in --hybrid-layer-pattern"}
-        return {}
+        is_unread = self.is_hybrid and self.pattern is None
+        return {"mamba": "" if is_unread or MAMBA in self.all_letters else "M in --hybrid-layer-pattern"}
 
     @override
     def described(self, stacks: Sequence[int]) -> Sequence[str]:
@@ -146,13 +155,13 @@ class HybridConfig(PartConfig):
     @override
     def shrunk(self, stacks: Sequence[int], small: Sequence[int]) -> Self:
         """Keep the first layer of each kind, and others from the start."""
-        if self.hybrid_layer_pattern is None:
+        if self.pattern is None:
             return self
         first = {self.letters.index(letter) for letter in self.letters}
         others = (place for place in range(len(self.letters)) if place not in first)
         kept = sorted([*first, *others][: small[0]])
         layers = "".join(self.letters[place] for place in kept)
-        pattern = "/".join((layers, *read_pattern(self.hybrid_layer_pattern).depths))
+        pattern = "/".join((layers, *self.pattern.depths))
         return dataclasses.replace(self, hybrid_layer_pattern=pattern)
 
     @override
@@ -173,11 +182,12 @@ def _counts(letters: str) -> tuple[int, int]:
 
 def pattern_is_one(run: RunConfig) -> str | None:
     """The pattern can be read, or the ratios make one."""
-    hybrid = run.part(HybridConfig)
+    hybrid, layers = run.part(HybridConfig), run.model.num_layers
     try:
-        if hybrid.letters or hybrid.counts_asked(run.model.num_layers) is None:
-            return None
-        allocated(run.model.num_layers, attention=hybrid.hybrid_attention_ratio, mlp=hybrid.hybrid_mlp_ratio)
+        if hybrid.hybrid_layer_pattern is not None:
+            read_pattern(hybrid.hybrid_layer_pattern)
+        else:
+            allocated(layers, attention=hybrid.hybrid_attention_ratio, mlp=hybrid.hybrid_mlp_ratio)
     except ConfigError as error:
         return str(error)
     return None
@@ -185,7 +195,7 @@ def pattern_is_one(run: RunConfig) -> str | None:
 
 def pattern_has_all_layers(run: RunConfig) -> str | None:
     """There is a letter for each layer."""
-    layers, letters = run.model.num_layers, _letters(run)
+    layers, letters = run.model.num_layers, run.part(HybridConfig).letters
     if not letters or len(letters) == layers:
         return None
     return (
@@ -196,7 +206,8 @@ def pattern_has_all_layers(run: RunConfig) -> str | None:
 
 def ratios_agree_with_the_pattern(run: RunConfig) -> str | None:
     """Ratios beside a pattern must ask for what it has."""
-    hybrid, letters = run.part(HybridConfig), _letters(run)
+    hybrid = run.part(HybridConfig)
+    letters = hybrid.letters
     asked = hybrid.counts_asked(len(letters))
     if not letters or asked in (None, _counts(letters)):
         return None
@@ -211,7 +222,7 @@ def ratios_agree_with_the_pattern(run: RunConfig) -> str | None:
 
 def experts_are_in_the_pattern(run: RunConfig) -> str | None:
     """Layers with experts have the letter E, and need experts."""
-    letters, experts = _letters(run) + _depth_letters(run), run.part(MoEConfig).num_experts
+    letters, experts = run.part(HybridConfig).all_letters, run.part(MoEConfig).num_experts
     if not letters or (EXPERTS in letters) == bool(experts):
         return None
     if experts:
@@ -221,34 +232,19 @@ def experts_are_in_the_pattern(run: RunConfig) -> str | None:
 
 def depths_are_in_the_pattern(run: RunConfig) -> str | None:
     """Each depth of multi-token prediction has its layers in the pattern."""
-    depths, letters = run.model.mtp_num_layers, _letters(run)
-    if not letters:
+    depths, pattern = run.model.mtp_num_layers, run.part(HybridConfig).pattern
+    if pattern is None or len(pattern.depths) == depths:
         return None
-    written = (run.part(HybridConfig).hybrid_layer_pattern or "").split("/")[1:]
-    if len(written) == depths:
-        return None
+    written = pattern.depths
     if not written:
         return (
             f"--mtp-num-layers {depths}: --hybrid-layer-pattern lacks the layers of a depth; write them after a /, as "
-            f"in {letters[-8:]}/{ATTENTION}{MLP}"
+            f"in {pattern.layers[-8:]}/{ATTENTION}{MLP}"
         )
     return (
         f"--hybrid-layer-pattern has the layers of {len(written)} depth{plural_s(len(written))} of multi-token "
         f"prediction, and --mtp-num-layers is {depths}; leave --mtp-num-layers out, or write one part for all depths"
     )
-
-
-def _letters(run: RunConfig) -> str:
-    """The pattern's letters; none where it can't be read, which a rule reports."""
-    with suppress(ConfigError):
-        return run.part(HybridConfig).letters
-    return ""
-
-
-def _depth_letters(run: RunConfig) -> str:
-    with suppress(ConfigError):
-        return run.part(HybridConfig).depth_letters
-    return ""
 
 
 RULES: tuple[Rule, ...] = (

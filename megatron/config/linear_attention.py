@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, Any, Literal
 from typing_extensions import override
 
 from megatron.config.family import PartConfig, Rule
-from megatron.config.flags import architecture_flag, architecture_switch, flag, flags_of, plural_s, subject
+from megatron.config.flags import architecture_flag, architecture_switch, flag, plural_s, subject
 from megatron.config.hybrid import HybridConfig, pattern_is_one
 from megatron.config.layer_patterns import listed_layers, window_layers, window_pattern
 from megatron.config.model import ModelConfig, NormPlacement
+from megatron.config.rules.sentence import changed_flags
 from megatron.config.rules.sizes import divide, divisors, some
 from megatron.config.run import RunConfig
 from megatron.errors import ConfigError
@@ -156,13 +157,8 @@ class GatedDeltaNetConfig(PartConfig):
 
 def settings_need_layers(run: RunConfig) -> str | None:
     """A setting of linear attention has no effect without such layers; a pattern that can't be read may have some."""
-    part = run.part(GatedDeltaNetConfig)
-    given = [
-        spec.typed(run.value(spec))
-        for spec in flags_of(GatedDeltaNetConfig)
-        if run.given(spec.field) and spec.field != "experimental_attention_variant" and run.value(spec) != spec.default
-    ]
-    if part.has_delta_nets or not given or pattern_is_one(run) is not None:
+    given = changed_flags(run, GatedDeltaNetConfig)
+    if run.part(GatedDeltaNetConfig).has_delta_nets or not given or pattern_is_one(run) is not None:
         return None
     is_hybrid = run.part(HybridConfig).is_hybrid
     advice = "write G in --hybrid-layer-pattern" if is_hybrid else f"give {VARIANT} gated_delta_net, too"

@@ -5,19 +5,18 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Sequence
-from contextlib import suppress
 from typing import TYPE_CHECKING, Literal
 
 from typing_extensions import override
 
 from megatron.config.family import PartConfig, Rule
-from megatron.config.flags import architecture_flag, flag, flags_of, plural_s, subject
+from megatron.config.flags import architecture_flag, flag, plural_s, subject
 from megatron.config.hybrid import HybridConfig, pattern_is_one
 from megatron.config.hybrid_pattern import MAMBA
 from megatron.config.model import ModelConfig
+from megatron.config.rules.sentence import changed_flags
 from megatron.config.rules.sizes import divisors, indivisible, some
 from megatron.config.run import RunConfig
-from megatron.errors import ConfigError
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -93,10 +92,7 @@ class MambaConfig(PartConfig):
 
 def has_mamba_layers(run: RunConfig) -> bool:
     """Whether the model has such layers."""
-    with suppress(ConfigError):  # a rule reports a pattern that is none
-        hybrid = run.part(HybridConfig)
-        return MAMBA in hybrid.letters + hybrid.depth_letters
-    return False
+    return MAMBA in run.part(HybridConfig).all_letters
 
 
 def _heads_fill_the_width(run: RunConfig) -> str | None:
@@ -185,15 +181,8 @@ def _limits_ascend(run: RunConfig) -> str | None:
 
 def _settings_need_layers(run: RunConfig) -> str | None:
     """A setting of such layers has no effect without them; a pattern that can't be read may have some."""
-    mamba = run.part(MambaConfig)
-    if pattern_is_one(run) is not None:
-        return None
-    given = [
-        spec.typed(run.value(spec))
-        for spec in flags_of(MambaConfig)
-        if run.given(spec.field) and run.value(spec) != spec.default
-    ]
-    if not given or has_mamba_layers(run) or mamba not in run.extra:
+    given = changed_flags(run, MambaConfig)
+    if not given or has_mamba_layers(run) or pattern_is_one(run) is not None or run.part(MambaConfig) not in run.extra:
         return None
     return (
         f"{subject(given, 'has', 'have')} no effect without Mamba-2 layers; give --hybrid-layer-pattern with an M for "

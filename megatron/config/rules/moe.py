@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 from megatron.config.expert_settings import ExpertSettings
 from megatron.config.family import Rule
-from megatron.config.flags import flags_of, subject
-from megatron.config.rules.sentence import rule
+from megatron.config.flags import subject
+from megatron.config.rules.sentence import changed_flags, rule
 from megatron.config.rules.sizes import divisors, divisors_near, indivisible, some
 from megatron.config.run import RunConfig
 from megatron.errors import ConfigError
@@ -16,11 +16,7 @@ from megatron.errors import ConfigError
 def settings_need_experts(run: RunConfig) -> str | None:
     """A setting of experts has no effect without them."""
     moe = run.group(ExpertSettings)
-    given = [
-        spec.typed(run.value(spec))
-        for spec in flags_of(type(moe))
-        if run.given(spec.field) and spec.field != "num_experts" and run.value(spec) != spec.default
-    ]
+    given = changed_flags(run, type(moe))
     if moe.has_experts or not given:
         return None
     return f"{subject(given, 'has', 'have')} no effect without --num-experts; give it, too"

@@ -68,8 +68,7 @@ def describe_model(run: RunConfig) -> str:
     model = run.model
     if own := run.family.describe_architecture():
         return own
-    hybrid = run.part(HybridConfig)
-    letters = hybrid.letters + hybrid.depth_letters  # none where all layers have attention and a network
+    letters = run.part(HybridConfig).all_letters  # none where all layers have attention and a network
     heads = f"{model.num_attention_heads} heads of {model.kv_channels}"
     if model.num_query_groups != model.num_attention_heads:
         heads += f" ({model.num_query_groups} for keys and values)"

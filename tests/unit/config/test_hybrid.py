@@ -57,9 +57,10 @@ def test_ratios_give_as_many_layers_as_they_say() -> None:
 def test_a_letter_that_is_none_is_the_only_problem() -> None:
     """One wrong letter was followed by a complaint that settings of Mamba-2 or gated delta nets had no effect."""
     flags = "--mamba-num-groups 4 --linear-num-key-heads 4"
+    recomputed = "--recompute-granularity selective --recompute-modules mamba"
     with expect_error(ConfigError, "'X' at place 2") as caught:
-        parse(f"--hybrid-layer-pattern MXG {flags}")
-    assert "no effect" not in str(caught.value)
+        parse(f"--hybrid-layer-pattern MXG {flags} {recomputed}")
+    assert "problems" not in str(caught.value)
     with expect_error(ConfigError, "--hybrid-mlp-ratio 0.6") as caught:
         parse(f"--num-layers 3 --hybrid-attention-ratio 0.6 --hybrid-mlp-ratio 0.6 {flags}")
     assert "no effect" not in str(caught.value)
