@@ -23,19 +23,7 @@ rm -rf "$out"/{corpus,tokenizer,data,checkpoints,tensorboard} "$out"/{perplexity
 
 corpus
 
-say "3. Tokenizer: a byte-level BPE of 8,192 tokens"
-run $python tools/train_tokenizer.py --input "$out/corpus/train.jsonl" --vocab-size 8192 --output-dir "$out/tokenizer"
-
-say "4. Token files"
-tokenizer=(
-    --tokenizer-type GPT2BPETokenizer
-    --vocab-file "$out/tokenizer/vocab.json"
-    --merge-file "$out/tokenizer/merges.txt"
-)
-for part in train heldout; do
-    run $python tools/preprocess_data.py --input "$out/corpus/$part.jsonl" --output-prefix "$out/data/$part" \
-        "${tokenizer[@]}" --append-eod --workers 2
-done
+tokens 8192
 
 say "5. Training on two ranks, stopped half-way"
 pretrain=(
@@ -62,21 +50,11 @@ keep "$out/perplexity.txt" \
     $python tasks/main.py --task LM --load "$out/checkpoints" --valid-data "$out/corpus/heldout.jsonl"
 
 say "8. Text from the trained model"
-keep "$out/sample.txt" $python tools/text_generation_cli.py --load "$out/checkpoints" --tokens-to-generate 80 \
-    --temperature 0.8 --top-p 0.9 --prompt "Return a new" "The following example" "Raises an exception if"
+sample 80
 
 say "9. The loss as a picture"
 picture "GPT on the documentation of Python"
 
-say "Done in $((SECONDS / 60)) min $((SECONDS % 60)) s"
-sed -n '1s/^[^:]*: /The loss fell: /p' "$out/loss.txt"
-cat <<END
-
-  checkpoints   $out/checkpoints
-  TensorBoard   $out/tensorboard  (.venv/bin/tensorboard --logdir '$out/tensorboard')
-  loss curve    $out/loss.png
-  perplexity    $out/perplexity.txt
-  text          $out/sample.txt
-
-More of its text: $python tools/text_generation_cli.py --load '$out/checkpoints'
-END
+result
+places perplexity perplexity.txt text sample.txt
+more_text

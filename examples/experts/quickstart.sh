@@ -23,19 +23,7 @@ rm -rf "$out"/{corpus,tokenizer,data,checkpoints,tensorboard} "$out"/{log.txt,sa
 
 corpus
 
-say "3. Tokenizer: a byte-level BPE of 4,096 tokens"
-run $python tools/train_tokenizer.py --input "$out/corpus/train.jsonl" --vocab-size 4096 --output-dir "$out/tokenizer"
-
-say "4. Token files"
-tokenizer=(
-    --tokenizer-type GPT2BPETokenizer
-    --vocab-file "$out/tokenizer/vocab.json"
-    --merge-file "$out/tokenizer/merges.txt"
-)
-for part in train heldout; do
-    run $python tools/preprocess_data.py --input "$out/corpus/$part.jsonl" --output-prefix "$out/data/$part" \
-        "${tokenizer[@]}" --append-eod --workers 2
-done
+tokens 4096
 
 say "5. Training on two ranks, with half of the experts on each"
 keep "$out/log.txt" .venv/bin/torchrun --standalone --nproc_per_node=2 pretrain_gpt.py --distributed-backend gloo \
@@ -54,24 +42,14 @@ keep "$out/log.txt" .venv/bin/torchrun --standalone --nproc_per_node=2 pretrain_
     --log-interval "$((iterations / 20))" --log-throughput --tensorboard-dir "$out/tensorboard"
 
 say "6. Text from the trained model, whose experts are all in one process now"
-keep "$out/sample.txt" $python tools/text_generation_cli.py --load "$out/checkpoints" --tokens-to-generate 60 \
-    --temperature 0.8 --top-p 0.9 --prompt "Return a new" "The following example" "Raises an exception if"
+sample 60
 
 say "7. The loss, and how evenly the experts are used, as pictures"
 picture "A mixture of experts on the documentation of Python"
 keep "$out/balance.txt" $python tools/plot_loss.py "$out/tensorboard" --curve moe/max_violation \
     --output "$out/balance.png" --title "How far the busiest expert is above its share"
 
-say "Done in $((SECONDS / 60)) min $((SECONDS % 60)) s"
-sed -n '1s/^[^:]*: /The loss fell: /p' "$out/loss.txt"
+result
 grep '^ experts' "$out/log.txt" | sed -n '1s/^/At first:/p;$s/^/In the end:/p'
-cat <<END
-
-  checkpoints   $out/checkpoints
-  TensorBoard   $out/tensorboard  (.venv/bin/tensorboard --logdir '$out/tensorboard')
-  loss curve    $out/loss.png
-  balance       $out/balance.png
-  text          $out/sample.txt
-
-More of its text: $python tools/text_generation_cli.py --load '$out/checkpoints'
-END
+places balance balance.png text sample.txt
+more_text
