@@ -39,26 +39,29 @@ class HybridConfig(PartConfig):
     """Hybrid models: a decoder whose layers are single mixers, each ``x + mixer(norm(x))``."""
 
     hybrid_layer_pattern: str | None = architecture_flag(
-        "A letter for each layer of a hybrid: M Mamba-2, G gated delta net, * attention, - MLP, E experts. A bar is "
-        "a border of pipeline stages, and a slash comes before the layers of each depth of multi-token prediction. It "
+        "A letter for each layer of a hybrid: M Mamba-2, G gated delta net, * attention, - MLP, E experts. A bar ends "
+        "a pipeline stage, and a slash comes before the layers of each depth of multi-token prediction. The pattern "
         "sets --num-layers and --mtp-num-layers.",
         default=None,
         aliases=("--hybrid-override-pattern",),
         implies=sizes_of,
     )
     hybrid_attention_ratio: float = flag(
-        "Share of attention layers of a hybrid without --hybrid-layer-pattern, which are spread evenly; the layers "
-        "that are neither attention nor MLP are Mamba-2.",
+        "Fraction of a hybrid's layers that are attention, spread evenly, without --hybrid-layer-pattern. Layers that "
+        "are neither attention nor MLP are Mamba-2.",
         default=0.0,
         at_least=0,
         at_most=1,
     )
     hybrid_mlp_ratio: float = flag(
-        "Share of MLP layers of a hybrid without --hybrid-layer-pattern.", default=0.0, at_least=0, at_most=1
+        "Fraction of a hybrid's layers that are MLPs, without --hybrid-layer-pattern.",
+        default=0.0,
+        at_least=0,
+        at_most=1,
     )
     is_hybrid_model: bool = switch(
-        "A hybrid, also without a pattern and with ratios of 0: all layers are Mamba-2. pretrain_mamba.py and "
-        "pretrain_hybrid.py always mean it."
+        "Build a hybrid even without a pattern and with ratios of 0: all its layers are Mamba-2. On by default in "
+        "pretrain_mamba.py and pretrain_hybrid.py."
     )
     hybrid_segments: tuple[int, ...] | None = flag(
         "Layers between the stage borders of the pattern.", default=None, internal=True

@@ -30,8 +30,8 @@ class GatedDeltaNetConfig(PartConfig):
     """Gated delta nets (Yang et al. 2024, arXiv:2412.06464), as in Qwen3-Next and OLMo Hybrid."""
 
     experimental_attention_variant: Literal["gated_delta_net"] | None = architecture_flag(
-        "gated_delta_net: layers with a gated delta net instead of attention, where --linear-attention-freq says; all "
-        "layers keep their MLP or experts.",
+        "gated_delta_net: a gated delta net in place of attention in the layers of --linear-attention-freq, which keep "
+        "their MLP or experts.",
         default=None,
         aliases=("--linear-attention-type",),
     )
@@ -41,7 +41,7 @@ class GatedDeltaNetConfig(PartConfig):
         default=None,
     )
     linear_conv_kernel_dim: int = architecture_flag(
-        "Tokens that the convolution of a gated delta net sees.", default=4, at_least=1, at_most=64
+        "Width of the causal convolution of gated delta nets, in tokens.", default=4, at_least=1, at_most=64
     )
     linear_key_head_dim: int = architecture_flag("Width of a key head of gated delta nets.", default=128, at_least=1)
     linear_value_head_dim: int = architecture_flag(
@@ -52,32 +52,32 @@ class GatedDeltaNetConfig(PartConfig):
         "Value heads of gated delta nets, a multiple of --linear-num-key-heads.", default=32, at_least=1
     )
     linear_negative_eigenvalues: bool = architecture_switch(
-        "Let gated delta nets write up to twice the difference from what they hold of a key, so that its sign can flip "
-        "(OLMo Hybrid)."
+        "Double the write strength (beta) of gated delta nets to between 0 and 2, so that the state's transition may "
+        "have negative eigenvalues (OLMo Hybrid)."
     )
     linear_norm_epsilon: float | None = architecture_flag(
-        "Epsilon of the norm of each value head of gated delta nets; --norm-epsilon unless given.",
+        "Epsilon of the norm of each value head of gated delta nets. Default: --norm-epsilon.",
         default=None,
         above=0,
     )
     linear_norm_placement: NormPlacement | None = architecture_flag(
-        "--norm-placement of the layers with linear attention, if another than that of the others (OLMo Hybrid).",
+        "--norm-placement of the layers with linear attention, where it differs from the others' (OLMo Hybrid).",
         default=None,
     )
     linear_attention_backend: Literal["auto", "fla", "chunked", "recurrent"] = flag(
-        "How gated delta nets are computed: fla: kernels of flash-linear-attention, on GPUs; chunked: products of "
-        "matrices; recurrent: token by token; auto: the fastest that serves.",
+        "How gated delta nets are computed. fla: kernels of flash-linear-attention, on a GPU; chunked: matrix "
+        "products, chunk by chunk; recurrent: token by token, for comparison; auto: the first of these that serves.",
         default="auto",
     )
     linear_attention_chunk_size: int = flag(
-        "Tokens of a chunk of gated delta nets by --linear-attention-backend chunked.",
+        "Tokens in a chunk, with --linear-attention-backend chunked.",
         default=64,
         at_least=1,
         at_most=4096,
     )
     linear_cp_comm_type: Literal["a2a", "states"] = flag(
-        "What gated delta nets exchange with context parallelism: a2a: heads for parts of the sequence; states: the "
-        "state behind each part.",
+        "What context-parallel ranks exchange in a gated delta net. a2a: parts of the sequence for heads (all-to-all); "
+        "states: only the state that each part of the sequence leaves, for long sequences and any number of heads.",
         default="a2a",
     )
 

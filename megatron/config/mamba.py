@@ -28,38 +28,38 @@ class MambaConfig(PartConfig):
     mamba_state_dim: int = architecture_flag("Size of the state of each channel of Mamba-2.", default=128, at_least=1)
     mamba_head_dim: int = architecture_flag("Channels of each head of Mamba-2.", default=64, at_least=1)
     mamba_num_groups: int = architecture_flag(
-        "Groups of heads of Mamba-2 that share input and output matrices of the state (B and C), and whose channels "
-        "are normalized together.",
+        "Groups of Mamba-2 heads. The heads of a group share B and C, the input and output matrices of the state, and "
+        "the norm before the output projection.",
         default=8,
         at_least=1,
     )
     mamba_num_heads: int | None = architecture_flag(
-        "Heads of Mamba-2. Default: as many as twice --hidden-size has of --mamba-head-dim channels.",
+        "Heads of Mamba-2. Default: 2 x --hidden-size / --mamba-head-dim.",
         default=None,
         at_least=1,
     )
     mamba_conv_kernel_dim: int = architecture_flag(
-        "Tokens that the causal convolution of Mamba-2 sees, its own among them.", default=4, at_least=2, at_most=256
+        "Width of the causal convolution of Mamba-2, in tokens.", default=4, at_least=2, at_most=256
     )
     mamba_time_step_limits: tuple[float, float] | None = architecture_flag(
-        "Lowest and highest time step of Mamba-2, after softplus; a highest one of 1e30 is none.",
+        "Clamp the time step of Mamba-2, after softplus, to between these; an upper limit of 1e30 is none.",
         default=None,
         at_least=0,
     )
     mamba_chunk_size: int | None = flag(
-        "Tokens that the scan of Mamba-2 computes at a time: speed and memory alone. Default: 64 on a CPU, 128 on a "
-        "GPU.",
+        "Tokens in a chunk of the scan of Mamba-2, which changes speed and memory only. Default: 64 on a CPU, 128 on "
+        "a GPU.",
         default=None,
         at_least=1,
     )
     mamba_scan_backend: Literal["auto", "recurrent", "chunked", "mamba-ssm"] = flag(
-        "How the scan of Mamba-2 is computed. recurrent: token by token, for comparison; chunked: matrix products; "
-        "mamba-ssm: the kernels of that package, on a GPU.",
+        "How the scan of Mamba-2 is computed. mamba-ssm: kernels of that package, on a GPU; chunked: matrix products, "
+        "chunk by chunk; recurrent: token by token, for comparison; auto: the first of these that serves.",
         default="auto",
     )
     mamba_cp_comm_type: Literal["a2a", "states"] = flag(
-        "What Mamba-2 layers of context-parallel ranks send. a2a: slices of the sequence for heads; states: only what "
-        "a rank's tokens do to the state, which suits long sequences and any number of heads.",
+        "What context-parallel ranks exchange in a Mamba-2 layer. a2a: parts of the sequence for heads (all-to-all); "
+        "states: only the state that each part of the sequence leaves, for long sequences and any number of heads.",
         default="a2a",
     )
 

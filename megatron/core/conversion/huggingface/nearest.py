@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from megatron.core.conversion.huggingface.format import HuggingFaceFormat
 
 _TABLE_EACH = "its encoder and its decoder have a table of positions each, and here both read one"
-_NOT_ATTENTION = "some of its layers are of linear attention of a kind that is not available here"
-_MAMBA_1 = "some of its layers are of Mamba-1, whose states and steps are other ones than those of Mamba-2"
+_NOT_ATTENTION = "its linear attention is of a kind that is not available here"
+_MAMBA_1 = "its state-space layers are Mamba-1, and only Mamba-2 is available here"
 _SHARED_BLOCKS = "its attention layers share their weights, with adapters of each use, and also read the embeddings"
 _NOT_TEXT = "it reads images or sound, and here models read text alone"
 _OLD_FALCON = (
@@ -40,7 +40,7 @@ REASONS = {
     **dict.fromkeys(("mamba", "falcon_mamba", "jamba"), _MAMBA_1),
     "falcon_h1": "its layers compute attention and Mamba-2 side by side, each with multipliers of its own",
     **dict.fromkeys(("zamba", "zamba2"), _SHARED_BLOCKS),
-    **dict.fromkeys(("rwkv", "recurrent_gemma"), "its layers are recurrent in a way of their own, and not Mamba-2"),
+    **dict.fromkeys(("rwkv", "recurrent_gemma"), "its recurrent layers are neither Mamba-2 nor gated delta nets"),
     "lfm2": "most of its layers are gated convolutions",
     **dict.fromkeys(("minimax", "kimi_linear"), _NOT_ATTENTION),
     "olmo_hybrid": "models like it can be trained here (--linear-attention-freq, --linear-norm-placement), but its "
