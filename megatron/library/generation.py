@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from megatron.config.flags import subject
 from megatron.core.inference.engine import Engine
 from megatron.core.inference.request import BeamSearch, Request, StopRules
 from megatron.core.inference.runner import CachedRunner, EncoderDecoder, GenerativeModel
@@ -54,8 +55,10 @@ class Generation:
             "top_p": sampling.top_p not in (0, 1),
             "min_p": sampling.min_p != 0,
         }
-        for name in (name for name, is_given in given.items() if is_given):
-            raise ConfigError(f"{name} has no effect with num_beams={self.num_beams}, which samples no tokens")
+        if names := [name for name, is_given in given.items() if is_given]:
+            raise ConfigError(
+                f"{subject(names, 'has', 'have')} no effect with num_beams={self.num_beams}, which samples no tokens"
+            )
         if self.stop:
             raise ConfigError(f"stop has no effect with num_beams={self.num_beams}: its texts end with end tokens only")
 

@@ -90,13 +90,16 @@ class Run:
     data: TrainingData
     loss_names: tuple[str, ...]
     layer_metric_widths: Mapping[str, int]
-    updated_from_counts: tuple[UpdatedFromCounts, ...]
+    updated_from_counts: tuple[UpdatedFromCounts, ...] = field(init=False)
     scaling: DelayedScaling | None = None
     progress: Progress = field(default_factory=Progress)
     loaded_from: str | None = None
     chat_before: ChatSettings | None = None
     evaluated: Callable[[Run, Mapping[str, Evaluation]], None] = lambda run, found: None
     stepped: Callable[[StepRecord], None] = lambda record: None
+
+    def __post_init__(self) -> None:
+        self.updated_from_counts = updated_from_counts(self.models)
 
     @property
     def chat(self) -> ChatSettings | None:
@@ -203,7 +206,6 @@ def build_run(
         data=data,
         loss_names=train_spec.loss_names(config),
         layer_metric_widths=train_spec.layer_metrics(config),
-        updated_from_counts=updated_from_counts(models),
         scaling=scaling,
     )
 
