@@ -6,6 +6,7 @@ Each format has a reader that gives one and a writer that takes one, so any form
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron.config.family import FamilyConfig
+from megatron.config.flags import flags_of
 from megatron.config.model import ModelConfig
 from megatron.config.tokenizer import TokenizerConfig
 from megatron.core.checkpointing.boxes import boxes
@@ -25,7 +27,7 @@ from megatron.core.parallel.model_context import ModelContext
 from megatron.core.parallel.rng import RngStreams
 from megatron.core.parallel.sharding import ShardedState, Sharding, sharded_parameters
 from megatron.core.tokenizers.chat_settings import ChatSettings
-from megatron.errors import CheckpointError
+from megatron.errors import CheckpointError, ConfigError
 
 
 @dataclass(frozen=True)
@@ -82,6 +84,33 @@ def layers_of(model: ModelConfig, groups: Sequence[object]) -> int:
     """Layers of all stacks of a model. ``groups``: settings of its family alone."""
     own = next((group for group in groups if isinstance(group, FamilyConfig)), FamilyConfig())
     return sum(own.stacks(model))
+
+
+def refuse_out_of_bounds(groups: Iterable[object], names: Mapping[str, str], *, where: str) -> None:
+    """Raise CheckpointError for a value that no checkpoint here may have. ``names``: what ``where`` calls a field."""
+    for group in groups:
+        for spec in flags_of(type(group)):
+            if wrong := spec.out_of_bounds(getattr(group, spec.field)):
+                raise CheckpointError(
+                    f"{where}: {wrong.replace(spec.positive, names.get(spec.field, spec.positive), 1)}"
+                )
+
+
+def refuse_larger_weights(
+    model: ModelConfig, groups: Sequence[object], tensors: Mapping[str, LazyTensor], *, where: str
+) -> None:
+    """Raise CheckpointError for settings of which one weight is larger than all tensors that a source holds.
+
+    Whatever follows may then take memory for the rows of each weight.
+    """
+    try:
+        shapes = [sharding.shape for sharding in parameters_of(model, groups).values()]
+    except ConfigError as error:
+        raise CheckpointError(f"{where}: {error}") from None
+    largest, held = max(shapes, key=math.prod), sum(math.prod(tensor.shape) for tensor in tensors.values())
+    if math.prod(largest) > held:
+        sizes = " x ".join(f"{size:,}" for size in largest)
+        raise CheckpointError(f"{where} describes a weight of {sizes} numbers, and all tensors together have {held:,}")
 
 
 def parameters_of(model: ModelConfig, groups: Sequence[object] = ()) -> dict[str, Sharding]:

@@ -150,12 +150,20 @@ def huggingface_answer(folder: Path, question: Question) -> Answer:
                 output_loading_info=True,
             )
     except Exception as error:  # transformers raises anything for folders that it doesn't like
-        reason = str(error).partition("\n")[0]
-        raise CheckpointError(f"transformers cannot load {folder}: {type(error).__name__}: {reason}") from error
+        raise CheckpointError(f"transformers cannot load {folder}: {_reason(error)}") from error
     if missing := sorted(report["missing_keys"])[:5]:
         raise CheckpointError(f"transformers misses tensors in {folder}: {', '.join(missing)}")
-    with _InFP32():
-        return {kind: logits.float() for kind, logits in question.ask_theirs(model.eval()).items()}
+    try:
+        with _InFP32():
+            return {kind: logits.float() for kind, logits in question.ask_theirs(model.eval()).items()}
+    except Exception as error:  # some settings it looks at when it computes
+        raise CheckpointError(f"transformers loads {folder}, and cannot compute with it: {_reason(error)}") from error
+
+
+def _reason(error: Exception) -> str:
+    """The kind of an error and the first line of what it says."""
+    first = str(error).partition("\n")[0]
+    return f"{type(error).__name__}: {first}"
 
 
 def _source(folder: Path, question: Question) -> tuple[str, dict[str, Any]]:

@@ -48,13 +48,13 @@ class EngineLimits:
             f"{begins} {len(prompt)} token{plural_s(len(prompt))}; with {request.max_tokens} generated ones that makes"
         )
         if total > self.context_length:
-            raise DataError(
-                f"{found} {total}, and the model sees at most {self.context_length}: {shorten}generate at most "
-                f"{max(0, self.context_length - len(prompt))}"
-            )
+            left = self.context_length - len(prompt)
+            advice = f"{shorten}generate at most {left}" if left >= 0 else "shorten the prompt"
+            raise DataError(f"{found} {total}, and the model sees at most {self.context_length}: {advice}")
         if total > room:
             raise DataError(
-                f"{found} {total}, and the cache has room for {room}: generate at most {max(0, room - len(prompt))}, "
+                f"{found} {total}, and the cache has room for {room}: "
+                f"{f'generate at most {room - len(prompt)}' if room >= len(prompt) else 'shorten the prompt'}, "
                 "or give the cache more memory with --inference-dynamic-batching-buffer-size-gb"
             )
         if request.beams is not None:

@@ -17,6 +17,9 @@ from megatron.core.parallel.mesh import Mesh
 from megatron.core.parallel.stacked_rows import RowRun, UndividedError, runs_of_parts
 from megatron.core.parallel.stacked_rows import SharedRows as SharedRows
 from megatron.core.parallel.stacked_rows import StackedPart as StackedPart
+from megatron.errors import ConfigError
+
+_MOST_NUMBERS = 1 << 60  # of a weight: as bytes of fp64 they still have addresses
 
 Offsets = tuple[int, ...]
 
@@ -176,7 +179,15 @@ class Sharding:
 
 
 def sharded_parameter(sharding: Sharding, mesh: Mesh, *, dtype: torch.dtype, device: torch.device) -> nn.Parameter:
-    """An uninitialized parameter that carries its layout; see ``tensor_parallel.initialize`` for its values."""
+    """An uninitialized parameter that carries its layout; see ``tensor_parallel.initialize`` for its values.
+
+    Raises ConfigError for one of more numbers than any memory has addresses.
+    """
+    if math.prod(sharding.shape) >= _MOST_NUMBERS:
+        sizes = " x ".join(f"{size:,}" for size in sharding.shape)
+        raise ConfigError(
+            f"the settings describe a weight of {sizes} numbers, more than any memory has; lower its sizes"
+        )
     parameter = nn.Parameter(torch.empty(sharding.local_shape(mesh), dtype=dtype, device=device))
     parameter.sharding = sharding  # type: ignore[attr-defined]
     return parameter

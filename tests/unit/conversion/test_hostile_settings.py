@@ -8,10 +8,11 @@ import shutil
 import struct
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, get_origin
+from typing import Any, get_args, get_origin
 
 import pytest
 
+from megatron.core.conversion.convert import Conversion, convert
 from megatron.core.conversion.huggingface.formats import format_of
 from megatron.core.conversion.huggingface.reading import read_config, read_huggingface, tensors_in
 from megatron.core.conversion.portable import refuse_more_layers
@@ -48,7 +49,10 @@ def hostile_files() -> dict[str, bytes]:
     }
 
 
-@pytest.mark.parametrize("family", tiers(["llama 3", "gpt2", "qwen2", "bert", "t5"], first=["llama 3", "t5"]))
+FAMILIES = ["llama 3", "gpt2", "qwen2", "bert", "t5", "mamba2", "nemotron_h", "bamba", "granitemoehybrid", "qwen3_next"]
+
+
+@pytest.mark.parametrize("family", tiers(FAMILIES, first=["llama 3", "t5"]))
 def test_every_setting_of_every_type(family: str, model_folder: Folder, tmp_path: Path) -> None:
     """``n_layer: 1e9`` ran for minutes and ``"abc"`` ended in a TypeError; both are named by file, key and value."""
     folder = Path(shutil.copytree(model_folder(family), tmp_path / "model"))
@@ -61,8 +65,8 @@ def test_every_setting_of_every_type(family: str, model_folder: Folder, tmp_path
             (folder / "config.json").write_text(json.dumps({**config, key: value}))
             said = sentence_of(lambda: read_huggingface(folder))
             if (
-                (value == "abc" and kinds[key] is not str)
-                or value == [1]
+                (value == "abc" and str not in (kinds[key], *get_args(kinds[key])))
+                or (value == [1] and kinds[key] not in (list[Any], list[int]))
                 or (value in (-1, 10**30) and type(value) is int)
             ):
                 shown = {"abc": '"abc"', "[1]": "a list of 1"}.get(str(value), str(value))
@@ -87,6 +91,55 @@ def test_settings_of_rotary_scaling(model_folder: Folder, tmp_path: Path) -> Non
     for message, rope in wrong.items():
         (folder / "config.json").write_text(json.dumps({**config, "rope_parameters": rope}))
         assert message in (sentence_of(lambda: read_huggingface(folder)) or "")
+
+
+def said_about(folder: Path, config: dict[str, Any]) -> str:
+    """What the user hears about these settings."""
+    (folder / "config.json").write_text(json.dumps(config))
+    return sentence_of(lambda: read_huggingface(folder)) or ""
+
+
+WRONG_HYBRIDS: list[tuple[str, dict[str, Any], tuple[str, ...]]] = [
+    ("mamba2", {"time_step_limit": []}, ("time_step_limit = []", "two numbers")),
+    (
+        "mamba2",
+        {"num_heads": 1 << 16, "head_dim": 1 << 24, "hidden_size": 1 << 24, "expand": 1 << 16},
+        ("x 16,777,216",),
+    ),
+    ("nemotron_h", {"n_groups": 1 << 16, "ssm_state_size": 1 << 24, "hidden_size": 1 << 24}, ("x 16,777,216",)),
+    (
+        "nemotron_h",
+        {"max_position_embeddings": 1 << 31},
+        ("max_position_embeddings is 2147483648", "at most 2147483647"),
+    ),
+    ("granitemoehybrid with experts", {"num_experts_per_tok": 0}, ("num_experts_per_tok = 0",)),
+    ("granitemoehybrid with experts", {"layer_types": ["mamba"] * 9999}, ("layer_types = a list of 9999",)),
+    ("qwen3_next", {"linear_key_head_dim": 1 << 24}, ("a weight of 67,108,952 x 48 numbers",)),
+]
+
+
+IDS = ["limits", "overflow", "states", "context", "choices", "list", "rows"]
+
+
+@pytest.mark.parametrize(("family", "changed", "parts"), WRONG_HYBRIDS, ids=IDS)
+def test_settings_of_hybrids(
+    family: str, changed: dict[str, Any], parts: tuple[str, ...], model_folder: Folder, tmp_path: Path
+) -> None:
+    """Sizes ended in an overflow or took the memory of all rows, a list was printed whole, and what no checkpoint may
+    have was found when the checkpoint was read again, under a folder's name that had gone by then.
+    """
+    folder = Path(shutil.copytree(model_folder(family), tmp_path / "model"))
+    config = json.loads((folder / "config.json").read_text())
+    check_sentence(said_about(folder, {**config, **changed}), f"{folder}/config.json", *parts)
+
+
+def test_transformers_fails_when_it_computes(model_folder: Folder, tmp_path: Path) -> None:
+    """transformers looks at some settings in its forward pass alone, and its IndexError was the user's."""
+    folder = Path(shutil.copytree(model_folder("mamba2"), tmp_path / "model"))
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "time_step_limit": [-1e308, 1e308]}))
+    said = sentence_of(lambda: convert(Conversion("hf", folder, "megatron", tmp_path / "ours"), print))
+    check_sentence(said, f"transformers loads {folder}", "RuntimeError")
 
 
 def test_more_layers_than_tensors(model_folder: Folder) -> None:

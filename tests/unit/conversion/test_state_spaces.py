@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,7 @@ import torch
 
 from megatron.config.mamba import MambaConfig
 from megatron.core.conversion.convert import Conversion, convert
+from megatron.core.conversion.huggingface.formats import config_from_model, format_of
 from megatron.core.conversion.huggingface.reading import read_huggingface
 from megatron.errors import CheckpointError
 from tests.harness.published import random_model
@@ -72,3 +75,20 @@ def test_what_they_have_and_is_not_available(changed: dict[str, Any], tmp_path: 
     write(tmp_path / "theirs", **changed)
     with expect_error(CheckpointError):
         read_huggingface(tmp_path / "theirs")
+
+
+@pytest.mark.parametrize("limits", [None, (2.0, 1e30)])
+def test_limits_that_are_written_are_read(
+    limits: tuple[float, float] | None, model_folder: Callable[[str], Path]
+) -> None:
+    """A Nemotron-H that was trained here has no lowest step; it was written as 0, and the files were then refused."""
+    found = read_huggingface(model_folder("nemotron_h"))
+    groups = [
+        dataclasses.replace(each, mamba_time_step_limits=limits) if isinstance(each, MambaConfig) else each
+        for each in found.groups
+    ]
+    written = config_from_model(found.model, groups, dtype="float32", source={}, tokens={})
+    published = format_of("nemotron_h")
+    assert published is not None
+    again = published.groups_from_config(published.reader(written, where="config.json"), (), where="config.json")
+    assert MambaConfig.among(again).mamba_time_step_limits == limits

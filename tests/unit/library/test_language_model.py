@@ -145,6 +145,7 @@ def test_encoders_and_decoders(tmp_path: Path) -> None:
         ([[]], {}, "the prompt has no tokens"),
         ([200], {}, "token id 200 is not in the vocabulary: ids are 0 to 100"),
         ([5], {"max_new_tokens": 64}, "the model sees at most 64: shorten the prompt, or generate at most 63"),
+        ([5] * 65, {"max_new_tokens": 1}, "the model sees at most 64: shorten the prompt$"),
         ([5], {"max_new_tokens": 0}, "max_new_tokens is 0; it must be 1 or more"),
         ([5], {"num_beams": 0}, "num_beams is 0"),
         ([5], {"temperature": -1.0}, "temperature is -1.0; it must be 0"),

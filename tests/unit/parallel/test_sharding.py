@@ -19,6 +19,7 @@ from megatron.core.parallel.sharding import (
     sharded_parameters,
     sharding_of,
 )
+from megatron.errors import ConfigError
 from tests.harness.sentences import expect_error
 
 GPT2_VOCABULARY = 50257
@@ -261,6 +262,13 @@ def test_parameters_carry_their_sharding() -> None:
     [(name, parameter, found)] = list(sharded_parameters(module))
     assert (name, tuple(parameter.shape), parameter.dtype) == ("weight", (3, 4), torch.bfloat16)
     assert found is sharding is sharding_of(parameter)
+
+
+@pytest.mark.parametrize("shape", [(1 << 31, 1 << 31), (1 << 70,)], ids=["product", "rows"])
+def test_sizes_beyond_all_memory_are_refused(shape: tuple[int, ...]) -> None:
+    """Flags of a layer whose product no tensor can have ended in torch's overflow, also with --dry-run."""
+    with expect_error(ConfigError, f"{shape[0]:,}"):
+        sharded_parameter(Sharding(shape), Mesh.single(), dtype=torch.float32, device=torch.device("meta"))
 
 
 def test_a_parameter_without_sharding_is_a_bug_with_advice() -> None:

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 from megatron.config.activation import Activation
 from megatron.config.model import ModelConfig
 from megatron.errors import CheckpointError
-from megatron.small_files import check_kinds
+from megatron.small_files import check_kinds, shown
 
 T = TypeVar("T")
 Json = Mapping[str, Any]
@@ -22,6 +22,7 @@ GELUS: dict[str, Activation] = {
 """Transformers' names of GELU -> ours."""
 UNGATED: dict[str, Activation] = {**GELUS, "relu": "relu", "relu2": "squared_relu"}
 """Transformers' names of activations without a gate -> ours."""
+_MOST_SHOWN = 200  # characters of a value; a longer list is named by its length
 
 
 class ConfigReader:
@@ -63,7 +64,9 @@ class ConfigReader:
 
     def refuse(self, name: str, advice: str) -> CheckpointError:
         """The error for a setting that can't be converted."""
-        return CheckpointError(f"{self._where} says {name} = {self.get(name)!r}: {advice}")
+        value = self.get(name)
+        words = shown(value) if len(repr(value)) > _MOST_SHOWN else repr(value)
+        return CheckpointError(f"{self._where} says {name} = {words}: {advice}")
 
     def error(self, sentence: str) -> CheckpointError:
         """The error for settings that don't fit together."""

@@ -23,7 +23,13 @@ from megatron.core.conversion.companions import companions_in, tokenizer_in, tok
 from megatron.core.conversion.huggingface.formats import as_published, format_of, model_from_config
 from megatron.core.conversion.huggingface.nearest import unread
 from megatron.core.conversion.huggingface.quantized import QUANTIZED, widened
-from megatron.core.conversion.portable import LazyTensor, PortableModel, refuse_more_layers
+from megatron.core.conversion.portable import (
+    LazyTensor,
+    PortableModel,
+    refuse_larger_weights,
+    refuse_more_layers,
+    refuse_out_of_bounds,
+)
 from megatron.core.conversion.tables import matches, to_ours
 from megatron.core.files.remote_path import AnyPath
 from megatron.core.models.registry import with_all_groups
@@ -104,6 +110,8 @@ def _portable(config: dict[str, Any], tensors: dict[str, LazyTensor], where: str
     published.model_from_config(reader, model_type)
     groups = with_all_groups(published.groups_from_config(reader, theirs, where=settings))
     refuse_more_layers(model, groups, theirs, where=settings)
+    refuse_out_of_bounds((model, *groups), described.settings, where=settings)
+    refuse_larger_weights(model, groups, theirs, where=settings)
     found = matches(published.table(model_type, model, groups), model, groups, where=where)
     wanted = {name for match in found for name in match.theirs}
     copies = described.copies(model)

@@ -77,9 +77,8 @@ def unsupported(model: ModelConfig, groups: Sequence[object]) -> dict[str, bool]
         f"an epsilon of {_EPSILON:g} in the gated norm of Mamba-2 (--norm-epsilon)": (
             has_mamba and model.norm_epsilon != _EPSILON
         ),
-        "hybrids with gated delta nets and multi-token prediction under names that are not known here": (
-            DELTA_NET in hybrid.letters or bool(hybrid.depth_letters)
-        ),
+        "hybrids with gated delta nets under names that are not known here": DELTA_NET in hybrid.letters,
+        "hybrids with multi-token prediction under names that are not known here": bool(hybrid.depth_letters),
     }
 
 

@@ -75,6 +75,8 @@ def _read_experts(reader: ConfigReader) -> dict[str, Any]:
     if not reader("num_local_experts"):
         reader.get("intermediate_size")  # which only experts have
         return {}
+    if not reader("num_experts_per_tok"):
+        raise reader.refuse("num_experts_per_tok", "with num_local_experts a token needs at least 1")
     return {
         "num_experts": reader("num_local_experts"),
         "moe_layer_freq": expert_layers_of(_letters(reader)),

@@ -93,7 +93,8 @@ LIMIT_KINDS: dict[str, Any] = {"time_step_limit": list[Any]}
 
 def read_limits(reader: ConfigReader) -> tuple[float, float] | None:
     """Limits of the time step by ``time_step_limit``; None where no step is beyond them."""
-    given = reader.get("time_step_limit") or (0.0, math.inf)
+    limit = reader.get("time_step_limit")
+    given = (0.0, math.inf) if limit is None else limit
     found = [float("inf") if each in (_INFINITY, "Infinity", "inf") else each for each in given]
     if len(found) != 2 or not all(isinstance(each, int | float) for each in found) or not found[0] < found[1]:
         raise reader.refuse("time_step_limit", "it must be two numbers, the lower one first")

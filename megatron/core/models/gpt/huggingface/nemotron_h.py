@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 
@@ -11,7 +11,7 @@ from megatron.config.hybrid_pattern import ATTENTION, EXPERTS, LETTERS, MAMBA, M
 from megatron.config.mamba import MambaConfig
 from megatron.config.model import ModelConfig
 from megatron.config.moe import MoEConfig
-from megatron.core.conversion.bounds import Factor, Small, Width
+from megatron.core.conversion.bounds import Factor, Width
 from megatron.core.conversion.huggingface.config_reader import UNGATED, ConfigReader, Feature
 from megatron.core.conversion.huggingface.format import USUAL_SETTINGS, ModelType
 from megatron.core.conversion.tables import Row
@@ -30,6 +30,7 @@ from megatron.core.models.gpt.huggingface.hybrid_parts import (
     pattern_part,
 )
 from megatron.core.models.gpt.huggingface.llama import OURS
+from megatron.small_files import Between
 
 _THEIRS = "backbone.layers.{n}"
 _NORM, _MIXER = f"{_THEIRS}.norm", f"{_THEIRS}.mixer"
@@ -235,7 +236,7 @@ NEMOTRON_H = with_experts(
         kinds={
             **KINDS,
             **mamba_kinds(_SETTINGS),
-            "time_step_min": Small,
+            "time_step_min": Annotated[float, Between(0, 1e12)],
             "hybrid_override_pattern": str,
             "layers_block_type": list[str],
             **dict.fromkeys(("use_bias", "use_conv_bias", "mamba_proj_bias", "attention_bias"), bool),
