@@ -178,6 +178,8 @@ class FlagSpec:
         expected = self.count if self.is_list else 1
         if not values or (expected is not None and len(values) != expected):
             given = f"{len(values)}: {words(values)}" if values else "none"
+            if not values and self.kind is str and not self.choices:
+                given += f"; write one that starts with a dash as {self.positive}=-…"
             raise ConfigError(
                 f"{self.positive} takes {expected or 'one or more'} value{plural_s(expected)}, not {given}"
             )

@@ -66,6 +66,13 @@ def test_a_letter_that_is_none_is_the_only_problem() -> None:
     assert "no effect" not in str(caught.value)
 
 
+def test_a_pattern_that_starts_with_a_dash_is_said_how_to_write() -> None:
+    """It looks like a flag of its own, and nobody guesses the equals sign."""
+    with expect_error(ConfigError, "--hybrid-layer-pattern=-…", "there is no flag -M-M"):
+        parse("--hybrid-layer-pattern -M-M --num-layers 4")
+    assert parse("--hybrid-layer-pattern=-*-*").part(HybridConfig).letters == "-*-*"
+
+
 def test_the_pattern_sets_what_follows_from_it() -> None:
     """Megatron-LM's lines give --hybrid-layer-pattern alone; --num-layers was then missing."""
     flags = "--num-experts 4 --position-embedding-type rope --pipeline-model-parallel-size 2"
