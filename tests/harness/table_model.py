@@ -81,7 +81,7 @@ class Table:
         if self.limits.has_states:
             before = [] if row.start == 0 else self.states[row.slot]
             assert len(before) == row.start, f"slot {row.slot} goes on at {row.start} from a state at {len(before)}"
-            self.states[row.slot] = [*before, *row.tokens]
+            self.states[row.slot] = [*before, *row.tokens[: len(row.tokens) - row.drafts]]
 
     def _block(self, number: int) -> dict[int, tuple[int, tuple[int, ...]]]:
         return {offset: content for (block, offset), content in self.cache.items() if block == number}
@@ -100,7 +100,10 @@ class Table:
         assert self.is_draft or EMPTY not in text, f"slot {row.slot} reads a place that nobody has written"
         assert not self.limits.max_encoder_length or {each for _, each in found} == {encoder}, "another's encoder"
         if self.limits.has_states:
-            assert text == self.states[row.slot], "blocks hold another text than the state"
+            state = self.states[row.slot]
+            known = text[: len(text) - row.drafts]
+            read = [own if self.is_draft and token == EMPTY else token for token, own in zip(known, state)]
+            assert len(known) == len(state) and read == state, "blocks hold another text than the state"
         ends = range(row.start + row.logits_from + 1, len(text) + 1)
         return [self.logits_after(text[:end], encoder) for end in ends]
 

@@ -220,10 +220,13 @@ class CachedStep:
     def read_states(self, layer: int, group: int) -> list[Tensor]:
         """The states of a group of rows, by its number."""
         found = self._cache.states.read(layer, self._groups[group].slots)
-        return found if self._rehearsed is None else [state.clone() for state in found]
+        is_kept = self._groups[group].is_kept and self._rehearsed is None
+        return found if is_kept else [state.clone() for state in found]
 
     def write_states(self, layer: int, group: int, *states: Tensor) -> None:
-        """Keep the states of a group of rows."""
+        """Keep the states of a group of rows, unless it is of drafts."""
+        if not self._groups[group].is_kept:
+            return
         if self._rehearsed is None:
             self._cache.states.write(layer, self._groups[group].slots, states)
         else:

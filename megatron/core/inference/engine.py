@@ -218,11 +218,11 @@ class Engine:
     @torch.inference_mode()
     def _step(self) -> list[Update]:
         while len(self._in_flight) < self._runner.depth and (rows := self._scheduler.next_step()):
+            copies = self._scheduler.take_state_copies()
             if self._drafter is not None:
-                guessing = [row for row in rows if row.text.places is None]
-                self._drafter.propose(guessing, [self._answers[row.text.request.id].sampler for row in guessing])
+                self._drafter.propose(rows, [self._answers[row.text.request.id].sampler for row in rows], copies)
             now = time.monotonic()
-            plan = StepPlan(tuple(row.plan_row() for row in rows), self._scheduler.take_state_copies())
+            plan = StepPlan(tuple(row.plan_row() for row in rows), copies)
             for row in rows:
                 answer = self._answers[row.text.request.id]
                 answer.started = answer.started or now

@@ -34,12 +34,11 @@ class SchedulerOptions:
     num_drafts: int = 0
 
     def possible(self, limits: RunnerLimits) -> SchedulerOptions:
-        """The options without those that states of fixed size rule out: such a state can't be cut back to the last
-        draft that was right, and to where two prompts differ only by a snapshot of it.
+        """The options without equal beginnings where states of fixed size rule them out: a state can go back to where
+        two prompts differ only by a snapshot.
         """
-        if not limits.has_states:
-            return self
-        return replace(self, prefix_caching=self.prefix_caching and limits.num_snapshots > 0, num_drafts=0)
+        has_snapshots = limits.num_snapshots > 0 or not limits.has_states
+        return replace(self, prefix_caching=self.prefix_caching and has_snapshots)
 
 
 @dataclass(eq=False)
@@ -164,19 +163,21 @@ class ScheduledRow:
             logits_from=self.logits_from - self.start,
             encoder=self.encoder,
             copies=self.copies,
+            drafts=len(self.drafts),
         )
 
 
 class Scheduler:
     """Owns queue, slots and block tables.
 
-    Running texts go first, oldest first, those that need one token before those that are still being read; then
+    Running texts go first, oldest first, those that generate before those that are still being read; then
     waiting ones in order of arrival. When blocks run out, the youngest running text loses its own and starts again from
     the head of the queue. ``depth``: steps in flight at once; each gets its share of the generating texts. Beams of a
     search are texts that share blocks: a beam that writes to a shared one gets a copy first.
 
     States of fixed size are copied as a whole. Of each prompt's state at the end of its last full block a snapshot is
-    kept, at which texts with an equal beginning start.
+    kept, at which texts with an equal beginning start. Such a state is kept before the drafts of a step, so those that
+    are accepted are computed again, in the next step of their text.
     """
 
     def __init__(self, limits: RunnerLimits, options: SchedulerOptions, *, depth: int = 1) -> None:
@@ -230,9 +231,12 @@ class Scheduler:
         self._leave(text)
 
     def advance(self, row: ScheduledRow, sampled: list[int]) -> None:
-        """Add the tokens that were sampled after a row: accepted drafts, which are computed, and one more."""
+        """Add the tokens that were sampled after a row: accepted drafts and one more. The drafts are computed, unless
+        the states that are kept are those before them.
+        """
         row.text.tokens += sampled
-        row.text.computed += len(sampled) - 1
+        if not self.limits.has_states:
+            row.text.computed += len(sampled) - 1
         self._register(row.text)
 
     def branch(self, texts: Sequence[ScheduledText], moves: Sequence[tuple[int, int]]) -> list[ScheduledText]:
@@ -261,8 +265,9 @@ class Scheduler:
         self._take_snapshots()
         rows: dict[ScheduledText, ScheduledRow] = {}
         limit = -(-len(self.running) // self._depth)
-        for text in sorted(self.running, key=lambda text: text.remaining > 1):
-            is_generating = text.remaining == 1
+        most = 1 + self.options.num_drafts if self.limits.has_states else 1  # what the last step sampled
+        for text in sorted(self.running, key=lambda text: text.remaining > most):
+            is_generating = text.remaining <= most
             if text.slot is not None and text.remaining > 0 and (limit > 0 or not is_generating):
                 self._schedule(text, rows)
                 limit -= is_generating and text in rows  # one that waits for blocks leaves its share to others

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from megatron.core.inference.step_plan import PlanRow
-from megatron.core.ops.text_cache import Advance, Slotted
+from megatron.core.ops.text_cache import Advance, Slotted, States
 
 
 class StateTables:
@@ -68,14 +68,18 @@ class StateTables:
 
 @dataclass(frozen=True)
 class RowGroup:
-    """Rows of a step that advance together, because they have as many tokens as each other.
+    """Parts of rows of a step that advance together, because they have as many tokens as each other.
 
-    ``tokens``: places of their tokens in the step, row by row. ``length``: of each row. ``slots``: of their texts.
+    ``tokens``: places of their tokens in the step, part by part. ``length``: of each part. ``slots``: of their texts.
+    ``is_kept``: whether the states behind them are, as they are not behind drafts. ``one_by_one``: whether each token
+    is computed alone.
     """
 
     tokens: slice | Tensor
     length: int
     slots: slice | Tensor
+    is_kept: bool = True
+    one_by_one: bool = False
 
     def inputs(self, tensor: Tensor) -> Tensor:
         """The group's part ``[length, rows, …]`` of ``[tokens, 1, …]``."""
@@ -84,25 +88,24 @@ class RowGroup:
 
 
 def groups_of(rows: Sequence[PlanRow], *, one_by_one: bool, device: torch.device) -> list[RowGroup]:
-    """The groups of a step, in the order in which they are computed.
+    """The groups of a step, in the order in which they are computed: drafts after what comes before them.
 
     ``one_by_one``: each token of each text alone, so that bits depend neither on the batch nor on how texts are cut.
     """
-    members: dict[int, list[tuple[int, int]]] = {}  # first token and slot of the rows of each length
-    groups, first = list[RowGroup](), 0
-    for row in rows:
-        members.setdefault(len(row.tokens), []).append((first, row.slot))
-        if one_by_one:
-            for token in range(first, first + len(row.tokens)):
-                groups.append(RowGroup(slice(token, token + 1), 1, slice(row.slot, row.slot + 1)))
-        first += len(row.tokens)
-    if one_by_one:
-        return groups
-    for length, found in members.items():
+    members: dict[tuple[bool, int, int], list[tuple[int, int]]] = {}  # first token and slot of each part
+    first = 0
+    for number, row in enumerate(rows):
+        alone = number if one_by_one else -1
+        for is_draft, length in ((False, len(row.tokens) - row.drafts), (True, row.drafts)):
+            if length:
+                members.setdefault((is_draft, length, alone), []).append((first, row.slot))
+                first += length
+    groups = list[RowGroup]()
+    for (is_draft, length, _), found in sorted(members.items(), key=lambda each: each[0][0]):
         tokens = [first + number for first, _ in found for number in range(length)]
-        groups.append(
-            RowGroup(_slice_or_index(tokens, device), length, _slice_or_index([slot for _, slot in found], device))
-        )
+        slots = [slot for _, slot in found]
+        index = (_slice_or_index(tokens, device), length, _slice_or_index(slots, device))
+        groups.append(RowGroup(*index, is_kept=not is_draft, one_by_one=one_by_one and length > 1))
     return groups
 
 
@@ -119,9 +122,18 @@ def advanced(groups: Sequence[RowGroup], advance: Advance, inputs: Sequence[Tens
     """The outputs ``[tokens, 1, …]`` of a layer for a step's ``inputs``."""
     result: Tensor | None = None
     for number, group in enumerate(groups):
-        given = dict(zip(access.names, access.read(number)))
-        outputs, states = advance(given, *(group.inputs(each) for each in inputs))
-        assert states.keys() == given.keys(), f"a layer declares states {[*given]} and returns {[*states]}"
+        states: States = dict(zip(access.names, access.read(number)))
+        mine = [group.inputs(each) for each in inputs]
+        if group.one_by_one:
+            parts = list[Tensor]()
+            for token in range(group.length):
+                part, after = advance(states, *(each[token : token + 1] for each in mine))
+                parts.append(part)
+                states = {name: state.to(states[name].dtype) for name, state in after.items()}  # as if kept
+            outputs = torch.cat(parts)
+        else:
+            outputs, states = advance(states, *mine)
+        assert {*states} == {*access.names}, f"a layer declares states {[*access.names]} and returns {[*states]}"
         access.write(number, *(states[name] for name in access.names))
         flat = outputs.transpose(0, 1).flatten(0, 1)
         if len(groups) == 1:

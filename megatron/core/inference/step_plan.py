@@ -14,7 +14,7 @@ from torch import Tensor
 
 from megatron.core.parallel.collectives import Handle
 
-_ROW_FIELDS = 7
+_ROW_FIELDS = 8
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,6 +27,7 @@ class PlanRow:
     wanted after each token from this one on; ``len(tokens)`` for none. ``encoder``: ``tokens`` are the whole encoder
     prompt of the slot's request, which has no blocks and no logits; decoder rows of the slot follow in later plans.
     ``copies``: a block whose content is copied to the one of position ``start``, before any row writes; 0 for none.
+    ``drafts``: how many of the last tokens are guesses. The states of fixed size that are kept are those before them.
     """
 
     slot: int
@@ -36,6 +37,7 @@ class PlanRow:
     logits_from: int
     encoder: bool = False
     copies: int = 0
+    drafts: int = 0
 
     @property
     def num_logits(self) -> int:
@@ -65,7 +67,7 @@ class StepPlan:
         return sum(row.num_logits for row in self.rows)
 
     def to_array(self) -> NDArray[np.int64]:
-        """The plan as one flat array: the numbers of rows and of copies; seven numbers for each row; two for each copy;
+        """The plan as one flat array: the numbers of rows and of copies; eight numbers for each row; two for each copy;
         all tokens; all block tables.
         """
         header = [len(self.rows), len(self.state_copies)]
@@ -73,7 +75,7 @@ class StepPlan:
         blocks: list[int] = []
         for row in self.rows:
             counts = (len(row.tokens), len(row.blocks))
-            header += (row.slot, row.start, row.logits_from, int(row.encoder), row.copies, *counts)
+            header += (row.slot, row.start, row.logits_from, int(row.encoder), row.copies, row.drafts, *counts)
             tokens += row.tokens
             blocks += row.blocks
         copies = [slot for pair in self.state_copies for slot in pair]
@@ -86,8 +88,8 @@ class StepPlan:
         ends = range(2, _ROW_FIELDS * numbers[0] + 3, _ROW_FIELDS)
         fields = [numbers[start : start + _ROW_FIELDS] for start in ends[:-1]]
         slots = numbers[ends[-1] : ends[-1] + 2 * numbers[1]]
-        token_ends = list(accumulate((row[5] for row in fields), initial=ends[-1] + len(slots)))
-        block_ends = list(accumulate((row[6] for row in fields), initial=token_ends[-1]))
+        token_ends = list(accumulate((row[6] for row in fields), initial=ends[-1] + len(slots)))
+        block_ends = list(accumulate((row[7] for row in fields), initial=token_ends[-1]))
         return cls(
             tuple(
                 PlanRow(
@@ -98,8 +100,9 @@ class StepPlan:
                     logits_from=logits_from,
                     encoder=bool(encoder),
                     copies=copies,
+                    drafts=drafts,
                 )
-                for number, (slot, start, logits_from, encoder, copies, _, _) in enumerate(fields)
+                for number, (slot, start, logits_from, encoder, copies, drafts, _, _) in enumerate(fields)
             ),
             tuple(zip(slots[::2], slots[1::2])),
         )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -47,13 +47,20 @@ def generation_engine(
         return
     form = weights_form(trained, config)
     mesh = trained.context.mesh
-    limits = limits_of(trained, config)
     models = [trained]
     if config.draft_load is not None:
-        models.append(draft_model(trained, config.draft_load, length=limits.max_length))
-    invariant = config.batch_invariant or (costs_little(trained.context) and not limits.has_states)
+        models.append(draft_model(trained, config.draft_load, length=_longest_text(trained, config)))
+    limits = limits_of(models, config)
+    invariant = config.batch_invariant or (costs_little(trained.context) and not needs.bytes_per_text)
     stages = [
-        CachedRunner(each.models[0], each.config.model, each.context, limits, is_batch_invariant=invariant, form=form)
+        CachedRunner(
+            each.models[0],
+            each.config.model,
+            each.context,
+            limits,
+            is_batch_invariant=invariant if each is trained else None,  # texts don't depend on drafts
+            form=form,
+        )
         for each in models
     ]
     for stage in stages:
@@ -73,7 +80,8 @@ def generation_engine(
         quantization=config.quantization,
         is_batch_invariant=invariant,
     )
-    for remark in state_remarks(needs, config, limits):
+    per_text = needs.bytes_per_text + sum(text_needs(each).bytes_per_text for each in models[1:])
+    for remark in state_remarks(per_text, config, limits):
         print(remark, file=sys.stderr)
     if engine.limits.max_length < limits.max_length:
         print(
@@ -154,13 +162,13 @@ def text_needs(placed: PlacedModel) -> TextNeeds:
     return TextNeeds(tuple(unknown), most)
 
 
-def state_remarks(needs: TextNeeds, config: InferenceConfig, limits: RunnerLimits) -> list[str]:
+def state_remarks(bytes_per_text: int, config: InferenceConfig, limits: RunnerLimits) -> list[str]:
     """What a user should know of states of fixed size: their memory, and what is off because of them."""
     if not limits.has_states:
         return []
-    memory = needs.bytes_per_text * limits.num_slots
+    memory = bytes_per_text * limits.num_slots
     line = (
-        f"each text keeps {_size(needs.bytes_per_text)} of states on a rank, however long it is: {_size(memory)} for "
+        f"each text keeps {_size(bytes_per_text)} of states on a rank, however long it is: {_size(memory)} for "
         f"{limits.max_requests} texts and {limits.num_snapshots} snapshots"
     )
     found = [line]
@@ -168,11 +176,6 @@ def state_remarks(needs: TextNeeds, config: InferenceConfig, limits: RunnerLimit
         found.append(
             "equal beginnings of prompts are read again: the cache has no room for snapshots of states, and "
             "--inference-dynamic-batching-buffer-size-gb gives it more"
-        )
-    if config.num_speculative_tokens:
-        found.append(
-            f"--num-speculative-tokens {config.num_speculative_tokens} has no effect: a state of fixed size can't be "
-            "cut back to the last guess that was right"
         )
     return found
 
@@ -266,21 +269,26 @@ def check_limits(config: InferenceConfig) -> None:
         raise ConfigError("--draft-load needs --num-speculative-tokens: how many tokens to guess, such as 4")
 
 
-def limits_of(trained: TrainedModel, config: InferenceConfig) -> RunnerLimits:
-    """Limits of the engine: what all ranks have room for, and no more than the longest texts need. A collective.
+def limits_of(models: Sequence[TrainedModel], config: InferenceConfig) -> RunnerLimits:
+    """Limits of the engine of a model and, after it, of its draft model: what all ranks have room for, and no more than
+    the longest texts need. A collective. Memory counts the draft model's states, and not its keys and values.
 
     Raises ConfigError when the cache is too small for the states of all texts and the shortest text.
     """
-    block_size, length = config.inference_dynamic_batching_block_size, _longest_text(trained, config)
-    part = trained.models[0]
+    trained, block_size = models[0], config.inference_dynamic_batching_block_size
+    length, size = _longest_text(trained, config), config.inference_dynamic_batching_buffer_size_gb
+    part, *drafts = (each.models[0] for each in models)
     assert isinstance(part, GenerativeModel), f"{type(part).__name__} doesn't generate text"
-    states, size = part.layer_states(), config.inference_dynamic_batching_buffer_size_gb
+    states = part.layer_states()
     bytes_per_block = block_size * states.bytes_per_token(trained.context.dtype)
-    room = int(size * 2**30) - config.inference_max_requests * states.bytes_per_text
+    bytes_per_text = states.bytes_per_text + sum(
+        each.layer_states().bytes_per_text for each in drafts if isinstance(each, GenerativeModel)
+    )
+    room = int(size * 2**30) - config.inference_max_requests * bytes_per_text
     wanted = 1 + config.inference_max_requests * -(-length // block_size)
-    spare = (room - wanted * bytes_per_block) // max(1, states.bytes_per_text)
+    spare = (room - wanted * bytes_per_block) // max(1, bytes_per_text)
     found = gather_objects(  # layers may be divided unequally
-        (room // max(1, bytes_per_block), states.bytes_per_text, spare), trained.context.mesh
+        (room // max(1, bytes_per_block), bytes_per_text, spare), trained.context.mesh
     )
     num_blocks = min(wanted, *(affordable for affordable, *_ in found))
     snapshots = [each for _, per_text, each in found if per_text]
@@ -323,10 +331,10 @@ def draft_model(trained: TrainedModel, folder: str, *, length: int) -> TrainedMo
         raise ConfigError(
             f"--draft-load {folder} has another tokenizer than the model: name one trained with the same tokenizer"
         )
-    if (needs := text_needs(draft)).unknown or needs.bytes_per_text:
+    if needs := text_needs(draft).unknown:
         raise ConfigError(
-            f"--draft-load {folder} has layers with a state of fixed size, which can't be cut back to the last guess "
-            "that was right: name a draft model whose layers keep keys and values, or leave the flag out"
+            f"--draft-load {folder} has layers with {', '.join(needs)}, which don't say what they keep of a text "
+            "(text_state): name a draft model of other layers, or leave the flag out"
         )
     if (longest := draft.config.model.max_position_embeddings) < length:
         raise ConfigError(

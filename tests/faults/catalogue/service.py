@@ -115,6 +115,22 @@ FAULTS = (
         first=("unit/inference/test_states.py",),
     ),
     Fault(
+        "drafts_taken_into_the_state",
+        "megatron/core/inference/states.py",
+        old="is_kept=not is_draft",
+        new="is_kept=True",
+        suffers="With --num-speculative-tokens a recurrence goes on from guesses that were wrong.",
+        first=("unit/inference/test_states.py::drafts_leave",),
+    ),
+    Fault(
+        "accepted_drafts_missing_in_the_state",
+        "megatron/core/inference/scheduler.py",
+        old="if not self.limits.has_states:\n            row.text.computed",
+        new="if True:\n            row.text.computed",
+        suffers="With --num-speculative-tokens guesses that were right are missing in a recurrence's state.",
+        first=("unit/inference/test_states.py::drafts_leave",),
+    ),
+    Fault(
         "beams_copied_the_wrong_way",
         "megatron/core/inference/scheduler.py",
         old="self._state_copies.append((text.slot, beam.slot))",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
 
@@ -11,18 +12,22 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
+from megatron.config.linear_attention import GatedDeltaNetConfig
 from megatron.config.mamba import MambaConfig
 from megatron.config.model import ModelConfig
 from megatron.config.pipeline import Stage
+from megatron.core.inference.drafts import DraftModel
 from megatron.core.inference.engine import Engine
 from megatron.core.inference.request import BeamSearch, Request
 from megatron.core.inference.runner import CachedRunner
+from megatron.core.inference.sampler import SamplerState
 from megatron.core.inference.sampling import Sampling
-from megatron.core.inference.scheduler import SchedulerOptions
+from megatron.core.inference.scheduler import ScheduledRow, SchedulerOptions
 from megatron.core.inference.step_plan import PlanRow, RunnerLimits, StepPlan
 from megatron.core.models.gpt.model import GPTModel
 from megatron.core.ops.text_cache import Slotted, States
 from megatron.core.parallel.model_context import ModelContext
+from megatron.core.ssm.gated_delta_net import delta_net_branch
 from megatron.core.ssm.mamba import mamba_branch
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.initialization import input_init, output_init
@@ -75,6 +80,15 @@ class MovingAverage(nn.Module):
 
 AVERAGE = Branch("average", "pre_average_layernorm", "average", MovingAverage)
 MAMBA = mamba_branch(MambaConfig(mamba_state_dim=8, mamba_head_dim=16, mamba_num_groups=2, mamba_chunk_size=4))
+DELTA_NET = delta_net_branch(
+    GatedDeltaNetConfig(
+        linear_num_key_heads=2,
+        linear_num_value_heads=4,
+        linear_key_head_dim=8,
+        linear_value_head_dim=8,
+        linear_attention_chunk_size=4,
+    )
+)
 
 
 def model(
@@ -171,6 +185,42 @@ def test_an_equal_beginning_is_read_once_where_its_state_is_kept(num_snapshots: 
     assert engine.statistics.prefix_hits == (3 * 20 if num_snapshots else 0)
 
 
+class Guesses:
+    """Guesses of which every third is wrong. ``texts``: what each prompt goes on with."""
+
+    def __init__(self, texts: dict[tuple[int, ...], list[int]]) -> None:
+        self._texts = texts
+
+    def propose(self, rows: Sequence[ScheduledRow], states: Sequence[SamplerState], copies: object) -> None:
+        for row in rows:
+            done, ids = row.text.num_generated, self._texts[row.text.request.prompt]
+            right = ids[done : done + row.room] if row.room else []
+            row.drafts = tuple((token + (done + n) % 3 // 2) % VOCABULARY for n, token in enumerate(right))
+
+
+@pytest.mark.parametrize(
+    ("pattern", "branch"), [("a*aa", AVERAGE), ("a*a", MAMBA), ("a*a", DELTA_NET)], ids=["averages", "Mamba-2", "delta"]
+)
+def test_drafts_leave_each_text_as_it_is(pattern: str, branch: Branch) -> None:
+    """A state took in guesses that were wrong, so drafts had no effect in a model with one.
+
+    Guesses are right in part, or always, by a draft model with states of its own. Texts lose their blocks, and begin at
+    snapshots.
+    """
+    of = model(pattern, branch=branch)
+    limits = replace(LIMITS, num_blocks=18, max_requests=3, num_snapshots=2)
+    prompts = [*PROMPTS, PROMPTS[6]]
+    expected = {prompt: whole_text(of, prompt, 22) for prompt in PROMPTS}
+    for drafter in (Guesses(expected), DraftModel(runner(of, limits))):
+        engine = Engine(runner(of, limits), options=SchedulerOptions(max_tokens=17, num_drafts=3), drafter=drafter)
+        asked = [Request(id=str(n), prompt=each, max_tokens=22, sampling=GREEDY) for n, each in enumerate(prompts)]
+        assert [result.ids for result in engine.generate(asked)] == [expected[prompt] for prompt in prompts]
+        numbers = engine.statistics
+        assert numbers.preemptions and numbers.prefix_hits
+        right = numbers.accepted_tokens / numbers.drafted_tokens
+        assert right == 1.0 if isinstance(drafter, DraftModel) else 0.3 < right < 0.8
+
+
 def steps_of(steps: CachedRunner) -> list[Tensor]:
     """The logits of three prompts, and of twelve steps of one token each, whose texts change their order."""
     lengths, found = {0: 3, 1: 1, 2: 6}, []
@@ -233,14 +283,14 @@ class Scanned(MovingAverage):
 
 
 def test_bits_do_not_depend_on_neighbours_where_that_is_wanted() -> None:
-    """With --batch-invariant a text alone, in one part, has the bits of a text in parts among others."""
+    """With --batch-invariant a text alone, in one part, has the bits of a text in parts, with drafts, among others."""
     of = model("a*aa", ModelContext.single(dtype=torch.float32), branch=replace(AVERAGE, build=Scanned))
     texts = [PROMPTS[7], PROMPTS[6], PROMPTS[4]]
     row = PlanRow(slot=0, start=0, tokens=texts[0], blocks=tuple(range(1, 9)), logits_from=0)
     alone = runner(of, is_batch_invariant=True).start(StepPlan((row,))).logits()
     crowded, parts = runner(of, is_batch_invariant=True), list[Tensor]()
     for start, stop in ((0, 5), (5, 6), (6, 20), (20, 31)):
-        part = replace(row, start=start, tokens=texts[0][start:stop])
+        part = replace(row, start=start, tokens=(*texts[0][start:stop], 1, 2)[: 32 - start], drafts=min(2, 32 - stop))
         others = [
             PlanRow(
                 slot=n, start=start, tokens=text[start:stop], blocks=tuple(range(1 + 8 * n, 9 + 8 * n)), logits_from=0
@@ -248,7 +298,7 @@ def test_bits_do_not_depend_on_neighbours_where_that_is_wanted() -> None:
             for n, text in enumerate(texts[1:], start=1)
             if text[start:stop]
         ]
-        parts.append(crowded.start(StepPlan((*others, part))).logits()[-(stop - start) :])
+        parts.append(crowded.start(StepPlan((*others, part))).logits()[-len(part.tokens) :][: stop - start])
     assert torch.equal(torch.cat(parts), alone)
     half = model("a", ModelContext.single(dtype=torch.bfloat16))
     assert not runner(half)._is_batch_invariant  # a default that would read prompts token by token

@@ -19,7 +19,7 @@ from megatron.errors import CheckpointError, ConfigError
 from megatron.library.opening import load
 from megatron.training.checkpoints.saving import Saver
 from megatron.training.checkpoints.trained_model import load_model, trained_model
-from megatron.training.evaluation.generating import generation_engine
+from megatron.training.evaluation.generating import draft_model, generation_engine
 from megatron.training.run.run import Run
 from tasks import main as tasks
 from tasks.model_args import run_of
@@ -107,12 +107,20 @@ def test_a_family_of_ones_own_generates_the_text_of_whole_forward_passes(
             assert [[*each, *found.ids] for each, found in zip(prompts, engine.generate(requests))] == expected
         if declares:
             said = capsys.readouterr().err
-            check_line(said, "--num-speculative-tokens")
             check_line(said, "snapshots")
+            config = InferenceConfig(num_speculative_tokens=2, draft_load=str(tmp_path))  # a draft model with states
+            with generation_engine(trained, config) as engine:
+                assert engine is not None
+                assert [[*each, *found.ids] for each, found in zip(prompts, engine.generate(requests))] == expected
+                assert engine.statistics.accepted_tokens == engine.statistics.drafted_tokens > 0
+            capsys.readouterr()
             with generation_engine(trained, InferenceConfig(inference_dynamic_batching_buffer_size_gb=3.9e-6)):
                 check_line(capsys.readouterr().err, "again")
             with expect_error(ConfigError, "--inference-max-requests 32"):
                 generation_engine(trained, InferenceConfig(inference_dynamic_batching_buffer_size_gb=3e-6)).__enter__()
+            with monkeypatch.context() as undeclared, expect_error(ConfigError, "Recurrence"):
+                undeclared.delattr(Recurrence, "text_state")
+                draft_model(trained, str(tmp_path), length=8)
         else:
             check_line(capsys.readouterr().err.strip(), "Recurrence")
             with expect_error(ConfigError, "Recurrence", "--batch-invariant"):

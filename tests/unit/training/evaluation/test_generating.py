@@ -76,13 +76,13 @@ def test_drafts_change_steps_and_never_the_text(trained: TrainedModel, folders: 
 
 def test_memory_is_what_texts_need_or_what_is_allowed(trained: TrainedModel) -> None:
     """A cache of gigabytes for a model of a megabyte, or one that the machine doesn't have."""
-    assert limits_of(trained, InferenceConfig()).num_blocks == 1 + 32
-    assert limits_of(trained, InferenceConfig()).max_length == 64
+    assert limits_of([trained], InferenceConfig()).num_blocks == 1 + 32
+    assert limits_of([trained], InferenceConfig()).max_length == 64
     per_token = 4 * 2 * 32 * 4  # layers, keys and values, width, bytes
     little = InferenceConfig(inference_dynamic_batching_buffer_size_gb=5.5 * 16 * per_token / 2**30)
     config = InferenceConfig(**{**vars(little), "inference_dynamic_batching_block_size": 16})
-    assert limits_of(trained, config).num_blocks == 5
-    assert limits_of(trained, InferenceConfig(inference_max_seq_length=9)).max_length == 9
+    assert limits_of([trained], config).num_blocks == 5
+    assert limits_of([trained], InferenceConfig(inference_max_seq_length=9)).max_length == 9
 
 
 def test_refuses_settings_that_cannot_work(trained: TrainedModel, folders: dict[str, Path]) -> None:
