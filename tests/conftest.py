@@ -29,8 +29,9 @@ def pytest_addoption(pluginmanager: pytest.PytestPluginManager) -> None:
     pluginmanager.register(sentences)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip tests below tests/gpu on a machine without a GPU."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Note tiers before tests are left out, and skip those below tests/gpu on a machine without a GPU."""
+    config.stash[selection.DEFAULT_TESTS] = selection.default_tests(config, items)
     on_gpu = [item for item in items if item.path.is_relative_to(GPU_TESTS)]
     if not on_gpu:
         return

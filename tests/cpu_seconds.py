@@ -95,7 +95,7 @@ class Account:
         if self.is_default_tier and session.exitstatus == pytest.ExitCode.OK:
             assert session.config.cache is not None
             session.config.cache.set(budget.LAST, dict(self.seconds))
-            self.over = budget.over(self.seconds)
+            self.over = budget.over(self.seconds, budget.minutes(budget.DOCUMENT.read_text(encoding="utf-8")))
             session.exitstatus = pytest.ExitCode.TESTS_FAILED if self.over else pytest.ExitCode.OK
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:

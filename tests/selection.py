@@ -15,6 +15,8 @@ import pytest
 STARTED = time.monotonic()
 OUT_OF_TIME = "the time that --all gives is up"
 REVERSED = "reversed"
+DEFAULT_TESTS = pytest.StashKey[Counter[str]]()
+"""How many tests of the default tier each module has, of those that this run collected as a whole."""
 STEPS_OF_THE_TABLE = "TEST_STEPS_OF_THE_TABLE"
 """Environment variable: how many steps rows of tests/equivalence take, in ranks too."""
 TOGETHER = 20
@@ -76,6 +78,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items.reverse()
     elif config.option.order:
         items[:] = shuffled(items, int(config.option.order))
+
+
+def default_tests(config: pytest.Config, items: Iterable[pytest.Item]) -> Counter[str]:
+    """Tests of the default tier in each module, none where all are slow; no modules when tests are named."""
+    count = Counter[str]()
+    if not any("::" in word for word in config.args) and not config.getoption("lf", False):
+        for item in items:
+            count[item.nodeid.partition("::")[0]] += not is_slow(item)
+    return count
 
 
 def is_slow(item: pytest.Item) -> bool:

@@ -8,6 +8,15 @@ from typing import Any
 
 import pytest
 
+WHOLE_TIER_ALONE = {
+    "tests/end_to_end/test_accelerate.py": "real launchers of ranks; tests/unit/library has models from transformers",
+    "tests/end_to_end/test_experts_quickstart.py": "the default tier runs one quickstart, that of GPT",
+    "tests/end_to_end/test_hybrid_quickstart.py": "the default tier runs one quickstart, that of GPT",
+    "tests/end_to_end/test_masked_quickstarts.py": "the default tier runs one quickstart, that of GPT",
+    "tests/end_to_end/test_slurm.py": "Slurm takes its time to start jobs; test_slurm_job.py has a stand-in",
+}
+"""Modules without a test in the default tier, and why."""
+
 
 def pairs(
     variants: Iterable[Any],

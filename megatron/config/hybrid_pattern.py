@@ -20,6 +20,10 @@ LETTERS: dict[str, str] = {
 }
 """The kind of layer that each letter of a pattern stands for."""
 
+*_FIRST, _LAST = LETTERS.values()
+HYBRID = f"hybrid of {', '.join(_FIRST)} and {_LAST} layers, all {LETTERS[MAMBA]} unless a pattern or ratios say which,"
+"""What the scripts for hybrids pretrain, for ``--help``."""
+
 _OF_OTHERS = {
     "+": "latent attention is * with --multi-latent-attention",
     "D": "sparse attention is not available; * is attention",

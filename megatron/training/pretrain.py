@@ -35,21 +35,30 @@ class ModelTypeConfig(Settings):
 # Torch is imported only after the settings have been checked: --help and flag errors take milliseconds.
 
 
-def main(family: Family, *, defaults: Mapping[str, Any] | None = None) -> None:
-    """Entry point of the ``pretrain_…`` scripts; ends the process. ``defaults``: those of the script, by field."""
-    run_command(lambda: pretrain(family, sys.argv[1:], defaults=defaults))
+def main(family: Family, *, model: str | None = None, defaults: Mapping[str, Any] | None = None) -> None:
+    """Entry point of the ``pretrain_…`` scripts; ends the process.
+
+    ``model``: what the script trains, for ``--help``; None: the family's title. ``defaults``: those of the script, by
+    field.
+    """
+    run_command(lambda: pretrain(family, sys.argv[1:], model=model, defaults=defaults))
 
 
 def pretrain(
-    family: Family, argv: Sequence[str], *, prog: str | None = None, defaults: Mapping[str, Any] | None = None
+    family: Family,
+    argv: Sequence[str],
+    *,
+    prog: str | None = None,
+    model: str | None = None,
+    defaults: Mapping[str, Any] | None = None,
 ) -> int:
     """Check the settings of ``argv``, then train a model of ``family``; the process's exit code.
 
-    ``prog``: the command's name in ``--help``; None: that of the script. ``defaults``: those of the command, by field.
-    Raises MegatronError for a user's mistake.
+    ``prog``, ``model``: the command's name in ``--help``, and what it trains; None: those of the script and the family.
+    ``defaults``: those of the command, by field. Raises MegatronError for a user's mistake.
     """
     register(family)
-    start(family, argv, prog=prog or os.path.basename(sys.argv[0]), defaults=defaults)
+    start(family, argv, prog=prog or os.path.basename(sys.argv[0]), model=model, defaults=defaults)
     return 0
 
 
@@ -58,15 +67,18 @@ def start(
     argv: Sequence[str],
     *,
     prog: str,
+    model: str | None = None,
     defaults: Mapping[str, Any] | None = None,
     built: Callable[[Run], None] = lambda run: None,
 ) -> None:
     """Train a model of a known ``family``, or print what ``--dry-run`` finds.
 
-    ``defaults``: those of the command, by field. ``built``: called with the run before it starts.
+    ``model``: what the command trains, for ``--help``; None: the family's title. ``defaults``: those of the command, by
+    field. ``built``: called with the run before it starts.
     """
     started = time.monotonic()
-    about = f"Pretrain a {family.settings.title} on the ranks that torchrun or srun started, and on one without them."
+    model = model or family.settings.title
+    about = f"Pretrain a {model} on the ranks that torchrun or srun started, and on one without them."
     config = parse(argv, prog=prog, about=about, groups=family.groups, defaults=defaults)
     if config.command.dry_run:
         dry_run(config, family.train_spec)

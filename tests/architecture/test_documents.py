@@ -14,6 +14,7 @@ import pytest
 from megatron.core.models import registry
 from tests.architecture.documents import LINK, broken_links, commands, flags_by_script, missing_paths
 from tests.architecture.source_tree import ROOT, files, relative
+from tests.harness.sentences import check_sentence
 
 
 def test_every_local_link_resolves() -> None:
@@ -125,6 +126,14 @@ def help_of(script: str) -> str:
         patch.setattr(sys, "path", [str((ROOT / script).parent), str(ROOT), *sys.path])
         runpy.run_path(str(ROOT / script), run_name="__main__")
     return output.getvalue()
+
+
+@pytest.mark.parametrize("script", sorted(path.name for path in ROOT.glob("pretrain_*.py")))
+def test_help_says_what_a_script_pretrains(script: str) -> None:
+    """Scripts for hybrids said "Pretrain a GPT"."""
+    kind = script.removeprefix("pretrain_").removesuffix(".py")
+    models = {"mamba": ("hybrid", "Mamba-2"), "hybrid": ("hybrid", "Mamba-2")}.get(kind, (kind.upper(),))
+    check_sentence(help_of(script).split("\n\n")[1], *models)
 
 
 def test_flags_in_commands_are_found() -> None:

@@ -35,6 +35,13 @@ def test_the_list_says_what_each_measures(capsys: pytest.CaptureFixture[str]) ->
         assert first_line(name).endswith("."), f"{name}: its docstring begins with no sentence of its own"
 
 
+def test_the_table_of_commands_has_all_of_them() -> None:
+    """A benchmark that CONTRIBUTING's table lacks is run by nobody who changes what it measures."""
+    table = (FOLDER.parent / "CONTRIBUTING.md").read_text(encoding="utf-8").partition("\n\nThe default tier")[0]
+    named = re.findall(r"`\.venv/bin/python (?:-m benchmarks\.|benchmarks/)(\w+)", table)
+    assert sorted(named) == sorted(CATALOGUE)
+
+
 def test_quick_changes_defaults_and_not_what_was_given() -> None:
     parser = results.parser_of("About.")
     parser.add_argument("--rounds", type=int, default=5)
