@@ -235,7 +235,7 @@ def _pipeline(config: RunConfig, mesh: Mesh) -> Counter[str]:
     activation = config.data.seq_length * config.training.micro_batch_size * model.hidden_size * 4
     sent = config.num_microbatches() * ways * activation
     if not model.untie_embeddings_and_output_weights and at[0] != at[-1] and rank in (at[0], at[-1]):
-        owners = mesh.size("dp") if config.parallel.use_distributed_optimizer else 1
+        owners = mesh.size("dp") if config.parallel.zero_stage else 1
         sent += config.padded_vocab_size // mesh.size("tp") * model.hidden_size * 4 // owners
     return Counter({"messages": sent})
 
@@ -246,7 +246,7 @@ def _data_parallel(config: RunConfig, mesh: Mesh) -> Counter[str]:
     size = rank_parameters(config, FAMILIES["gpt"].train_spec, pipeline_rank=mesh.rank("pp")).total * 4
     if ranks == 1:
         return Counter()
-    if not config.parallel.use_distributed_optimizer:
+    if config.parallel.zero_stage == 0:
         return Counter({"all-reduce dp": all_reduced(size, ranks)})
     return Counter({"reduce-scatter dp": gathered(size, ranks), "all-gather dp": gathered(size, ranks)})
 

@@ -147,6 +147,11 @@ class ParallelConfig(Settings):
         return is_faster if self.gradient_accumulation_fusion is None else self.gradient_accumulation_fusion
 
     @property
+    def zero_stage(self) -> int:
+        """What data-parallel ranks divide among them: 0 nothing, 1 optimizer state, 2 gradients too, 3 weights too."""
+        return 1 if self.use_distributed_optimizer else 0
+
+    @property
     def etp(self) -> int:
         """Ranks that split each expert's matrices."""
         return self.expert_tensor_parallel_size or self.tensor_model_parallel_size

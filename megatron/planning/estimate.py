@@ -276,7 +276,7 @@ def _copied_bytes(run: RunConfig) -> int:
 def _shards(run: RunConfig, parameter: nn.Parameter) -> int:
     """Ranks over which the optimizer state of a parameter is divided."""
     parallel = run.parallel
-    if not parallel.use_distributed_optimizer:
+    if parallel.zero_stage == 0:
         return 1
     replicas = run.data_parallel_size * parallel.context_parallel_size
     if "edp" not in sharding_of(parameter).reduce:

@@ -70,7 +70,7 @@ def what_fits(
 
 
 def _sharding(run: RunConfig) -> Iterator[Change]:
-    if not run.parallel.use_distributed_optimizer and run.data_parallel_size > 1:
+    if run.parallel.zero_stage == 0 and run.data_parallel_size > 1:
         yield Change("--use-distributed-optimizer", "parallel", (("use_distributed_optimizer", True),), cost=0.5)
 
 

@@ -80,7 +80,7 @@ def _summary(run: RunConfig) -> Iterator[str]:
     yield f"{model.position_embedding_type} {model.rotary_base:g}, {model.normalization} {model.norm_epsilon:g}"
     yield f"{run.tokenizer.tokenizer_type}"
     yield f"tp {sizes.tensor_model_parallel_size} pp {sizes.pipeline_model_parallel_size} dp {run.data_parallel_size}"
-    yield f"ZeRO {int(sizes.use_distributed_optimizer)}, {run.precision.params_dtype}"
+    yield f"ZeRO {sizes.zero_stage}, {run.precision.params_dtype}"
     yield f"recompute {training.recompute_granularity} {training.recompute_method or ''}".strip()
     yield f"{training.global_batch_size} samples of {run.data.seq_length} in {training.micro_batch_size}"
     yield f"{run.train_iters} steps"

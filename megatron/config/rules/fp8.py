@@ -36,7 +36,7 @@ RULES: tuple[Rule, ...] = (
     ),
     rule(
         "--fp8-param-gather needs --use-distributed-optimizer; give both or neither",
-        lambda run: run.fp8.fp8_param_gather and not run.parallel.use_distributed_optimizer,
+        lambda run: run.fp8.fp8_param_gather and run.parallel.zero_stage == 0,
     ),
     rule(
         "--fp8-param-gather saves nothing with --fp8-recipe mxfp8, whose codes of both directions are as many bytes as "

@@ -76,7 +76,7 @@ def param_gather_overlap_needs_sharding(run: RunConfig) -> str | None:
     """--overlap-param-gather needs a sharded optimizer and overlapped gradient reduction."""
     parallel = run.parallel
     needed = {
-        "--use-distributed-optimizer": parallel.use_distributed_optimizer,
+        "--use-distributed-optimizer": parallel.zero_stage > 0,
         "--overlap-grad-reduce": parallel.overlap_grad_reduce,
     }
     lacking = [flag for flag, given in needed.items() if not given]

@@ -260,7 +260,7 @@ RULES: tuple[Rule, ...] = (
         lambda run: (
             run.parallel.ddp_reduce_scatter_with_fp32_accumulation
             and run.precision.grad_reduce_in_bf16
-            and not run.parallel.use_distributed_optimizer
+            and run.parallel.zero_stage == 0
         ),
     ),
     rule(

@@ -56,7 +56,7 @@ class Comparison:
 
 def observe(run: Run, *, steps: int) -> Observed:
     """Take ``steps`` steps of the run, as training does, and record the results. A collective."""
-    mesh, sharded = run.context.mesh, run.config.parallel.use_distributed_optimizer
+    mesh, sharded = run.context.mesh, run.config.parallel.zero_stage > 0
     seen, batches = Observed(), run.data.training_batches(0)
     seen.shapes = {_name(entry): entry.sharding.shape for entry in run.model_state()}
     seen.initial = parts_of(run.model_state(), mesh)

@@ -145,7 +145,7 @@ def build_run(
     model_context = build_model_context(config, context, splits_backward=plans.settings.splits_backward)
     stages, models = build_stages(config, train_spec, model_context)
     scaling = delayed_scaling(models, model_context)
-    parallel, sharded = config.parallel, config.parallel.use_distributed_optimizer
+    parallel, sharded = config.parallel, config.parallel.zero_stage > 0
     policies = parameter_policies(named_parameters(models), config.optimizer)
     buffers = build_buffers(
         named_parameters(models),
