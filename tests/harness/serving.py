@@ -8,8 +8,8 @@ import json
 import multiprocessing
 import threading
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import tokenizers
@@ -30,6 +30,8 @@ from megatron.serving.templates import Templates
 from tests.harness.table_model import RunningTable, Table
 
 END = "<|endoftext|>"
+LONG = 60.0
+"""Seconds after which a test fails that waits for what happens at once on a machine without other work."""
 MERGES = ["t h", "th e", "i n", "\u010a \u010a", "o n", "Ġ t", "Ġ the", "\u00c3 \u00a9"]
 
 
@@ -50,15 +52,29 @@ def byte_tokenizer() -> RustTokenizer:
 
 @dataclass
 class SlowTable(Table):
-    """A table whose steps take ``seconds``, and raise what ``failure`` is."""
+    """A table whose steps take ``seconds``, wait while it is ``held``, and raise what ``failure`` is."""
 
     seconds: float = 0.0
     failure: Exception | None = None
+    may_step: threading.Event = field(default_factory=threading.Event)
+
+    def __post_init__(self) -> None:
+        self.may_step.set()
+
+    @contextlib.contextmanager
+    def held(self) -> Iterator[None]:
+        """Compute no step in the block: what a test does there comes before the step, however busy the machine is."""
+        self.may_step.clear()
+        try:
+            yield
+        finally:
+            self.may_step.set()
 
     @override
     def start(self, plan: StepPlan) -> RunningTable:
         """Compute a step."""
         time.sleep(self.seconds)
+        assert self.may_step.wait(LONG), "the test holds the table"
         if self.failure is not None:
             raise self.failure
         return super().start(plan)
@@ -94,12 +110,16 @@ class Running:
         numbers = self.engine.statistics
         return not (self.server.engine.unfinished or numbers.running or numbers.waiting or numbers.cache_usage)
 
-    def wait_until_idle(self, *, seconds: float = 5.0) -> None:
-        """Fail when something is left after ``seconds``."""
-        end = time.monotonic() + seconds
-        while not self.is_idle():
+    def wait_until(self, condition: Callable[[], object]) -> None:
+        """Return when ``condition`` holds; fail when it doesn't for long."""
+        end = time.monotonic() + LONG
+        while not condition():
             assert time.monotonic() < end, self.engine.statistics
             time.sleep(0.002)
+
+    def wait_until_idle(self) -> None:
+        """Fail when something is left."""
+        self.wait_until(self.is_idle)
 
 
 @contextlib.contextmanager
@@ -148,7 +168,7 @@ def listening(
         yield http_server, f"http://127.0.0.1:{listener.getsockname()[1]}"
     finally:
         http_server.should_exit = True
-        thread.join(10)
+        thread.join(LONG)
         assert not thread.is_alive()
         loop.join()
         ours.close()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -68,6 +68,7 @@ def test_a_busy_server_is_asked_again() -> None:
     """The client waits for what retry-after says, and gets its text."""
     with (
         served(slow_table(max_requests=1, seconds=0.01), max_queue=0) as running,
+        ThreadPoolExecutor(1) as clients,
         openai.OpenAI(base_url=running.url + "/v1", api_key="any", max_retries=0) as impatient,
         openai.OpenAI(base_url=running.url + "/v1", api_key="any", max_retries=3) as patient,
     ):
@@ -75,15 +76,22 @@ def test_a_busy_server_is_asked_again() -> None:
             model=MODEL, prompt="a", max_tokens=60, stream=True, extra_body={"ignore_eos": True}
         )
         next(iter(first))
-        with pytest.raises(openai.RateLimitError, match="try again in 1 s") as refused:
-            impatient.completions.create(model=MODEL, prompt=PROMPT)
-        assert refused.value.response.headers["retry-after"] == "1"
-        started = time.monotonic()
-        answer = patient.completions.create(model=MODEL, prompt=PROMPT, max_tokens=1, extra_body={"ignore_eos": True})
+        with running.table.held():
+            with pytest.raises(openai.RateLimitError, match="try again in 1 s") as refused:
+                impatient.completions.create(model=MODEL, prompt=PROMPT)
+            assert refused.value.response.headers["retry-after"] == "1"
+            waiting = clients.submit(
+                patient.completions.create, model=MODEL, prompt=PROMPT, max_tokens=1, extra_body={"ignore_eos": True}
+            )
+            running.wait_until(lambda: 'megatron_requests_refused_total{model_name="table"} 2.0' in metrics(running))
+            first.close()
+        answer = waiting.result()
         assert answer.usage is not None
         assert (answer.choices[0].finish_reason, answer.usage.completion_tokens) == ("length", 1)
-        assert time.monotonic() - started > 0.5
-        first.close()
+
+
+def metrics(running: Running) -> str:
+    return ask(running.url, "/metrics").body.decode()
 
 
 def test_scripts_of_named_pages_may_ask() -> None:

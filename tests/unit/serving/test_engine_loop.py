@@ -5,7 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import pairwise
@@ -23,7 +23,7 @@ from megatron.errors import ConfigError
 from megatron.serving import engine_loop
 from megatron.serving.engine_loop import EngineLoop
 from megatron.serving.messages import Abort, Report, Submission
-from tests.harness.serving import SlowTable, byte_tokenizer, slow_table
+from tests.harness.serving import LONG, SlowTable, byte_tokenizer, slow_table
 from tests.harness.table_model import RunningTable
 
 
@@ -50,6 +50,14 @@ def updates_of(connection: Connection, *, requests: int = 1) -> list[Update]:
         report: Report = connection.recv()
         found += report.updates
     return found
+
+
+def wait_until(condition: Callable[[], object]) -> None:
+    """Return when ``condition`` holds; fail when it doesn't for long."""
+    end = time.monotonic() + LONG
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.002)
 
 
 def failure_of(connection: Connection) -> str | None:
@@ -107,16 +115,18 @@ def test_grammars_that_take_long_hold_up_no_other_request() -> None:
     slow, quick = (compiler.regex(pattern).grammar for pattern in ("(the ){150}", "(the ){140}"))
 
     def compiled(grammar: str) -> Any:
-        assert grammar == quick or go_on.wait(5)
+        assert grammar == quick or go_on.wait(LONG)
         return compiler.compiled(grammar)
 
-    with looping(slow_table(seconds=0.001), compiled) as (loop, connection):
-        connection.send(Submission([of("slow")], slow))
-        connection.send(Submission([of("running")], quick))
-        while loop.engine.statistics.generated_tokens == 0:
-            time.sleep(0.01)
-        connection.send(Abort(["slow"]))
-        connection.send(Abort(["running"]))
+    table = slow_table()
+    with looping(table, compiled) as (loop, connection):
+        with table.held():
+            connection.send(Submission([of("slow")], slow))
+            connection.send(Submission([of("running")], quick))
+            wait_until(lambda: loop.engine.has_work)
+            connection.send(Abort(["slow"]))
+            connection.send(Abort(["running"]))
+            wait_until(lambda: loop._commands.qsize() == 2)
         last = updates_of(connection)[-1]
         assert last.request_id == "running" and last.finish is not None and last.finish.reason == "abort"
         go_on.set()
@@ -172,15 +182,18 @@ def test_an_error_outside_of_steps_is_reported_too() -> None:
         assert "no attribute" in str(failure_of(connection))
 
 
-@pytest.mark.parametrize("seconds", [0.0, 0.2])
-def test_a_server_that_goes_away_ends_the_loop(seconds: float) -> None:
+@pytest.mark.parametrize("has_begun", [False, True])
+def test_a_server_that_goes_away_ends_the_loop(has_begun: bool) -> None:
     """Also one that had asked for texts; it would run on for nobody."""
-    with looping(slow_table(seconds=0.01)) as (loop, connection):
-        connection.send(Submission([of(name, max_tokens=400) for name in "abcd"]))
-        time.sleep(seconds)
-        connection.close()
-        loop.join(seconds=2)
-        assert loop.engine.statistics.generated_tokens < 200 and loop.failure is None
+    table = slow_table()
+    with looping(table) as (loop, connection):
+        with table.held():
+            connection.send(Submission([of(name, max_tokens=400) for name in "abcd"]))
+            if has_begun:
+                wait_until(lambda: loop.engine.has_work)
+            connection.close()
+        loop.join(seconds=LONG)
+        assert loop.engine.statistics.generated_tokens <= 4 and loop.failure is None
 
 
 def test_a_token_that_the_tokenizer_cannot_write_ends_its_request_alone(monkeypatch: pytest.MonkeyPatch) -> None:

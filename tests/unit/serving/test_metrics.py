@@ -28,9 +28,10 @@ def test_times_of_requests_add_up(prefix: str) -> None:
     with served(slow_table(seconds=step, max_requests=1), vllm_metric_names=prefix == "vllm:") as running:
         body = {"prompt": "hello", "max_tokens": 5, "ignore_eos": True}
         with ThreadPoolExecutor(2) as pool:
-            assert [each.status for each in pool.map(lambda _: ask(running.url, "/v1/completions", body), "ab")] == [
-                200
-            ] * 2
+            with running.table.held():
+                replies = [pool.submit(ask, running.url, "/v1/completions", body) for _ in range(2)]
+                running.wait_until(lambda: running.server.engine.unfinished == 2)
+            assert [each.result().status for each in replies] == [200] * 2
         found, engine = numbers_of(running, prefix), running.engine.statistics
     assert {found[f"request_{name}_time_seconds_count"] for name in names} == {2.0}
     queue, prefill, decode, inference = (found[f"request_{name}_time_seconds_sum"] for name in names)
