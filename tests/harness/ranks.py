@@ -9,6 +9,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import pickle
+import re
 import signal
 import tempfile
 import time
@@ -232,17 +233,19 @@ class _World:
         for rank in ranks:
             if self.processes[rank].is_alive():
                 os.kill(self.processes[rank].pid or 0, signal.SIGUSR1)
-        deadline = time.monotonic() + 2.0
+        deadline = time.monotonic() + 20.0
         while time.monotonic() < deadline:
             stacks = {
                 rank: self.job.stack_file(rank).read_text() for rank in ranks if self.job.stack_file(rank).exists()
             }
-            if all("most recent call first" in stacks.get(rank, "") for rank in ranks):
-                time.sleep(0.05)  # the last lines of the last stack
+            if all(_MAIN_THREAD.search(stacks.get(rank, "")) for rank in ranks):
                 break
             time.sleep(0.02)
         return {rank: self.job.stack_file(rank).read_text() for rank in ranks if self.job.stack_file(rank).exists()}
 
+
+_MAIN_THREAD = re.compile(rf" in {rank_main.__name__}\n|^  \.\.\.\n", re.MULTILINE)
+"""Where the stack of a rank's main thread ends, below everything that it does, or is cut since it is deep."""
 
 _IDLE: dict[int, _World] = {}
 """Worlds that wait for another call, by their size. Their processes end with this one."""

@@ -5,13 +5,15 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 
+from megatron.core.parallel import activity
 from megatron.core.parallel.liveness import Liveness, Patience, watched
 from megatron.core.parallel.mesh import Mesh
 
@@ -24,7 +26,7 @@ class Left:
 
     codes: dict[int, int] = field(default_factory=dict)
 
-    def expect(self, count: int, *, seconds: float = 10.0) -> None:
+    def expect(self, count: int, *, seconds: float = 60.0) -> None:
         """Wait until ``count`` ranks have left."""
         deadline = time.monotonic() + seconds
         while len(self.codes) < count and time.monotonic() < deadline:
@@ -50,13 +52,22 @@ def ranks(count: int, *, patience: Patience = QUICK) -> Iterator[tuple[list[Live
         watcher.stop()
 
 
-def test_ranks_that_work_are_left_alone() -> None:
+@pytest.fixture
+def now(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The time by which a rank's stay in a collective is measured."""
+    now = [1000.0]
+    monkeypatch.setattr(activity, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    return now
+
+
+def test_ranks_that_work_are_left_alone(now: list[float]) -> None:
     """A watch that ends healthy runs is worse than none: waiting shortly, again and again, is no stall."""
     with ranks(2) as (_, meshes, left):
-        for _ in range(8):
+        for _ in range(4):
             for mesh in meshes:
                 with mesh.activity.waiting("all-reduce over dp", (0, 1)):
-                    time.sleep(0.03)
+                    now[0] += 0.9 * QUICK.stall
+                    time.sleep(3 * QUICK.poll)
         assert not left.codes
 
 
@@ -65,18 +76,19 @@ def test_failure_ends_all_ranks_and_only_the_first_is_told() -> None:
     with ranks(3) as (watchers, _, left):
         assert watchers[1].call_off("ValueError: boom", exit_code=7)
         assert not watchers[0].call_off("RuntimeError: connection closed", exit_code=1)
-        assert watchers[2].called_off_elsewhere(within=1.0)
+        assert watchers[2].called_off_elsewhere(within=60.0)
         left.expect(3)
         assert set(left.codes.values()) == {7}
 
 
-def test_stall_is_told_once_with_the_missing_rank(capfd: pytest.CaptureFixture[str]) -> None:
+def test_stall_is_told_once_with_the_missing_rank(capfd: pytest.CaptureFixture[str], now: list[float]) -> None:
     """A hung job tells nobody which of its ranks hangs, and where."""
-    with ranks(3) as (_, meshes, left):
+    with ranks(3, patience=replace(QUICK, answer=60.0)) as (_, meshes, left):
         meshes[1].activity.progress = "iteration 12, batch-generator"
         for rank in (0, 2):
             meshes[rank].activity.progress = "iteration 12, forward-backward"
             meshes[rank].activity.waiting("all-reduce over dp, cp", (0, 1, 2)).__enter__()
+        now[0] += 2 * QUICK.stall
         left.expect(3)
         assert set(left.codes.values()) == {1}
     told = capfd.readouterr().err
@@ -95,7 +107,7 @@ def test_rank_that_can_not_answer_does_not_hold_up_the_report(capfd: pytest.Capt
     watcher = Liveness(store, mesh, QUICK, leave=lambda code: left.update({0: code}))
     watcher.start()
     mesh.activity.waiting("all-reduce over dp", (0, 1)).__enter__()
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while not left and time.monotonic() < deadline:
         time.sleep(0.01)
     watcher.stop()
@@ -119,7 +131,7 @@ def test_error_after_the_keeper_of_the_store_has_left_is_not_shown_again() -> No
     """Two ranks said that a third was killed: the second one's error came when the first had already left."""
     store: Any = StoreOfARank()
     left: list[int] = []
-    patience = Patience(stall=60.0, poll=0.02, leave=1.0, answer=0.5)
+    patience = Patience(stall=600.0, poll=0.02, leave=60.0, answer=0.5)
     first, late = (
         Liveness(store, Mesh.of(dp=2, rank=rank), patience, leave=lambda _: left.append(1)) for rank in range(2)
     )
@@ -130,7 +142,7 @@ def test_error_after_the_keeper_of_the_store_has_left_is_not_shown_again() -> No
     first.linger()
     assert time.monotonic() - started < patience.leave, "it waited for a rank that had looked"
     store.is_gone = True
-    assert late.called_off_elsewhere(within=0.5)
+    assert late.called_off_elsewhere(within=60.0)
     assert not late.call_off("RuntimeError: connection reset by peer", exit_code=1)
     first.stop()
     late.stop()

@@ -166,15 +166,17 @@ def test_an_encoder_and_its_decoder_may_lie_on_several_ranks(layers: Sequence[in
 def outlives(path: str, rank: int, dying: int, told: Connection) -> None:
     """Two ranks; one is killed while neither computes anything, the other tells how it found out."""
     store = dist.FileStore(path, 2)  # type: ignore[attr-defined]
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=1))
+    store.set(f"started {rank}", "")
+    store.wait(["started 0", "started 1"], timedelta(seconds=60))  # gloo's time counts from its first rank on
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=2))
     messages = Messages(Mesh.of(tp=2, rank=rank))
     if rank == dying:
-        time.sleep(2)  # longer than a collective may take
+        time.sleep(3)  # longer than a collective may take
         os.kill(os.getpid(), signal.SIGKILL)
     try:
         if rank:
             messages.receive()
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + 60
         while messages.failure is None and time.monotonic() < deadline:
             time.sleep(0.01)
         messages.send([1])
@@ -192,7 +194,7 @@ def test_a_killed_rank_is_noticed_without_requests() -> None:
             for process in ranks:
                 process.start()
             try:
-                assert ours.poll(60), "nobody noticed"
+                assert ours.poll(120), "nobody noticed"
                 assert message in ours.recv()
             finally:
                 for process in ranks:

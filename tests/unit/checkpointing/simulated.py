@@ -140,7 +140,7 @@ def assert_holds(states: Iterable[ShardedState], mesh: Mesh, values: Mapping[str
 @contextmanager
 def threads_as_ranks(size: int) -> Iterator[None]:
     """Make ``gather_objects`` of the checkpoint code connect ``size`` threads, each with its own mesh."""
-    barrier = threading.Barrier(size, timeout=30)
+    barrier = threading.Barrier(size, timeout=120)
     slots: list[bytes] = [b""] * size
 
     def gather_objects(value: T, mesh: Mesh) -> list[T]:

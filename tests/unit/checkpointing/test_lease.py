@@ -129,21 +129,33 @@ def test_silence_is_death_and_a_beat_is_life(tmp_path: Path, monkeypatch: pytest
 def test_a_run_whose_place_was_taken_stops(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It warned and went on: two runs saved into one folder and deleted each other's checkpoints."""
     place, successor = path_of(url(tmp_path)), {"pid": 7, "host": "other", "since": "now", "token": "other"}
-    now = time.monotonic
-    for beat, silence in (
-        (0.05, 0.0),
-        (3.0, 7.0),
-    ):  # it learns by its next sign of life; asked after a silence, at once
-        with held(place, beat=beat) as still_held:
+
+    def take_over() -> None:
+        (tmp_path / IN_USE).write_text(json.dumps(successor))
+
+    now = [1000.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    with held(place, beat=15.0) as still_held:  # asked after a silence, it learns at once
+        still_held()
+        take_over()
+        now[0] += 60.0
+        with expect_error(CheckpointError, "7", f"--save {place}", exit_code=1):
             still_held()
-            (tmp_path / IN_USE).write_text(json.dumps(successor))
-            time.sleep(0.2)
-            monkeypatch.setattr(time, "monotonic", lambda silence=silence: now() + silence)
-            with expect_error(CheckpointError, "7", f"--save {place}", exit_code=1):
+    assert json.loads((tmp_path / IN_USE).read_text()) == successor, "it is the other's"
+    (tmp_path / IN_USE).unlink()
+    with held(place, beat=0.05) as still_held:  # else by a sign of life, which may come just after the other's
+        noticed = None
+        for _ in range(1000):
+            take_over()
+            time.sleep(0.06)
+            try:
                 still_held()
-            monkeypatch.undo()
-        assert json.loads((tmp_path / IN_USE).read_text()) == successor, "it is the other's"
-        (tmp_path / IN_USE).unlink()
+            except CheckpointError as error:
+                noticed = error
+                break
+        check_line(str(noticed), "7", f"--save {place}")
+    assert json.loads((tmp_path / IN_USE).read_text()) == successor, "it is the other's"
+    (tmp_path / IN_USE).unlink()
     with held(tmp_path) as still_held:
         still_held()
 
@@ -203,7 +215,7 @@ def test_only_a_lack_of_locks_goes_without_one(
 def test_two_that_start_together_over_a_slow_link(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each looked for the other's note before that had arrived, and both saved into the folder."""
     monkeypatch.setattr(lease, "_is_dead_here", lambda holder: False)  # both are of this process
-    place, ended = path_of(url(tmp_path)), list[str]()
+    place, ended, both = path_of(url(tmp_path)), list[str](), threading.Event()
 
     def slow(operation: str, path: str) -> None:
         if operation == "put":
@@ -213,10 +225,11 @@ def test_two_that_start_together_over_a_slow_link(tmp_path: Path, monkeypatch: p
         time.sleep(delay)
         try:
             with held(place, beat=1.2):
-                time.sleep(0.5)
                 ended.append("held")
+                assert both.wait(60), "two hold it"
         except CheckpointError:
             ended.append("refused")
+            both.set()
 
     with failing(slow):
         runs = [threading.Thread(target=start, args=(delay,)) for delay in (0.0, 0.1)]

@@ -181,7 +181,7 @@ def test_concurrent_ranks_build_once(tmp_path: Path) -> None:
     for rank in ranks:
         rank.start()
     start.set()
-    counts = [built.get(timeout=30) for _ in ranks]
+    counts = [built.get(timeout=120) for _ in ranks]
     for rank in ranks:
         rank.join()
         assert rank.exitcode == 0

@@ -8,7 +8,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -172,11 +171,9 @@ def test_a_worker_that_begins_after_its_trainer_died_ends() -> None:
         "import os, time\nfrom megatron.core.datasets import loader\ntrainer, loader._LOOK_SECONDS = os.getpid(), 0.1\n"
         "if os.fork(): os._exit(0)\n"
         "while os.getppid() == trainer: time.sleep(0.01)\n"
-        "loader._ignore_signals(trainer, 0); time.sleep(60)"
+        "loader._ignore_signals(trainer, 0); time.sleep(1000)"
     )
-    began = time.monotonic()
-    subprocess.run([sys.executable, "-c", program], cwd=REPOSITORY, stdout=subprocess.PIPE, timeout=50, check=True)
-    assert time.monotonic() - began < 50
+    subprocess.run([sys.executable, "-c", program], cwd=REPOSITORY, stdout=subprocess.PIPE, timeout=240, check=True)
 
 
 def test_workers_do_not_tell_of_a_dead_trainer(capsys: pytest.CaptureFixture[str]) -> None:

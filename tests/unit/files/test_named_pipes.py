@@ -147,13 +147,13 @@ USES: dict[str, tuple[str, Use]] = {
 
 @pytest.fixture(autouse=True)
 def _no_waiting() -> Iterator[None]:
-    """Each test ends within five seconds: what waits for a pipe's writer is interrupted."""
+    """What waits for a pipe's writer is interrupted."""
 
     def fail(number: int, frame: FrameType | None) -> None:
         raise TimeoutError("it waits for somebody to write into the pipe")
 
     before = signal.signal(signal.SIGALRM, fail)
-    signal.alarm(5)
+    signal.alarm(60)
     yield
     signal.alarm(0)
     signal.signal(signal.SIGALRM, before)

@@ -39,13 +39,12 @@ def running() -> Iterator[S3Server]:
 
 @pytest.fixture
 def server(running: S3Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[S3Server]:
-    """The server with a bucket ``bucket``, and a client that gives up after seconds and not after minutes."""
+    """The server with a bucket ``bucket``, and a client that tries twice."""
     import s3fs
 
     for name, value in {**credentials(running), "AWS_MAX_ATTEMPTS": "2"}.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(s3fs.S3FileSystem, "retries", 2)
-    monkeypatch.setattr(s3fs.S3FileSystem, "read_timeout", 1)
     s3fs.S3FileSystem.clear_instance_cache()
     files = s3fs.S3FileSystem()
     if not files.exists("bucket"):
@@ -176,6 +175,8 @@ def test_a_service_that_is_gone_or_slow_ends_the_wait(server: S3Server, monkeypa
     import s3fs
 
     place("a").write_text("x", encoding="utf-8")
+    monkeypatch.setattr(s3fs.S3FileSystem, "read_timeout", 1)
+    s3fs.S3FileSystem.clear_instance_cache()
     server.slow_seconds = 3.0
     with server.failing(lambda method, path: "slow"), pytest.raises(OSError, match="(?i)time"):
         place("a").read_bytes()

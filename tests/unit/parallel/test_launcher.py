@@ -19,10 +19,10 @@ from megatron.core.parallel.environment import LaunchEnvironment
 from megatron.core.parallel.launch import store_of_this_attempt
 from tests.harness.sentences import expect_error
 
-SECOND = timedelta(seconds=1)
+LONG, SHORT = timedelta(seconds=60), timedelta(seconds=0.2)
 
 
-def join(store: Store, ranks: Sequence[int], *, timeout: timedelta = SECOND) -> list[Store]:
+def join(store: Store, ranks: Sequence[int], *, timeout: timedelta = LONG) -> list[Store]:
     """What ranks of a world of three get that start in this order, a moment apart."""
     world = LaunchEnvironment(world_size=3)
 
@@ -49,9 +49,9 @@ def test_restarted_ranks_find_nothing_of_dead_ones() -> None:
     assert len(names) == 3
 
     with pytest.raises(dist.DistStoreError):
-        join(store, [0, 1], timeout=0.2 * SECOND)
+        join(store, [0, 1], timeout=SHORT)
     with expect_error(dist.DistStoreError, "0"):
-        join(store, [1, 2], timeout=0.2 * SECOND)
+        join(store, [1, 2], timeout=SHORT)
     of_this = join(store, [2, 0, 1])
     of_this[0].set("address", "last")
     assert [each.get("address").decode() for each in of_this] == ["last"] * 3
@@ -73,7 +73,7 @@ from megatron.core.parallel.launch import leaving_with_launcher
 with leaving_with_launcher(launch, poll=0.1):
     if sys.argv[1] == "late":
         print(launch.launcher, flush=True)
-    time.sleep(60)
+    time.sleep(1000)
 '''
 for told in ("early", "late"):
     subprocess.Popen([sys.executable, "-c", code, told])
@@ -101,7 +101,5 @@ def test_ranks_end_with_their_launcher() -> None:
             assert launcher.stdout.readline() == f"{launcher.pid}\n"
         launcher.kill()
         launcher.wait()
-        started = time.monotonic()
         rest = launcher.stdout.read()  # ends with the last of them
         assert rest.count(f"the launcher, process {launcher.pid}, was killed") == 2, rest
-        assert time.monotonic() - started < 50

@@ -240,7 +240,7 @@ def test_a_body_has_one_length(running: Running) -> None:
         (old + "0\r\n\r\n" + hidden, "HTTP/1.0 doesn't know"),
     ):
         name, _, port = host.partition(":")
-        with socket.create_connection((name, int(port)), timeout=10) as connection:
+        with socket.create_connection((name, int(port)), timeout=60) as connection:
             connection.sendall(asked.encode())
             answer = b"".join(iter(lambda: connection.recv(65536), b""))  # until the server closes
         assert answer.startswith(b"HTTP/1.1 400 "), answer[:200]
@@ -321,7 +321,7 @@ def test_what_is_hardly_http_is_refused_and_nothing_ends(running: Running) -> No
     before = good(running)
     host, _, port = running.url.removeprefix("http://").partition(":")
     for data, status in RAW:
-        with socket.create_connection((host, int(port)), timeout=10) as connection:
+        with socket.create_connection((host, int(port)), timeout=60) as connection:
             connection.sendall(data)
             found = connection.recv(1000)
         assert found.split(b" ")[1:2] == [str(status).encode()], (data[:60], found)
@@ -332,12 +332,12 @@ def test_a_slow_body_and_slow_headers_end() -> None:
     """A client that sends a byte now and then would hold a connection for ever."""
     with served(slow_table(), client_timeout=1) as running:
         host, _, port = running.url.removeprefix("http://").partition(":")
-        with socket.create_connection((host, int(port)), timeout=10) as connection:
+        with socket.create_connection((host, int(port)), timeout=60) as connection:
             connection.sendall(
                 b"POST /api HTTP/1.1\r\nhost: a\r\ncontent-type: application/json\r\ncontent-length: 90\r\n\r\n{"
             )
             assert connection.recv(1000).startswith(b"HTTP/1.1 408 ")
-        with socket.create_connection((host, int(port)), timeout=10) as connection:
+        with socket.create_connection((host, int(port)), timeout=60) as connection:
             connection.sendall(b"POST /api HTTP/1.1\r\nhos")
             assert connection.recv(1000) == b""
 

@@ -73,7 +73,7 @@ def connect(running: Running, fields: dict[str, Any], *, path: str = "/v1/comple
     host, _, port = running.url.removeprefix("http://").partition(":")
     body = json.dumps(fields).encode()
     head = f"POST {path} HTTP/1.1\r\nhost: a\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
-    connection = socket.create_connection((host, int(port)), timeout=20)
+    connection = socket.create_connection((host, int(port)), timeout=60)
     connection.sendall(head.encode() + body)
     return connection
 
