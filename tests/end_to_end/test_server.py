@@ -63,9 +63,10 @@ def test_a_model_is_served_until_sigterm(checkpoints: str, tmp_path: Path) -> No
         replies: list[bytes] = []
         client = threading.Thread(target=lambda: replies.append(ask(url, "/v1/completions", body).body))
         client.start()
-        time.sleep(0.1)
+        while 'num_requests_running{model_name="checkpoints"} 0.0' in ask(url, "/metrics").body.decode():
+            assert client.is_alive()
         process.send_signal(signal.SIGTERM)
-        assert process.wait(20) == 0, log.read_text()
+        assert process.wait(120) == 0, log.read_text()
         client.join()
         assert replies[0].endswith((b"data: [DONE]\n\n", b'"code":"shutting_down"}}\n\n'))
     assert "POST /v1/completions 200" in log.read_text() and "Traceback" not in log.read_text()
@@ -91,7 +92,7 @@ def test_the_engine_and_http_are_two_processes_that_end_together(checkpoints: st
         http = children(process.pid)[-1]
         assert "libtorch" not in Path(f"/proc/{http}/maps").read_text()
         os.kill(http, signal.SIGKILL)
-        assert process.wait(60) == 1
+        assert process.wait(120) == 1
     assert "error: the process of the HTTP server has ended with signal 9" in (tmp_path / "log").read_text()
     with started(tmp_path / "log", "--load", checkpoints) as (process, url):
         http = children(process.pid)[-1]
@@ -116,13 +117,13 @@ def test_a_signal_to_both_processes_lets_texts_end(checkpoints: str, tmp_path: P
         for each in (*children(process.pid), process.pid):
             os.kill(each, signal.SIGINT)
         assert len(reply.result().events) > 24 * 20
-        assert process.wait(20) == 0
+        assert process.wait(120) == 0
     with starting(tmp_path / "log", "--load", checkpoints) as process:
         while len(children(process.pid)) < 2:  # that of the HTTP server is the second
             assert process.poll() is None, (tmp_path / "log").read_text()
             time.sleep(0.01)
         process.send_signal(signal.SIGTERM)
-        assert process.wait(20) == 0
+        assert process.wait(120) == 0
     assert "Traceback" not in (tmp_path / "log").read_text()
 
 
@@ -137,7 +138,7 @@ def test_two_ranks_serve_one_text_and_a_dead_one_ends_both(checkpoints: str, tmp
     with started(log, "--load", checkpoints, ranks=2) as (process, url):
         assert choices(url) == alone
         os.kill(children(process.pid)[-1], signal.SIGKILL)
-        assert process.wait(60) != 0
+        assert process.wait(120) != 0
     said = log.read_text()
     first, again = re.findall("error: .*", said)
     assert first == again and first.startswith("error: rank 1 of 2 is gone") and "SIGKILL" in said
@@ -171,7 +172,7 @@ def test_hostile_requests_hold_nobody_up(checkpoints: str, tmp_path: Path) -> No
                 time.sleep(0.02)
         statuses = {each.result().status for each in replies}
         assert statuses <= {200, 400, 429} and 400 in statuses, statuses
-        assert slowest < 3, slowest
+        assert slowest < 10, slowest
         assert choices(url) == before and http in children(process.pid)
         memory = re.search(r"VmRSS:\s+(\d+) kB", Path(f"/proc/{http}/status").read_text())
         assert memory is not None and int(memory[1]) < 1_000_000
