@@ -6,7 +6,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-from megatron.config.refused_flags import ZERO
 from megatron.errors import ConfigError
 from megatron.small_files import Between, check_kinds
 
@@ -72,9 +71,12 @@ def deepspeed_settings(config: Mapping[str, Any], *, where: str) -> DeepSpeedSet
         power = entries.pop("fp16.initial_scale_power")
         asked.append(("fp16.initial_scale_power", "initial_loss_scale", 2.0**power))
     stage = entries.pop("zero_optimization.stage", 0)
-    refused = [f"zero_optimization.stage {stage}: {ZERO}"] if stage not in (0, 1) else []
+    refused = list[str]()
     if stage == 1:
         asked.append(("zero_optimization.stage", "use_distributed_optimizer", True))
+    elif stage in (2, 3):
+        strategy = "optim_grads" if stage == 2 else "optim_grads_params"
+        asked.append(("zero_optimization.stage", "data_parallel_sharding_strategy", strategy))
     if (device := entries.pop("zero_optimization.offload_optimizer.device", "none")) == "cpu":
         asked.append(("zero_optimization.offload_optimizer", "optimizer_cpu_offload", True))
     elif device != "none":

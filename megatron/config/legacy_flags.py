@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from megatron.config.computed_flags import COMPUTED, Computed
 from megatron.config.ignored_flags import IGNORED
-from megatron.config.refused_flags import REFUSED, ZERO
+from megatron.config.refused_flags import REFUSED
 from megatron.config.suggestions import parts_of
 
 
@@ -132,8 +132,16 @@ _OTHERS = {
         attention_backend="flash", yields=True
     ),
     "warmup": taken_as("it is a fraction of the decay", lr_warmup_fraction=None),
-    "zero-stage": LegacyFlag("refused", ZERO, values={"1": _SHARDED_OPTIMIZER}),
-    "data-parallel-sharding-strategy": LegacyFlag("refused", ZERO, values={"optim": _SHARDED_OPTIMIZER}),
+    "zero-stage": LegacyFlag(
+        "refused",
+        "the stages are 0, 1, 2 and 3",
+        values={
+            "0": taken_as(data_parallel_sharding_strategy="no_shard"),
+            "1": _SHARDED_OPTIMIZER,
+            "2": taken_as(data_parallel_sharding_strategy="optim_grads"),
+            "3": taken_as(data_parallel_sharding_strategy="optim_grads_params"),
+        },
+    ),
     "attention-head-type": LegacyFlag(
         "refused",
         "choose multihead or multiquery, or give --group-query-attention and --num-query-groups",
@@ -173,7 +181,6 @@ _OTHERS = {
 
 _HARMLESS = {
     "zero-stage": "0",
-    "data-parallel-sharding-strategy": "no_shard",
     "attention-head-type": "multihead",
     "pp-partition-method": "type:transformer",
     "transformer-impl": "local",

@@ -104,6 +104,11 @@ class ParallelConfig(Settings):
         "data, pipeline."
     )
     use_distributed_optimizer: bool = switch("Shard optimizer state over the data-parallel ranks (ZeRO 1).")
+    data_parallel_sharding_strategy: Literal["no_shard", "optim", "optim_grads", "optim_grads_params"] | None = flag(
+        "What data-parallel ranks divide among them: nothing, optimizer state (ZeRO 1), gradients as well (ZeRO 2), "
+        "and weights as well (ZeRO 3); unless given: what --use-distributed-optimizer says.",
+        default=None,
+    )
     overlap_grad_reduce: bool = switch("Reduce gradients bucket by bucket during the backward pass.")
     overlap_param_gather: bool = switch("Gather updated parameters bucket by bucket during the next forward pass.")
     ddp_bucket_size: int | None = flag(
@@ -148,8 +153,10 @@ class ParallelConfig(Settings):
 
     @property
     def zero_stage(self) -> int:
-        """What data-parallel ranks divide among them: 0 nothing, 1 optimizer state, 2 gradients too, 3 weights too."""
-        return 1 if self.use_distributed_optimizer else 0
+        """What data-parallel ranks divide: 0 nothing, 1 optimizer state, 2 gradients as well, 3 weights as well."""
+        if self.data_parallel_sharding_strategy is None:
+            return int(self.use_distributed_optimizer)
+        return ("no_shard", "optim", "optim_grads", "optim_grads_params").index(self.data_parallel_sharding_strategy)
 
     @property
     def etp(self) -> int:

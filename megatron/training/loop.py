@@ -54,7 +54,7 @@ def train_from_start_to_end(
     run = build_run(config, train_spec, context, started=started)
     run.evaluated = evaluated or run.evaluated
     built(run)
-    parameters = check_parameter_count(run.config, run.train_spec, list(run.model_state()), context)
+    parameters = check_parameter_count(run.config, run.train_spec, run.layout(), context)
     with holding_save_folder(run.config, context) as still_held:
         run.reporter.say(run_on_first(lambda: check_save_folder(run.config), context.mesh))
         load(run)
@@ -124,7 +124,7 @@ def train(run: Run, saver: Saver, profiled: Profiled) -> bool:
         interval = training.check_weight_hash_across_dp_replicas_interval
         if interval is not None and progress.iteration % interval == 0:
             check_replicas_agree(
-                chain(run.model_state(), run.buffer_state()), run.context, iteration=progress.iteration
+                chain(run.whole_model_state(), run.buffer_state()), run.context, iteration=progress.iteration
             )
 
         repeated_at_the_end = config.data.full_validation and progress.iteration == config.train_iters

@@ -73,9 +73,7 @@ def test_all_ranks_agree_on_what_patterns_mean() -> None:
 def start_up(context: ParallelContext, flags: str) -> tuple[str, float]:
     """The report at the start, and the norm of the weights."""
     run = tiny_run(context, f"--mock-data --tokenizer-type NullTokenizer {flags}")
-    facts = startup_facts(
-        run, parameters=check_parameter_count(run.config, run.train_spec, [*run.model_state()], context)
-    )
+    facts = startup_facts(run, parameters=check_parameter_count(run.config, run.train_spec, run.layout(), context))
     return startup_report(run.config, facts), run.optimizer.parameter_norm()
 
 

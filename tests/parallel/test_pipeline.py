@@ -243,9 +243,7 @@ def test_stages_without_layers() -> None:
 
 def parameters_counted(context: ModelContext, flags: str) -> tuple[int, int]:
     run = tiny_run(context, flags)
-    return check_parameter_count(run.config, run.train_spec, list(run.model_state()), context), model_parameters(
-        run.config
-    )
+    return check_parameter_count(run.config, run.train_spec, run.layout(), context), model_parameters(run.config)
 
 
 @pytest.mark.parametrize("flags", ["", "--pipeline-schedule zb-v", "--untie-embeddings-and-output-weights"])

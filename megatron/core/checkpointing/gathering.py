@@ -37,10 +37,10 @@ class Gathering:
         self._context, mesh = context, context.mesh
         parts = list(state)
         self._mine = {part.name: part.tensor.view(-1) for part in parts}
-        held = {
-            part.name: _Held(part.sharding.shape, part.tensor.dtype, tuple(boxes(part.sharding, mesh)))
-            for part in parts
-        }
+        held = {}
+        for part in parts:
+            here = boxes(part.sharding, mesh, flat_range=part.flat_range)
+            held[part.name] = _Held(part.sharding.shape, part.tensor.dtype, tuple(here))
         everyone = gather_objects(held, mesh)
         known = {name: each for theirs in reversed(everyone) for name, each in theirs.items()}
         self.names = sorted(known)

@@ -16,12 +16,14 @@ import torch
 from torch import Tensor, nn
 
 from megatron.core.distributed.parameter_policy import ParameterPolicy, Policies, parameter_policies
+from megatron.core.distributed.transient import TransientTensor
 from megatron.core.parallel.collectives import gather_objects, registered_zeros
 from megatron.core.parallel.context import ParallelContext
 from megatron.core.parallel.grid import Axis
 from megatron.core.parallel.mesh import Mesh
-from megatron.core.parallel.sharding import Sharding, sharding_of
+from megatron.core.parallel.sharding import ShardedState, Sharding, sharding_of
 from megatron.core.tensor_parallel.fp8_linear import Fp8Quantizer
+from megatron.core.tensor_parallel.initialize import draw, has_values
 
 # Elements. Parameters start on cache lines, and shards are whole SIMD vectors: no element of a fused update is computed
 # by a kernel's tail loop in one layout and by its vector loop in another, which would round differently.
@@ -64,8 +66,8 @@ class ParamEntry:
     ``norm_spans``: this rank's part of global norms, as spans of the buffer. Over all model-parallel ranks every
     logical element is counted once, and vocabulary padding never.
     ``holders``: world ranks of this rank's pipeline that hold a copy, by stage; several for a tied parameter.
-    ``main_grad``: the view of the gradient buffer, shaped like the parameter. ``quantizer``: that of a weight that is
-    gathered in 8 bits.
+    ``main_grad``: the view of the gradients, shaped like the parameter, empty of a frozen one. ``rests``: whether their
+    memory stays, also between backward passes. ``quantizer``: that of a weight that is gathered in 8 bits.
     """
 
     name: str
@@ -76,29 +78,38 @@ class ParamEntry:
     norm_spans: tuple[Span, ...]
     holders: tuple[int, ...]
     main_grad: Tensor
+    rests: bool = True
     quantizer: Fp8Quantizer | None = None
 
     @property
     def resting_grad(self) -> Tensor | None:
         """What ``parameter.grad`` is between backward passes: the buffer, when autograd can add to it in place."""
-        return self.main_grad if self.main_grad.dtype == self.parameter.dtype else None
+        return self.main_grad if self.rests and self.main_grad.dtype == self.parameter.dtype else None
 
 
 @dataclass(frozen=True, eq=False)
 class Bucket:
-    """Parameters that are reduced together, with padding that makes the bucket divisible into shards."""
+    """Parameters that are reduced together, with padding that makes the bucket divisible into shards.
+
+    ``weights``, ``grads``: 1-D, as long as ``span``: memory of its own that comes and goes, where ranks divide weights
+    or gradients among them; else None.
+    """
 
     span: Span
     entries: tuple[ParamEntry, ...]
+    weights: TransientTensor | None = None
+    grads: TransientTensor | None = None
 
 
 @dataclass(eq=False)
 class FlatBuffer:
     """All trained parameters of one class end to end: same dtype, same axes to reduce over, same policy.
 
-    ``params``, ``grads``: 1-D, equally long. ``num_shards``: ranks on the ``reduce`` axes; ``own_shard``: this rank's
-    number among them. ``codes``, ``shards``: of weights that are gathered in 8 bits, see ``Fp8Weights``: bytes, as many
-    as ``params``, and this rank's shards of all buckets end to end.
+    ``num_shards``: ranks on the ``reduce`` axes; ``own_shard``: this rank's number among them.
+    ``params``, ``grads``: 1-D, equally long; empty where each bucket has memory of its own that comes and goes.
+    ``shards``, ``grad_shards``: this rank's shards of all buckets end to end, where it holds whole weights or gradients
+    for a while only: weights of ZeRO 3 or gathered in 8 bits, gradients of ZeRO 2. ``codes``: of weights that are
+    gathered in 8 bits, see ``Fp8Weights``: bytes, as many as ``params``.
     """
 
     params: Tensor
@@ -110,6 +121,7 @@ class FlatBuffer:
     buckets: list[Bucket] = field(default_factory=list)
     codes: Tensor | None = None
     shards: Tensor | None = None
+    grad_shards: Tensor | None = None
     _scratch: Tensor | None = None
 
     @property
@@ -124,11 +136,17 @@ class FlatBuffer:
 
     def own(self, span: Span) -> Tensor:
         """Weights in a span of this rank's shard of a bucket."""
-        if self.shards is None:
-            return span.of(self.params)
+        return span.of(self.params) if self.shards is None else self._in_shards(span).of(self.shards)
+
+    def own_grads(self, span: Span) -> Tensor:
+        """Gradients in a span of this rank's shard of a bucket."""
+        return span.of(self.grads) if self.grad_shards is None else self._in_shards(span).of(self.grad_shards)
+
+    def _in_shards(self, span: Span) -> Span:
+        """A span of this rank's shard of a bucket, in its shards end to end."""
         (shard,) = (each for bucket in self.buckets if (each := self.shard(bucket)).overlap(span))
         before = shard.start - self.own_shard * shard.size  # where the bucket begins
-        return span.moved(before // self.num_shards - shard.start).of(self.shards)
+        return span.moved(before // self.num_shards - shard.start)
 
     def accumulate(self, entry: ParamEntry, grad: Tensor) -> None:
         """Add a gradient of the parameter, of any dtype, into the gradient buffer."""
@@ -169,6 +187,10 @@ def build_buffers(
     registers: bool = False,
     quantizers: Mapping[nn.Parameter, Fp8Quantizer] | None = None,
     policies: Policies | None = None,
+    units: Mapping[nn.Parameter, str] | None = None,
+    zero_stage: int = 1,
+    seed: int = 0,
+    of_frozen: bool = False,
 ) -> list[FlatBuffer]:
     """Move trained parameters into flat buffers, each with a view of a gradient buffer as ``parameter.main_grad``.
 
@@ -177,36 +199,42 @@ def build_buffers(
     max(40 million, 1 million times the ranks that reduce together). ``pads_buckets``: to multiples of 2^16 elements,
     with which NCCL's rings keep their speed on many nodes. ``registers``: in memory of NCCL, see ``registered_zeros``.
     ``quantizers``: of weights that are gathered in 8 bits where ranks share them. ``policies``: None trains everything.
+    ``zero_stage``: from 2 on whole gradients have memory by unit, with 3 weights, too; ``units`` then names that of
+    each parameter, and values that aren't there yet are drawn by ``seed``, a bucket at a time.
+    ``of_frozen``: of the other parameters, which have no gradients, for ZeRO 3.
     With pipeline stages all ranks must call this together: they exchange which tied parameters they hold.
     """
     named_parameters = list(named_parameters)
     policies = parameter_policies(named_parameters) if policies is None else policies
     groups: dict[tuple[torch.dtype, tuple[Axis, ...], ParameterPolicy, bool], list[_Member]] = {}
+    units = units or {} if zero_stage > 1 else {}
     for order, (name, parameter) in enumerate(named_parameters):
         sharding = sharding_of(parameter)
         name = sharding.tied or name
         policy = policies[name]
         parameter.requires_grad_(policy.is_trained)
-        if policy.is_trained:
+        if policy.is_trained != of_frozen:
             quantizer = (quantizers or {}).get(parameter) if context.mesh.size(*sharding.reduce) > 1 else None
-            member = _Member(name, order, parameter, sharding, policy, quantizer)
+            key = sharding.tied or (units.get(parameter) if context.mesh.size(*sharding.reduce) > 1 else None)
+            member = _Member(name, order, parameter, sharding, policy, key, quantizer)
             groups.setdefault((parameter.dtype, sharding.reduce, policy, quantizer is not None), []).append(member)
     holders = tied_holders((member.sharding for group in groups.values() for member in group), context.mesh)
     multiple = _BUS_WIDTH_ELEMENTS if pads_buckets else 1
     return [
-        _build_buffer(group[::-1], context, grad_dtype, bucket_size, multiple, registers, holders)
+        _build_buffer(group[::-1], context, grad_dtype, bucket_size, multiple, registers, holders, zero_stage, seed)
         for group in groups.values()
     ]
 
 
 class _Member(NamedTuple):
-    """A trained parameter before it is placed."""
+    """A trained parameter before it is placed. ``key``: parameters of different keys share no bucket."""
 
     name: str
     order: int
     parameter: nn.Parameter
     sharding: Sharding
     policy: ParameterPolicy
+    key: str | None
     quantizer: Fp8Quantizer | None
 
 
@@ -218,30 +246,64 @@ def _build_buffer(
     multiple: int,
     registers: bool,
     holders: Mapping[str, tuple[int, ...]],
+    zero_stage: int,
+    seed: int,
 ) -> FlatBuffer:
     dtype, reduce = members[0].parameter.dtype, members[0].sharding.reduce
     num_shards = context.mesh.size(*reduce)
+    is_trained = members[0].policy.is_trained
+    divides_grads, divides_weights = (num_shards > 1 and zero_stage >= stage for stage in (2, 3))
     layout = lay_out(
-        [(member.parameter.numel(), member.sharding.tied is not None) for member in members],
+        [(member.parameter.numel(), member.key) for member in members],
         bucket_size=bucket_size or usual_bucket_size(num_shards),
         multiple=math.lcm(num_shards * ALIGNMENT, multiple),
     )
     size = layout[-1].span.stop
-    zeros = partial(registered_zeros, mesh=context.mesh, axes=reduce) if registers else torch.zeros
-    in_8_bits = members[0].quantizer is not None
+    in_8_bits, grad_dtype = members[0].quantizer is not None, torch.promote_types(grad_dtype, dtype)
+    registered = partial(registered_zeros, mesh=context.mesh, axes=reduce) if registers else torch.zeros
+    zeros = partial(registered, device=context.device)
     buffer = FlatBuffer(
-        params=(torch.zeros if in_8_bits else zeros)(size, dtype=dtype, device=context.device),
-        grads=zeros(size, dtype=torch.promote_types(grad_dtype, dtype), device=context.device),
+        params=(torch.zeros if in_8_bits else registered)(
+            0 if divides_weights else size, dtype=dtype, device=context.device
+        ),
+        grads=zeros(size if is_trained and not divides_grads else 0, dtype=grad_dtype),
         reduce=reduce,
         policy=members[0].policy,
         num_shards=num_shards,
         own_shard=context.mesh.rank(*reduce),
-        codes=zeros(size, dtype=torch.uint8, device=context.device) if in_8_bits else None,
+        codes=zeros(size, dtype=torch.uint8) if in_8_bits else None,
+        shards=zeros(size // num_shards, dtype=dtype) if divides_weights else None,
+        grad_shards=zeros(size // num_shards, dtype=grad_dtype) if is_trained and divides_grads else None,
     )
     remaining = iter(members)
     for bucket_span, spans in layout:
-        entries = tuple(_adopt(next(remaining), span, buffer, context.mesh, holders) for span in spans)
-        buffer.buckets.append(Bucket(bucket_span, entries))
+        here = [(next(remaining), span.moved(-bucket_span.start)) for span in spans]
+        weights = torch.zeros(bucket_span.size, dtype=dtype, device=context.device) if divides_weights else None
+        grads = None
+        if buffer.grad_shards is not None:
+            grads = torch.empty(bucket_span.size, dtype=grad_dtype, device=context.device)
+        of_params = bucket_span.of(buffer.params) if weights is None else weights
+        of_grads = (bucket_span.of(buffer.grads) if grads is None else grads) if is_trained else None
+        rests = is_trained and grads is None
+        entries = tuple(
+            _adopt(member, span, bucket_span, of_params, of_grads, context.mesh, holders, seed, rests=rests)
+            for member, span in here
+        )
+        named = {entry.name: entry.parameter for entry in entries}
+        owner = here[0][0].key or ""
+        bucket = Bucket(
+            bucket_span,
+            entries,
+            None if weights is None else TransientTensor(weights, owner=owner, parameters=named),
+            None if grads is None else TransientTensor(grads),
+        )
+        buffer.buckets.append(bucket)
+        if bucket.grads is not None:
+            bucket.grads.free()
+        if bucket.weights is not None:
+            shard = buffer.shard(bucket)
+            buffer.own(shard).copy_(shard.moved(-bucket_span.start).of(bucket.weights.flat))
+            bucket.weights.free()
     if in_8_bits:
         buffer.shards = torch.cat([buffer.shard(bucket).of(buffer.params) for bucket in buffer.buckets])
     return buffer
@@ -253,22 +315,61 @@ def usual_bucket_size(ranks: int) -> int:
 
 
 def _adopt(
-    member: _Member, span: Span, buffer: FlatBuffer, mesh: Mesh, holders: Mapping[str, tuple[int, ...]]
+    member: _Member,
+    span: Span,
+    bucket: Span,
+    params: Tensor,
+    grads: Tensor | None,
+    mesh: Mesh,
+    holders: Mapping[str, tuple[int, ...]],
+    seed: int,
+    *,
+    rests: bool,
 ) -> ParamEntry:
-    """Move a parameter's values into the buffer and its storage with them."""
+    """Move a parameter's values into ``span`` of its bucket's ``params`` and its storage with them."""
     parameter, sharding = member.parameter, member.sharding
-    view = span.of(buffer.params).view(parameter.shape)
-    view.copy_(parameter.detach())
+    view = span.of(params).view(parameter.shape)
+    if has_values(parameter):
+        view.copy_(parameter.detach())
+    else:
+        draw(view, member.name, sharding, parameter.initialization, mesh, seed=seed)  # type: ignore[attr-defined]
+    place = span.moved(bucket.start)
     parameter.data = view
-    main_grad = span.of(buffer.grads).view(parameter.shape)
+    main_grad = torch.empty(0) if grads is None else span.of(grads).view(parameter.shape)
     parameter.main_grad = main_grad  # type: ignore[attr-defined]
-    norm_spans = tuple(part.moved(span.start) for part in _norm_spans(sharding, mesh, holders))
+    norm_spans = tuple(part.moved(place.start) for part in _norm_spans(sharding, mesh, holders))
     held_by = holders[sharding.tied] if sharding.tied is not None else (mesh.world_rank,)
     entry = ParamEntry(
-        member.name, member.order, parameter, sharding, span, norm_spans, held_by, main_grad, member.quantizer
+        name=member.name,
+        order=member.order,
+        parameter=parameter,
+        sharding=sharding,
+        span=place,
+        norm_spans=norm_spans,
+        holders=held_by,
+        main_grad=main_grad,
+        rests=rests,
+        quantizer=member.quantizer,
     )
     parameter.grad = entry.resting_grad
     return entry
+
+
+def sharded_weights(buffers: Iterable[FlatBuffer]) -> Iterator[ShardedState]:
+    """This rank's parts of all weights, where ranks divide them, as checkpoints name them."""
+    for buffer, entry, part in owned_parts(buffers, sharded=True):
+        flat_range = (part.start - entry.span.start, part.stop - entry.span.start)
+        yield ShardedState(f"model.{entry.name}", buffer.own(part), entry.sharding, flat_range)
+
+
+def counted_weights(buffers: Iterable[FlatBuffer]) -> list[Tensor]:
+    """This rank's parts of weights that it counts in sums over all ranks: each logical element once."""
+    return [
+        buffer.own(here)
+        for buffer, entry, part in owned_parts(buffers, sharded=True)
+        for span in entry.norm_spans
+        if (here := span.overlap(part)) is not None
+    ]
 
 
 def frozen_parts(
@@ -304,21 +405,22 @@ class PlannedBucket(NamedTuple):
     members: tuple[Span, ...]
 
 
-def lay_out(sizes: Sequence[tuple[int, bool]], *, bucket_size: int, multiple: int) -> list[PlannedBucket]:
-    """Place parameters of the given (elements, alone) in order; a bucket closes when it holds ``bucket_size`` elements.
+def lay_out(sizes: Sequence[tuple[int, str | None]], *, bucket_size: int, multiple: int) -> list[PlannedBucket]:
+    """Place parameters of the given (elements, key) in order; a bucket closes when it holds ``bucket_size`` elements,
+    or, where a key is given, with the last parameter in a row that has this key, however large it is.
 
-    ``alone`` puts a parameter into a bucket of its own: copies of a tied parameter then have the same shards on every
-    stage. Buckets are padded to a multiple of ``multiple``.
+    A tied parameter's name is its key: copies of it then have the same shards on every stage. Buckets are padded to a
+    multiple of ``multiple``.
     """
     groups: list[list[int]] = []
-    filled, closed = 0, True
-    for size, alone in sizes:
-        if closed or alone or filled >= bucket_size:
+    filled, last = 0, None
+    for size, key in sizes:
+        if not groups or key != last or (key is None and filled >= bucket_size):
             groups.append([])
             filled = 0
         groups[-1].append(size)
         filled += size
-        closed = alone
+        last = key
     planned, start = [], 0
     for group in groups:
         spans, position = [], start

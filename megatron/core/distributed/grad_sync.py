@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from megatron.core.distributed.buffers import Bucket, FlatBuffer, ParamEntry, Span, owned_parts
+from megatron.core.distributed.unit_memory import UnitGradients
 from megatron.core.parallel.collectives import (
     Handle,
     all_reduce,
@@ -55,7 +56,8 @@ class GradSync:
 
     Several model chunks of a rank share it.
 
-    ``sharded``: this rank's gradients become whole only in its own shard of every bucket (ZeRO 1).
+    ``sharded``: this rank's gradients become whole only in its own shard of every bucket (ZeRO 1). ``units``: sums
+    those that have memory by unit, after each backward pass and not once a step (ZeRO 2).
     ``overlap``: each bucket's reduction starts as soon as it has its last gradients, see ``last_backward``.
     ``sums_in_fp32``: 16-bit gradients that become sharded are summed in fp32 and rounded once.
     ``weight_gradients``: of the layers; told where to add their gradients as they multiply, if they do.
@@ -79,6 +81,9 @@ class GradSync:
         self._counting = self._counted = False
         self._launched = 0
         self._weight_gradients = weight_gradients
+        self.units = UnitGradients(
+            buffers, context.mesh, in_flight=IN_FLIGHT if overlap else 0, sums_in_fp32=sums_in_fp32
+        )
         self._hooks: list[RemovableHandle] = []
         reductions = [_Reduction(buffer, bucket) for buffer in buffers for bucket in buffer.buckets]
         for reduction in reductions:
@@ -87,12 +92,14 @@ class GradSync:
                 hook = entry.parameter.register_post_accumulate_grad_hook(collect)  # type: ignore[no-untyped-call]
                 self._hooks.append(hook)
                 if weight_gradients.fuses_accumulation:
-                    added = partial(self._count, reduction, entry)
-                    weight_gradients.main_grads[entry.parameter] = MainGrad(entry.main_grad, added)
+                    added, opened = partial(self._count, reduction, entry), partial(self._open, reduction.bucket)
+                    weight_gradients.main_grads[entry.parameter] = MainGrad(entry.main_grad, added, opened)
         # Backward completes parameters from the last registered to the first; every rank launches in this same order.
         reductions.sort(key=lambda reduction: -min(entry.order for entry in reduction.bucket.entries))
-        self._reductions = [each for each in reductions if each.buffer.num_shards > 1]
-        self._owned = list(owned_parts(buffers, sharded=sharded))
+        self._reductions = [each for each in reductions if each.buffer.num_shards > 1 and each.bucket.grads is None]
+        self._owned = [
+            (entry, part, buffer.own_grads(part)) for buffer, entry, part in owned_parts(buffers, sharded=sharded)
+        ]
 
     def detach(self) -> None:
         """Collect no gradients any more: autograd leaves them in ``parameter.grad``, as usual."""
@@ -103,7 +110,7 @@ class GradSync:
     def zero(self) -> None:
         """Forget all gradients, before the first backward pass of a step."""
         for buffer in self._buffers:
-            buffer.grads.zero_()
+            (buffer.grads if buffer.grad_shards is None else buffer.grad_shards).zero_()
 
     @contextmanager
     def last_backward(self) -> Iterator[None]:
@@ -132,6 +139,7 @@ class GradSync:
             reduction.arrived = 0
         self._launched = 0
         self._counted = False
+        self.units.settle()
         self._sum_partial()
         self._sum_shared()
         self._sum_tied()
@@ -141,9 +149,14 @@ class GradSync:
         grad = parameter.grad
         assert grad is not None, "autograd calls this after it has set a gradient"
         if grad is not entry.resting_grad:
+            self._open(reduction.bucket)
             reduction.buffer.accumulate(entry, grad)
             parameter.grad = entry.resting_grad
         self._count(reduction, entry)
+
+    def _open(self, bucket: Bucket) -> None:
+        if bucket.grads is not None:
+            self.units.open(bucket)
 
     def _count(self, reduction: _Reduction, entry: ParamEntry) -> None:
         """Count a gradient that was added to the buffer towards its bucket, and reduce what is complete."""
@@ -186,8 +199,8 @@ class GradSync:
     def _sum_partial(self) -> None:
         """Sum gradients over ``partial_grad`` axes: large ones in place, all small ones as one message per group."""
         small: dict[tuple[Axis, ...], list[Tensor]] = {}
-        for buffer, entry, part in self._owned:
-            axes, grads = entry.sharding.partial_grad, part.of(buffer.grads)
+        for entry, part, grads in self._owned:
+            axes = entry.sharding.partial_grad
             if self._mesh.size(*axes) == 1:
                 continue
             if part.size < _COALESCE_BELOW:
@@ -201,16 +214,16 @@ class GradSync:
 
     def _sum_shared(self) -> None:
         """Sum gradients of rows that neighbouring ranks share because there are fewer groups of them than ranks."""
-        for buffer, entry, part in self._owned:
+        for entry, part, grads in self._owned:
             for shared in entry.sharding.shared_ranges(self._mesh):
                 mine = Span(shared.start, shared.stop).moved(entry.span.start).overlap(part)
                 if mine:
                     sharers = RankGroup.of(self._mesh, entry.sharding.split[0]).neighbours(shared.sharers)
-                    all_reduce_among(mine.of(buffer.grads), self._mesh, sharers.members)
+                    all_reduce_among(mine.moved(-part.start).of(grads), self._mesh, sharers.members)
 
     def _sum_tied(self) -> None:
         """Sum gradients of tied copies over the stages that hold one, in order of names, a part at a time."""
-        tied = [(entry, part.of(buffer.grads)) for buffer, entry, part in self._owned if len(entry.holders) > 1]
+        tied = [(entry, grads) for entry, _, grads in self._owned if len(entry.holders) > 1]
         for entry, grads in sorted(tied, key=lambda each: each[0].name):
             for part in torch.split(grads, TIED_CHUNK):
                 sum_between_stages(part, self._mesh, entry.holders)

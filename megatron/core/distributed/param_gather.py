@@ -13,6 +13,7 @@ from torch.utils.hooks import RemovableHandle
 
 from megatron.core.distributed.buffers import Bucket, FlatBuffer
 from megatron.core.distributed.fp8_weights import Fp8Weights
+from megatron.core.distributed.unit_memory import UnitWeights
 from megatron.core.parallel.collectives import Handle, all_gather_into_async
 from megatron.core.parallel.context import ParallelContext
 from megatron.core.parallel.grid import Axis
@@ -25,13 +26,24 @@ class ParamGather:
     ``start`` after the update, ``finish`` before anyone reads a parameter. ``overlap_forward`` lets the modules of a
     model wait for their own parameters only; code that reads parameters outside of a forward pass (a checkpoint,
     generation) calls ``make_whole``, which gathers what is there in 8 bits alone as it is, too; ``release`` frees that
-    again, before a step.
+    again, before a step. ``units``: gathers weights that are whole by unit (ZeRO 3), which this makes whole, too.
     """
 
-    def __init__(self, buffers: Sequence[FlatBuffer], context: ParallelContext, low_precision: LowPrecision) -> None:
-        self._mesh = context.mesh
+    def __init__(
+        self,
+        buffers: Sequence[FlatBuffer],
+        context: ParallelContext,
+        low_precision: LowPrecision,
+        units: UnitWeights | None = None,
+    ) -> None:
+        self._mesh, self.units = context.mesh, units or UnitWeights([], context.mesh)
         self._fp8 = Fp8Weights(buffers, context.mesh, low_precision.gathered)
-        entries = [(buffer, bucket) for buffer in buffers if buffer.num_shards > 1 for bucket in buffer.buckets]
+        entries = [
+            (buffer, bucket)
+            for buffer in buffers
+            for bucket in buffer.buckets
+            if buffer.num_shards > 1 and bucket.weights is None
+        ]
         self._order = sorted(entries, key=lambda entry: min(entry.order for entry in entry[1].entries))
         self._pending: dict[Bucket, Handle[Tensor]] = {}
         self._hooked: dict[nn.Module, tuple[Bucket, ...]] = {}
@@ -41,6 +53,7 @@ class ParamGather:
 
     def start(self) -> None:
         """Start all gathers, once every rank has updated its shards; wait for them unless a forward pass will."""
+        self.units.release_all()
         if self._needed_first is None:
             uncalled = self._hooked.keys() - self._called
             first = {bucket for module in uncalled for bucket in self._hooked[module]}
@@ -64,7 +77,10 @@ class ParamGather:
             self.start()
 
     def release(self) -> None:
-        """Keep in 8 bits alone what is gathered so, where it was loaded or made whole since the last update."""
+        """Keep in 8 bits or in shards alone what is gathered so, where it was loaded or made whole since the last
+        update.
+        """
+        self.units.release_all()
         if self._fp8.buffers and not self._fp8.is_released:
             self._fp8.keep_shards()
             self._start()
@@ -73,6 +89,7 @@ class ParamGather:
     def make_whole(self) -> None:
         """Wait until all parameters are those of the last update, and in the type of the model. A collective."""
         self.finish()
+        self.units.make_whole()
         if self._fp8.is_released:
             self._fp8.restore()
             for buffer in self._fp8.buffers:

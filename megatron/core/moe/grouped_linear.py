@@ -96,6 +96,7 @@ class GroupedLinear:
         if main_grad is not None and self.sums is None:
 
             def work() -> None:
+                main_grad.opened()
                 self.add_outer(main_grad.sum.flatten(1, -2), weight, grad, rows(), groups)
                 main_grad.added()
 

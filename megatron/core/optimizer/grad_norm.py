@@ -63,8 +63,8 @@ class ModelStatistics:
         """Sum of squares over the gradient buffers, fp64 on the device; with ``count_zeros`` the number of zeros after
         it. The sum is infinite or NaN exactly when some rank's gradient is. A collective, which does not wait.
         """
-        parts = [[span.of(buffer.grads) for span in spans] for buffer, spans in self._counted]
-        replicas = [[span.of(buffer.grads) for span in spans] for buffer, spans in self._replicas]
+        parts = [[buffer.own_grads(span) for span in spans] for buffer, spans in self._counted]
+        replicas = [[buffer.own_grads(span) for span in spans] for buffer, spans in self._replicas]
         # Replicas add nothing unless one isn't finite: 0 · inf is NaN, on every rank after the sum.
         sums = [self._sum_of_squares(parts) + 0.0 * self._sum_of_squares(replicas)]
         if count_zeros:
@@ -102,7 +102,12 @@ def nonfinite_gradients(buffers: Sequence[FlatBuffer], mesh: Mesh, *, limit: int
 
     For an error message, after ``GradSync.finish``; all ranks call it together.
     """
-    extremes = {entry.name: torch.aminmax(entry.main_grad) for buffer in buffers for entry in buffer.entries}
+    whole = {
+        entry.name: entry.main_grad for buffer in buffers if buffer.grad_shards is None for entry in buffer.entries
+    }
+    in_shards = owned_parts([buffer for buffer in buffers if buffer.grad_shards is not None], sharded=True)
+    found = whole | {entry.name: buffer.own_grads(part) for buffer, entry, part in in_shards}
+    extremes = {name: torch.aminmax(grads) for name, grads in found.items()}
     here = [name for name, each in extremes.items() if not all(math.isfinite(end.item()) for end in each)]
     last_stages_first = reversed(gather_objects(here, mesh))
     return list(dict.fromkeys(name for names in last_stages_first for name in names))[:limit]

@@ -20,6 +20,7 @@ from megatron.config.optimizer import OptimizerConfig
 from megatron.config.precision import PrecisionConfig
 from megatron.core.distributed.buffers import FlatBuffer, ParamEntry, Span
 from megatron.core.distributed.param_gather import ParamGather
+from megatron.core.distributed.unit_memory import UnitWeights
 from megatron.core.optimizer.grad_norm import GradientStatistics, ModelStatistics
 from megatron.core.optimizer.loss_scaler import build_loss_scaler
 from megatron.core.optimizer.offload import CPU, HostTransfer, divided
@@ -58,13 +59,14 @@ class UpdateResult:
 class _Owned:
     """A span of a buffer that this rank updates: master weights, gradients and the update rule's state for it.
 
-    ``main_params`` are the weights themselves where those are wide enough. ``transfer``: where its steps are taken in
-    main memory.
+    ``grads``: of the span. ``main_params`` are the weights themselves where those are wide enough. ``transfer``: where
+    its steps are taken in main memory.
     """
 
     buffer: FlatBuffer
     span: Span
     entries: tuple[ParamEntry, ...]
+    grads: Tensor
     main_params: PlainStateStorage | MainParams | Remainders
     state: dict[str, PlainStateStorage]
     transfer: HostTransfer | None
@@ -78,14 +80,14 @@ class _Owned:
     def is_direct(self) -> bool:
         """Whether a step needs no copies of anything."""
         in_place = self.transfer is None and not isinstance(self.main_params, Remainders)
-        in_place = in_place and self.buffer.grads.dtype == self.wide
+        in_place = in_place and self.grads.dtype == self.wide
         return in_place and all(kept.numbers.dtype == self.wide for kept in self.state.values())
 
     def gradients(self, parts: Sequence[Span]) -> Iterator[Tensor]:
         """Gradients of parts of the span, widened, where the step is taken; from a device, the next part is copied
         meanwhile.
         """
-        gradients = self.span.of(self.buffer.grads)
+        gradients = self.grads
         if self.transfer is None:
             yield from (part.of(gradients).to(self.wide) for part in parts)
             return
@@ -106,7 +108,7 @@ class Optimizer:
 
     ``sharded``: own only this rank's shard of every bucket and gather the weights after each update.
     ``count_zeros``: report zero gradients with every update. ``frozen``: see ``ModelStatistics``. ``low_precision``:
-    where layers look for weights that are gathered in 8 bits, if any are.
+    where layers look for weights that are gathered in 8 bits, if any are. ``units``: gathers weights by unit, if any.
     """
 
     def __init__(
@@ -120,6 +122,7 @@ class Optimizer:
         sharded: bool,
         count_zeros: bool = False,
         frozen: Sequence[Tensor] = (),
+        units: UnitWeights | None = None,
     ) -> None:
         self._clip_grad = config.clip_grad
         self._count_zeros = count_zeros
@@ -140,12 +143,12 @@ class Optimizer:
             by = transfer if is_offloaded else None
             masters = build_main_params(buffer.own(span), by, as_remainders=config.use_precision_aware_optimizer)
             state = self._zeros(buffer, span, CPU if is_offloaded else buffer.params.device)
-            self._owned.append(_Owned(buffer, span, bucket.entries, masters, state, by))
+            self._owned.append(_Owned(buffer, span, bucket.entries, buffer.own_grads(span), masters, state, by))
         self._owned.sort(key=lambda owned: owned.transfer is not None)  # a device works through its own meanwhile
         self._step = 0
         self._trained_since: dict[str, int] = {}
         self._seed_divisor = 1.0
-        self.gather = ParamGather(buffers if sharded else [], context, low_precision)
+        self.gather = ParamGather(buffers if sharded else [], context, low_precision, units)
 
     def _zeros(self, buffer: FlatBuffer, span: Span, device: torch.device) -> dict[str, PlainStateStorage]:
         """The update rule's state before the first step, for a span of the buffer."""
@@ -229,12 +232,12 @@ class Optimizer:
         """Step on one span; dividing the gradients costs no pass of its own."""
         rule, scale = self._rules[owned.buffer.policy.update_rule], None
         if owned.wide == torch.float64:
-            owned.span.of(owned.buffer.grads).div_(divisor)  # the kernels take their scale in fp32, too coarse here
+            owned.grads.div_(divisor)  # the kernels take their scale in fp32, too coarse here
         else:
-            device = owned.buffer.grads.device if owned.transfer is None else CPU
+            device = owned.grads.device if owned.transfer is None else CPU
             # Filled in on the device: a copy from the host would wait for everything queued there.
             scale = torch.full((), divisor, dtype=torch.float32, device=device)
-        chunk = _CPU_CHUNK if owned.buffer.grads.device.type == "cpu" else CHUNK
+        chunk = _CPU_CHUNK if owned.grads.device.type == "cpu" else CHUNK
         chunks = [
             (Step(self._step - begun, lr, weight_decay, scale), Span(start, min(start + size, whole.stop)))
             for begun, whole in self._begun_together(owned)

@@ -18,6 +18,7 @@ class ParallelContext:
 
     ``sequence_parallel``: tensor-parallel ranks split the sequence between their matmuls. ``cp_comm_types``: how
     context-parallel ranks exchange keys, for all layers or one for each; ``cp_sizes``: the two levels of "a2a+p2p".
+    ``fills_weights_later``: weights get memory and values where they are divided over ranks, not when they are made.
     """
 
     mesh: Mesh
@@ -27,6 +28,7 @@ class ParallelContext:
     sequence_parallel: bool = False
     cp_comm_types: tuple[CpCommType, ...] = ("p2p",)
     cp_sizes: tuple[int, ...] = ()
+    fills_weights_later: bool = False
 
     @property
     def splits_sequence(self) -> bool:

@@ -15,11 +15,12 @@ Work = Callable[[], None]
 class MainGrad:
     """Where the gradients of a weight are summed.
 
-    ``sum``: shaped like the weight. ``added``: to be called after a gradient has been added to it.
+    ``sum``: shaped like the weight. ``opened``: to be called before a gradient is added to it, ``added``: after.
     """
 
     sum: Tensor
     added: Callable[[], None]
+    opened: Callable[[], None] = lambda: None
 
 
 @dataclass(eq=False)

@@ -47,27 +47,41 @@ def initialize(module: nn.Module, mesh: Mesh, *, seed: int) -> None:
     initialize_parameters(sharded_parameters(module), mesh, seed=seed)
 
 
-@torch.no_grad()
 def initialize_parameters(parameters: Iterable[tuple[str, nn.Parameter, Sharding]], mesh: Mesh, *, seed: int) -> None:
-    """Fill parameters that say how they are initialized, given with their names and layouts.
-
-    Values are drawn on the CPU in fp32, in blocks of rows with a seed each, so a rank draws little more than it holds.
+    """Fill parameters that say how they are initialized, given with their names and layouts. Those without memory are
+    left to ``build_buffers``.
     """
     for name, tensor, sharding in parameters:
-        initialization: Initialization = tensor.initialization  # type: ignore[attr-defined]
-        if isinstance(initialization, Constant):
-            tensor.fill_(initialization.value)
-            continue
-        tensor.zero_()
-        own_seed = derive_seed(seed, sharding.tied or name)
-        for piece in sharding.pieces(mesh):
-            first, count = piece.logical[0], piece.sizes[0]
-            columns = piece.slices(of_local=False)[1:]
-            blocks = _drawn_rows(sharding.shape, first, first + count, initialization, seed=own_seed)
-            for start, block in blocks:
-                target = piece.local[0] + start - first
-                destination = tensor[(slice(target, target + len(block)), *piece.slices(of_local=True)[1:])]
-                destination.copy_(block[(slice(None), *columns)])
+        if has_values(tensor):
+            draw(tensor, name, sharding, tensor.initialization, mesh, seed=seed)  # type: ignore[attr-defined]
+
+
+def has_values(parameter: Tensor) -> bool:
+    """Whether a parameter has memory; see ``ParallelContext.fills_weights_later``."""
+    return parameter.numel() == 0 or parameter.untyped_storage().nbytes() > 0
+
+
+@torch.no_grad()
+def draw(
+    tensor: Tensor, name: str, sharding: Sharding, initialization: Initialization, mesh: Mesh, *, seed: int
+) -> None:
+    """Fill this rank's part of the parameter ``name`` with initial values.
+
+    They are drawn on the CPU in fp32, in blocks of rows with a seed each, so a rank draws little more than it holds.
+    """
+    if isinstance(initialization, Constant):
+        tensor.fill_(initialization.value)
+        return
+    tensor.zero_()
+    own_seed = derive_seed(seed, sharding.tied or name)
+    for piece in sharding.pieces(mesh):
+        first, count = piece.logical[0], piece.sizes[0]
+        columns = piece.slices(of_local=False)[1:]
+        blocks = _drawn_rows(sharding.shape, first, first + count, initialization, seed=own_seed)
+        for start, block in blocks:
+            target = piece.local[0] + start - first
+            destination = tensor[(slice(target, target + len(block)), *piece.slices(of_local=True)[1:])]
+            destination.copy_(block[(slice(None), *columns)])
 
 
 def _drawn_rows(

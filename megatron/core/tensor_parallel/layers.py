@@ -25,6 +25,8 @@ def partial_under_sequence_parallel(context: ParallelContext) -> tuple[Axis, ...
 def make_parameter(sharding: Sharding, initialization: Initialization, context: ParallelContext) -> nn.Parameter:
     """An uninitialized parameter of the rank's type on its device, with its layout and what ``initialize`` fills in."""
     made = sharded_parameter(sharding, context.mesh, dtype=context.dtype, device=context.device)
+    if context.fills_weights_later and made.device.type != "meta":
+        made.untyped_storage().resize_(0)
     made.initialization = initialization  # type: ignore[attr-defined]
     return made
 

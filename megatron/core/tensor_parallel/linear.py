@@ -103,6 +103,7 @@ def add_weight_gradient(weight: Tensor, context: ModelContext, grad_rows: Tensor
     """Add ``grad_rowsᵀ·rows`` to the weight's sum of gradients, if there is one, or let autograd accumulate it."""
     main_grad = context.weight_gradients.main_grad_of(weight)
     if main_grad is not None:
+        main_grad.opened()
         add_transposed_times(main_grad.sum, grad_rows, rows)
         main_grad.added()
         return

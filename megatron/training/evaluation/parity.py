@@ -58,8 +58,8 @@ def observe(run: Run, *, steps: int) -> Observed:
     """Take ``steps`` steps of the run, as training does, and record the results. A collective."""
     mesh, sharded = run.context.mesh, run.config.parallel.zero_stage > 0
     seen, batches = Observed(), run.data.training_batches(0)
-    seen.shapes = {_name(entry): entry.sharding.shape for entry in run.model_state()}
-    seen.initial = parts_of(run.model_state(), mesh)
+    seen.shapes = {name: sharding.shape for name, sharding in run.layout().items()}
+    seen.initial = parts_of(run.whole_model_state(), mesh)
     for step in range(steps):
         sums = forward_backward(run, next(batches))
         if step == 0:
@@ -70,7 +70,7 @@ def observe(run: Run, *, steps: int) -> Observed:
         seen.losses |= {f"{at}, {name} {place}": each for name, row in layer_metrics for place, each in enumerate(row)}
         assert record.grad_norm is not None
         seen.grad_norms[at] = record.grad_norm
-    seen.weights = parts_of(run.model_state(), mesh)
+    seen.weights = parts_of(run.whole_model_state(), mesh)
     return seen
 
 
@@ -80,10 +80,13 @@ def whole_gradients(buffers: Iterable[FlatBuffer], mesh: Mesh, *, sharded: bool)
     for buffer in buffers:
         for bucket in buffer.buckets:
             if sharded:
-                own = buffer.shard(bucket).of(buffer.grads).clone()
-                bucket.span.of(buffer.grads).copy_(all_gather(own, mesh, *buffer.reduce))
+                own = buffer.own_grads(buffer.shard(bucket)).clone()
+                whole = all_gather(own, mesh, *buffer.reduce)
+            else:
+                whole = bucket.span.of(buffer.grads)
             for entry in bucket.entries:
-                found[entry.name] = parts(entry.main_grad, entry.sharding, mesh)
+                local = entry.span.moved(-bucket.span.start).of(whole).view(entry.parameter.shape)
+                found[entry.name] = parts(local, entry.sharding, mesh)
     return found
 
 

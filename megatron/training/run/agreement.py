@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 
@@ -13,7 +13,7 @@ from megatron.core.distributed.buffers import tied_holders
 from megatron.core.models.train_spec import TrainSpec
 from megatron.core.parallel.collectives import all_reduce, gather_objects
 from megatron.core.parallel.context import ParallelContext
-from megatron.core.parallel.sharding import ShardedState
+from megatron.core.parallel.sharding import ShardedState, Sharding
 from megatron.errors import RESTART_CANNOT_HELP, ParallelError
 from megatron.planning.estimate import model_parameters
 from megatron.version import CODE
@@ -57,18 +57,18 @@ def check_stages(config: RunConfig, stages: Sequence[Stage], context: ParallelCo
 
 
 def check_parameter_count(
-    config: RunConfig, train_spec: TrainSpec, state: list[ShardedState], context: ParallelContext
+    config: RunConfig, train_spec: TrainSpec, layout: Mapping[str, Sharding], context: ParallelContext
 ) -> int:
     """Number of parameters over all ranks; each logical element counts once. A collective.
 
-    ``state``: this rank's parameters. Raises ParallelError unless it is the number in the whole model.
+    ``layout``: this rank's parameters. Raises ParallelError unless it is the number in the whole model.
     """
-    holders = tied_holders((entry.sharding for entry in state), context.mesh)
+    holders = tied_holders(layout.values(), context.mesh)
     mine = {
-        entry.name: entry.sharding.counted_elements(context.mesh)
-        for entry in state
-        if context.mesh.rank(*entry.sharding.reduce) == 0
-        if entry.sharding.tied is None or holders[entry.sharding.tied][0] == context.mesh.world_rank
+        name: sharding.counted_elements(context.mesh)
+        for name, sharding in layout.items()
+        if context.mesh.rank(*sharding.reduce) == 0
+        if sharding.tied is None or holders[sharding.tied][0] == context.mesh.world_rank
     }
     held = torch.tensor(sum(mine.values()), dtype=torch.int64, device=context.device)
     total = int(all_reduce(held, context.mesh, "pp", "dp", "cp", "tp").item())

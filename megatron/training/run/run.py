@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import torch
@@ -12,9 +13,17 @@ from torch import nn
 
 from megatron.config.run import RunConfig
 from megatron.core.device import describe
-from megatron.core.distributed.buffers import FlatBuffer, build_buffers, frozen_parts
+from megatron.core.distributed.buffers import (
+    FlatBuffer,
+    build_buffers,
+    counted_weights,
+    frozen_parts,
+    sharded_weights,
+)
 from megatron.core.distributed.grad_sync import GradSync
 from megatron.core.distributed.parameter_policy import parameter_policies
+from megatron.core.distributed.unit_memory import ShardedUnits, UnitWeights
+from megatron.core.distributed.units import UnitBorders, units_of
 from megatron.core.models.train_spec import ModelChunk, TrainSpec
 from megatron.core.ops.matmul import is_fusion_faster
 from megatron.core.optimizer.optimizer import Optimizer
@@ -24,10 +33,11 @@ from megatron.core.parallel.context import ParallelContext
 from megatron.core.parallel.low_precision import LowPrecision
 from megatron.core.parallel.model_context import ModelContext
 from megatron.core.parallel.products import Products
-from megatron.core.parallel.sharding import ShardedState
+from megatron.core.parallel.sharding import ShardedState, Sharding
 from megatron.core.parallel.side_losses import UpdatedFromCounts, updated_from_counts
 from megatron.core.parallel.transport import Transport
 from megatron.core.parallel.weight_gradients import WeightGradients
+from megatron.core.pipeline_parallel.actions import Action
 from megatron.core.pipeline_parallel.runner import Runner
 from megatron.core.pipeline_parallel.settings import PipelineSettings
 from megatron.core.tensor_parallel.delayed_scaling import DelayedScaling
@@ -50,7 +60,7 @@ from megatron.training.run.attention import attention_choices, scan_choice
 from megatron.training.run.data import TrainingData
 from megatron.training.run.fp8 import check_fp8, describe_fp8
 from megatron.training.run.pipeline import Plans, routes
-from megatron.training.run.stages import buffer_state, build_stages, model_state, named_parameters
+from megatron.training.run.stages import buffer_state, build_stages, layout_of, model_state, named_parameters
 from megatron.training.run.stop import ExitWatch
 
 
@@ -66,6 +76,8 @@ class Progress:
 @dataclass(kw_only=True)
 class Run:
     """A run on one rank. ``schedule``: None for a run that only evaluates. ``loaded_from``: its checkpoint, if any.
+    ``frozen``: buffers of weights that aren't trained, where those are divided over ranks (ZeRO 3).
+    ``borders``: of the units whose gradients or weights are whole for a while only.
     ``loss_names``, ``layer_metric_widths``: what every step reports, as the train spec lists it.
     ``updated_from_counts``: modules that each step adjusts without a gradient. ``scaling``: with --fp8-recipe delayed.
     ``chat_before``: what the model that this one is made of had learned of conversations.
@@ -82,6 +94,8 @@ class Run:
     tokenizer: Tokenizer
     models: list[nn.Module]
     buffers: list[FlatBuffer]
+    frozen: list[FlatBuffer]
+    borders: UnitBorders
     grad_sync: GradSync
     optimizer: Optimizer
     schedule: Schedule | None
@@ -107,9 +121,22 @@ class Run:
         return learned_after(self.chat_before, self.data.chat)
 
     def model_state(self) -> Iterator[ShardedState]:
-        """Every parameter under its name in a checkpoint; tied copies share one."""
+        """Every parameter under its name in a checkpoint; tied copies share one. Of weights that are divided over ranks
+        (ZeRO 3) this rank's part.
+        """
+        if self.config.parallel.zero_stage < 3:
+            yield from self.whole_model_state()
+        else:
+            yield from sharded_weights((*self.buffers, *self.frozen))
+
+    def whole_model_state(self) -> Iterator[ShardedState]:
+        """Every parameter as this rank multiplies by it. A collective where weights are divided over ranks."""
         self.optimizer.gather.make_whole()
         yield from model_state(*self.models)
+
+    def layout(self) -> dict[str, Sharding]:
+        """The layout of every parameter of this rank by its global name."""
+        return layout_of(*self.models)
 
     def buffer_state(self) -> Iterator[ShardedState]:
         """Every buffer that checkpoints hold beside the parameters."""
@@ -119,7 +146,9 @@ class Run:
         """Make the models torch modules like any other: their parameters lie in no buffer, and no hook collects their
         gradients. The run takes no further step.
         """
+        self.optimizer.gather.make_whole()
         self.grad_sync.detach()
+        self.borders.detach()
         self.optimizer.gather.detach()
         for _, parameter in named_parameters(self.models):
             parameter.grad = None
@@ -145,10 +174,11 @@ def build_run(
     model_context = build_model_context(config, context, splits_backward=plans.settings.splits_backward)
     stages, models = build_stages(config, train_spec, model_context)
     scaling = delayed_scaling(models, model_context)
-    parallel, sharded = config.parallel, config.parallel.zero_stage > 0
+    parallel, sharded, stage = config.parallel, config.parallel.zero_stage > 0, config.parallel.zero_stage
     policies = parameter_policies(named_parameters(models), config.optimizer)
-    buffers = build_buffers(
-        named_parameters(models),
+    build = partial(
+        build_buffers,
+        list(named_parameters(models)),
         context,
         grad_dtype=gradient_dtype(config, context),
         bucket_size=parallel.ddp_bucket_size,
@@ -156,7 +186,12 @@ def build_run(
         registers=parallel.use_nccl_ub,
         quantizers=weight_quantizers(models) if config.fp8.fp8_param_gather else None,
         policies=policies,
+        units={each: unit.name for model in models for unit in units_of(model) for each in unit.parameters},
+        zero_stage=stage,
+        seed=config.training.seed,
     )
+    buffers = build()
+    frozen = build(of_frozen=True) if stage == 3 else []
     grad_sync = GradSync(
         buffers,
         context,
@@ -165,6 +200,16 @@ def build_run(
         sums_in_fp32=parallel.ddp_reduce_scatter_with_fp32_accumulation,
         weight_gradients=model_context.weight_gradients,
     )
+    weights = UnitWeights(
+        [*buffers, *frozen],
+        context.mesh,
+        keeps=context.mesh.size("pp") > 1,
+        prefetches=parallel.overlap_param_gather,
+        low_precision=model_context.low_precision,
+    )
+    borders = UnitBorders(
+        models if stage > 1 else [], ShardedUnits(weights, grad_sync.units), model_context.weight_gradients
+    )
     optimizer = Optimizer(
         buffers,
         config.optimizer,
@@ -172,11 +217,18 @@ def build_run(
         context,
         sharded=sharded,
         count_zeros=config.reporting.log_num_zeros_in_grad,
-        frozen=frozen_parts(named_parameters(models), policies, context),
+        frozen=counted_weights(frozen) if stage == 3 else frozen_parts(named_parameters(models), policies, context),
         low_precision=model_context.low_precision,
+        units=weights,
     )
     for model in models if parallel.overlap_param_gather else ():
         optimizer.gather.overlap_forward(model)
+
+    @contextmanager
+    def around(action: Action) -> Iterator[None]:
+        with reporter.timers(f"{action.pass_name}-compute", level=2), borders.during(action.chunk, action.kind):
+            yield
+
     return Run(
         config=config,
         train_spec=train_spec,
@@ -186,6 +238,8 @@ def build_run(
         tokenizer=tokenizer,
         models=models,
         buffers=buffers,
+        frozen=frozen,
+        borders=borders,
         grad_sync=grad_sync,
         optimizer=optimizer,
         schedule=build_schedule(config),
@@ -200,7 +254,7 @@ def build_run(
             low_precision=model_context.low_precision,
             device=context.device,
             activity=context.mesh.activity,
-            around=lambda action: reporter.timers(f"{action.pass_name}-compute", level=2),
+            around=around,
         ),
         plans=plans,
         data=data,
@@ -223,7 +277,7 @@ def build_model_context(config: RunConfig, context: ParallelContext, *, splits_b
     """
     is_faster = is_fusion_faster(context.dtype, context.device)
     return ModelContext.on(
-        context,
+        replace(context, fills_weights_later=config.parallel.zero_stage == 3),
         weight_gradients=WeightGradients(
             may_wait=splits_backward, fuses_accumulation=config.parallel.fuses_accumulation(is_faster=is_faster)
         ),
@@ -305,7 +359,7 @@ def startup_facts(run: Run, *, parameters: int) -> StartupFacts:
         model_name=run.train_spec.name,
         device=describe(run.context.device),
         parameters=parameters,
-        parameters_here=sum(entry.sharding.local_elements(run.context.mesh) for entry in run.model_state()),
+        parameters_here=sum(sharding.local_elements(run.context.mesh) for sharding in run.layout().values()),
         active=active_parameters(run.config, run.train_spec),
         frozen=frozen_parameters(run.config, run.train_spec),
         flops_per_sample=flops_per_sample(run.config, run.train_spec),

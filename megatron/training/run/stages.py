@@ -37,6 +37,12 @@ def build_stages(run: RunConfig, train_spec: TrainSpec, context: ModelContext) -
     return stages, models
 
 
+def layout_of(*models: nn.Module) -> dict[str, Sharding]:
+    """The layout of every parameter of the parts of a model, by its global name; tied copies share one."""
+    shardings = ((name, sharding_of(parameter)) for name, parameter in named_parameters(models))
+    return {sharding.tied or name: sharding for name, sharding in shardings}
+
+
 def model_state(*models: nn.Module) -> Iterator[ShardedState]:
     """Every parameter of the parts of a model under its name in a checkpoint; tied copies share one."""
     for name, parameter in named_parameters(models):

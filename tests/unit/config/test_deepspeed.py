@@ -56,8 +56,7 @@ def test_it_may_agree_or_leave_things_open(tmp_path: Path) -> None:
     "config",
     [
         {"train_micro_batch_size_per_gpu": 4},
-        {"zero_optimization": {"stage": 2}},
-        {"zero_optimization": {"stage": 3}},
+        {"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}}},
         {"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "nvme"}}},
         {"curriculum_learning": {"enabled": True}},
         {"gradient_clipping": "much"},

@@ -217,9 +217,9 @@ def test_values_that_ask_for_what_happens_anyway() -> None:
             "--zero-stage 1: taken as --use-distributed-optimizer",
         ),
         (
-            "--data-parallel-sharding-strategy optim",
-            {"use_distributed_optimizer": True},
-            "--data-parallel-sharding-strategy optim: taken as --use-distributed-optimizer",
+            "--zero-stage 3",
+            {"data_parallel_sharding_strategy": "optim_grads_params"},
+            "--zero-stage 3: taken as --data-parallel-sharding-strategy optim_grads_params",
         ),
         (
             "--warmup .25",
@@ -292,8 +292,7 @@ def test_other_dashes_are_meant_as_flags(typed: str) -> None:
         ("--mtp-use-repeated-layer", "that part of multi-token prediction is not available; leave it out"),
         ("--fp8-output-proj", "logits are computed in bf16; leave it out"),
         ("--fp4-format e2m1", "fp4 is not available yet; train with --fp8-format e4m3 --fp8-recipe mxfp8"),
-        ("--zero-stage 3", ZERO),
-        ("--data-parallel-sharding-strategy optim_grads_params", ZERO),
+        ("--use-megatron-fsdp", ZERO),
         ("--glu-activation reglu", "the gated MLPs are --swiglu and --geglu"),
         ("--retro-add-retriever", "retrieval models are not available: they are outside this project"),
         ("--img-h 224", "a vision model is not available: only language models are trained here"),

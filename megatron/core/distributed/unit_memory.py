@@ -1,0 +1,179 @@
+"""Gradients and weights of units that are whole for a while only (ZeRO 2 and 3)."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+from torch import Tensor, nn
+from typing_extensions import override
+
+from megatron.core.distributed.buffers import Bucket, FlatBuffer
+from megatron.core.distributed.units import Unit, UnitMemory
+from megatron.core.parallel.collectives import (
+    Handle,
+    all_gather_into_async,
+    reduce_scatter_in_fp32_async,
+    reduce_scatter_into_async,
+)
+from megatron.core.parallel.low_precision import LowPrecision
+from megatron.core.parallel.mesh import Mesh
+
+
+class _Home(NamedTuple):
+    """A bucket and its buffer."""
+
+    buffer: FlatBuffer
+    bucket: Bucket
+
+
+def _homes(buffers: Iterable[FlatBuffer]) -> dict[nn.Parameter, _Home]:
+    """Where parameters lie."""
+    return {
+        entry.parameter: _Home(buffer, bucket)
+        for buffer in buffers
+        for bucket in buffer.buckets
+        for entry in bucket.entries
+    }
+
+
+def _buckets(unit: Unit, homes: dict[nn.Parameter, _Home]) -> list[_Home]:
+    """The buckets of a unit, in the order of its parameters."""
+    return list(dict.fromkeys(homes[parameter] for parameter in unit.parameters if parameter in homes))
+
+
+class UnitGradients:
+    """Sums gradients of the buckets that have memory by unit into this rank's shards, after each backward pass.
+
+    ``in_flight``: reductions that may be under way while the backward pass goes on; 0 waits for each.
+    ``sums_in_fp32``: see ``GradSync``.
+    """
+
+    def __init__(self, buffers: Iterable[FlatBuffer], mesh: Mesh, *, in_flight: int, sums_in_fp32: bool) -> None:
+        self._mesh, self._in_flight, self._sums_in_fp32 = mesh, in_flight, sums_in_fp32
+        self._homes = _homes(buffer for buffer in buffers if buffer.grad_shards is not None)
+        self._pending = deque[tuple[_Home, Handle[Tensor]]]()
+
+    def open(self, bucket: Bucket) -> None:
+        """Have zeros for the bucket's gradients in memory, unless there are gradients that aren't being summed."""
+        assert bucket.grads is not None, "the bucket's gradients rest"
+        while any(pending is bucket for (_, pending), _ in self._pending):
+            self.settle(keep=len(self._pending) - 1)
+        if bucket.grads.allocate():
+            bucket.grads.flat.zero_()
+
+    def complete(self, unit: Unit) -> None:
+        """Start to sum the unit's gradients over the ranks. A collective, also where this rank has none."""
+        for home in _buckets(unit, self._homes):
+            grads = home.bucket.grads
+            assert grads is not None, "only buckets with memory by unit are among the homes"
+            self.settle(keep=self._in_flight - 1)
+            self.open(home.bucket)
+            own = grads.flat.new_empty(home.bucket.span.size // home.buffer.num_shards)
+            narrow = self._sums_in_fp32 and own.dtype.itemsize < 4
+            start = reduce_scatter_in_fp32_async if narrow else reduce_scatter_into_async
+            self._pending.append((home, start(own, grads.flat, self._mesh, *home.buffer.reduce)))
+            self.settle(keep=self._in_flight)
+
+    def settle(self, *, keep: int = 0) -> None:
+        """Wait for all reductions but the ``keep`` last; their memory is free then."""
+        while len(self._pending) > max(keep, 0):
+            (bucket_buffer, bucket), handle = self._pending.popleft()
+            bucket_buffer.own_grads(bucket_buffer.shard(bucket)).add_(handle.wait())
+            assert bucket.grads is not None, "as above"
+            bucket.grads.free()
+
+
+class UnitWeights:
+    """Gathers whole weights of a unit while it is needed, from the ranks' shards (ZeRO 3).
+
+    ``keeps``: weights that were gathered stay until ``release_all``, as pipelines need them, which begin a forward pass
+    of one microbatch before the backward pass of another. ``prefetches``: the gather of a unit starts before that of
+    the one before it ends its work. ``low_precision``: keeps what layers made of weights, which goes with them.
+    """
+
+    def __init__(
+        self,
+        buffers: Sequence[FlatBuffer],
+        mesh: Mesh,
+        *,
+        keeps: bool = False,
+        prefetches: bool = False,
+        low_precision: LowPrecision | None = None,
+    ) -> None:
+        self._mesh, self._prefetches, self._low_precision = mesh, prefetches, low_precision or LowPrecision()
+        self.keeps = keeps
+        self._homes = _homes(buffer for buffer in buffers if any(bucket.weights for bucket in buffer.buckets))
+        self._gathered: dict[Bucket, Handle[Tensor]] = {}
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether all weights rest in memory."""
+        return not self._homes
+
+    def acquire(self, unit: Unit, following: Unit | None) -> None:
+        """Have the unit's whole weights in memory; start to gather those of the ``following`` one. A collective."""
+        here = _buckets(unit, self._homes)
+        for home in here:
+            self._start(home)
+        for home in here:
+            self._gathered[home.bucket].wait()
+        for home in _buckets(following, self._homes) if following is not None and self._prefetches else ():
+            self._start(home)
+
+    def release(self, unit: Unit) -> None:
+        """Free the unit's whole weights, unless they stay for the step."""
+        for home in _buckets(unit, self._homes) if not self.keeps else ():
+            self._free(home.bucket)
+
+    def release_all(self) -> None:
+        """Free all whole weights, as they are about to change."""
+        for bucket in list(self._gathered):
+            self._free(bucket)
+
+    def make_whole(self) -> None:
+        """Gather all weights. A collective."""
+        for home in dict.fromkeys(self._homes.values()):
+            self._start(home)
+            self._gathered[home.bucket].wait()
+
+    def _start(self, home: _Home) -> None:
+        buffer, bucket = home
+        if bucket in self._gathered:
+            return
+        assert bucket.weights is not None, "only buckets with memory by unit are among the homes"
+        bucket.weights.allocate()
+        own = buffer.own(buffer.shard(bucket))
+        handle = all_gather_into_async(bucket.weights.flat, own, self._mesh, *buffer.reduce)
+        self._gathered[bucket] = handle
+
+    def _free(self, bucket: Bucket) -> None:
+        handle = self._gathered.pop(bucket, None)
+        if handle is None:
+            return
+        handle.wait()
+        assert bucket.weights is not None, "as above"
+        for entry in bucket.entries if self._low_precision.weights else ():
+            assert self._low_precision.weights is not None
+            self._low_precision.weights.pop(entry.parameter, None)
+        bucket.weights.free()
+
+
+class ShardedUnits(UnitMemory):
+    """Weights and gradients of the units of a rank's chunks, as ``UnitBorders`` asks for them."""
+
+    def __init__(self, weights: UnitWeights, gradients: UnitGradients) -> None:
+        self._weights, self._gradients = weights, gradients
+
+    @override
+    def acquire(self, unit: Unit, following: Unit | None) -> None:
+        self._weights.acquire(unit, following)
+
+    @override
+    def release(self, unit: Unit) -> None:
+        self._weights.release(unit)
+
+    @override
+    def complete(self, unit: Unit) -> None:
+        self._gradients.complete(unit)
