@@ -48,14 +48,15 @@ def test_any_layout_gives_the_same_bytes(layout: Layout) -> None:
             assert torch.equal(tensor.view(-1).view(torch.uint8), expected[name].view(-1).view(torch.uint8)), name
 
 
-def long_work(ask: Help) -> int:
-    """Half a second."""
-    time.sleep(0.5)
-    return 5
-
-
 def slow(context: ParallelContext) -> tuple[int, int]:
-    """The result of half a second's work, and how often the ranks have met."""
+    """The result of work that lasts until the ranks have met four times, and how often they have."""
+
+    def long_work(ask: Help) -> int:
+        end = time.monotonic() + 60
+        while met.call_count < 4 and time.monotonic() < end:
+            time.sleep(0.01)
+        return 5
+
     with (
         mock.patch.object(first_rank, "_BEAT", 0.05),
         mock.patch.object(first_rank, "broadcast", wraps=broadcast) as met,

@@ -183,7 +183,9 @@ class ChatTemplate:
         try:
             text: str = self._template.render(settings)
         except Exception as error:  # templates may raise anything
-            raise DataError(f"the chat template rejects the conversation: {error}") from None
+            raise DataError(
+                f"the chat template rejects the conversation: {str(error) or type(error).__name__}"
+            ) from None
         return text
 
     def _cut(self, conversation: Conversation) -> Written:

@@ -8,9 +8,8 @@ import json
 import multiprocessing
 import os
 import shutil
-import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -28,6 +27,51 @@ from tests.harness.ranks import fork_server
 from tests.harness.sentences import check_line, check_sentence, expect_error
 
 QUICK: dict[str, Any] = {"beat": 0.2, "grace": 0.2}
+BEAT = 15.0
+
+
+class Clock:
+    """The time of the lease: what sleeps lets it pass at once, and others act at their times meanwhile."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+        self._acts: list[tuple[float, Callable[[], object]]] = []
+        self.time, self.monotonic, self.strftime = self.get, self.get, time.strftime
+
+    def get(self) -> float:
+        """Seconds."""
+        return self.now
+
+    def at(self, seconds: float, act: Callable[[], object]) -> None:
+        """Let somebody else ``act`` when so many seconds from now have passed."""
+        self._acts.append((self.now + seconds, act))
+
+    def sleep(self, seconds: float) -> None:
+        """Let time pass."""
+        self.now += seconds
+        due = [each for each in self._acts if each[0] <= self.now]
+        for each in due:
+            self._acts.remove(each)
+            each[1]()
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    """The clock of the lease, which no other process moves."""
+    clock = Clock()
+    monkeypatch.setattr(lease, "time", clock)
+    return clock
+
+
+def note(folder: Path, token: str, *, beat: float = 0.0, machine: str = "elsewhere") -> None:
+    """Write down that another run holds the folder."""
+    holder = {"pid": 7, "host": "other", "since": "now", "token": token, "machine": machine, "beat": beat}
+    (folder / IN_USE).write_text(json.dumps(holder))
+
+
+def holder_of(folder: Path) -> Any:
+    """What is written down about the run that holds the folder."""
+    return json.loads((folder / IN_USE).read_text())
 
 
 def hold_until_told(place: str, report: Connection) -> None:
@@ -56,7 +100,7 @@ def test_the_second_run_is_refused_by_name(kind: str, tmp_path: Path) -> None:
     """Two runs in one folder deleted each other's unfinished checkpoints, and neither said a word."""
     place = str(tmp_path) if kind == "disk" else url(tmp_path)
     with another_run(place) as (process, told):
-        with pytest.raises(CheckpointError) as caught, held(path_of(place), beat=1.0, grace=0.2):
+        with pytest.raises(CheckpointError) as caught, held(path_of(place), beat=BEAT / 3, grace=0.2):
             pass
         check_line(str(caught.value), f"--save {place}", process.pid, os.uname().nodename)
         check_line(str(caught.value), "--save")
@@ -69,15 +113,17 @@ def test_the_second_run_is_refused_by_name(kind: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["disk", "bucket"])
-def test_a_killed_run_makes_way_at_once(kind: str, tmp_path: Path) -> None:
+def test_a_killed_run_makes_way_at_once(kind: str, tmp_path: Path, clock: Clock) -> None:
     """A job that is killed and started anew must not be locked out by its own predecessor."""
     place = str(tmp_path) if kind == "disk" else url(tmp_path)
     with another_run(place) as (process, _):
         process.kill()
         process.join()
     assert (tmp_path / IN_USE).exists()
-    with held(path_of(place), beat=1000.0, grace=0.0) if kind == "disk" else held(path_of(place), beat=1.0):
-        assert json.loads((tmp_path / IN_USE).read_text())["pid"] == os.getpid()
+    began = clock.now
+    with held(path_of(place), beat=BEAT, grace=0.0):
+        assert holder_of(tmp_path)["pid"] == os.getpid()
+        assert clock.now - began <= BEAT / 30
     assert os.listdir(tmp_path) == []
 
 
@@ -113,48 +159,62 @@ def test_children_do_not_hold_it_on(tmp_path: Path) -> None:
         os.waitpid(child, 0)
 
 
-def test_silence_is_death_and_a_beat_is_life(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_silence_is_death_and_a_beat_is_life(tmp_path: Path, clock: Clock) -> None:
     """In object storage a holder on another machine is known by its beats alone."""
     place = path_of(url(tmp_path))
-    with another_run(str(place)) as (process, _):
-        monkeypatch.setattr(lease, "_machine", lambda: "elsewhere")
-        with expect_error(CheckpointError, exit_code=1), held(place, beat=1.0):
-            pass
-        process.kill()
-        process.join()
-    with held(place, **QUICK):
-        assert json.loads((tmp_path / IN_USE).read_text())["machine"] == "elsewhere"
+    note(tmp_path, "other")
+    clock.at(2.5 * BEAT, lambda: note(tmp_path, "other", beat=1.0))
+    with expect_error(CheckpointError, exit_code=1), held(place, beat=BEAT):
+        pass
+    began = clock.now
+    with held(place, beat=BEAT):
+        assert holder_of(tmp_path)["pid"] == os.getpid()
+        assert 3 * BEAT <= clock.now - began <= 3.2 * BEAT
+    assert os.listdir(tmp_path) == []
 
 
-def test_a_run_whose_place_was_taken_stops(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It warned and went on: two runs saved into one folder and deleted each other's checkpoints."""
-    place, successor = path_of(url(tmp_path)), {"pid": 7, "host": "other", "since": "now", "token": "other"}
+class Beats:
+    """The signal to end, after so many beats."""
 
-    def take_over() -> None:
-        (tmp_path / IN_USE).write_text(json.dumps(successor))
+    def __init__(self, left: int) -> None:
+        self.left = left
 
-    now = [1000.0]
-    monkeypatch.setattr(time, "monotonic", lambda: now[0])
-    with held(place, beat=15.0) as still_held:  # asked after a silence, it learns at once
+    def wait(self, seconds: float) -> bool:
+        """Whether to end."""
+        self.left -= 1
+        return self.left < 0
+
+
+def test_a_run_whose_place_was_taken_stops(tmp_path: Path, clock: Clock) -> None:
+    """It warned and went on: two runs saved into one folder and deleted each other's checkpoints.
+
+    It learns by its next sign of life; asked after a silence, at once.
+    """
+    place, mine = path_of(url(tmp_path)), lease._myself()
+    for beats, silence in ((1, 0.0), (0, 2.2 * BEAT)):
+        note(tmp_path, mine.token, machine="")
+        own: Any = lease._Lease(place / IN_USE, mine, BEAT)  # type: ignore[arg-type]
+        own.check()
+        own.ended = Beats(1)
+        own.keep()
+        own.check()
+        assert holder_of(tmp_path)["beat"] == clock.now, "a sign of life"
+        note(tmp_path, "other")
+        own.check()  # nothing is asked so soon
+        own.ended = Beats(beats)
+        own.keep()
+        clock.now += silence
+        with expect_error(CheckpointError, "7", f"--save {place}", f"{silence:.0f} s", exit_code=1):
+            own.check()
+        assert holder_of(tmp_path)["token"] == "other"
+
+
+def test_what_a_successor_wrote_is_left(tmp_path: Path, clock: Clock) -> None:
+    """The run that had lost the folder deleted the other's note at its end, and a third run came in."""
+    with held(path_of(url(tmp_path)), beat=BEAT) as still_held:
         still_held()
-        take_over()
-        now[0] += 60.0
-        with expect_error(CheckpointError, "7", f"--save {place}", exit_code=1):
-            still_held()
-    assert json.loads((tmp_path / IN_USE).read_text()) == successor, "it is the other's"
-    (tmp_path / IN_USE).unlink()
-    with held(place, beat=0.05) as still_held:  # else by a sign of life, which may come just after the other's
-        noticed = None
-        for _ in range(1000):
-            take_over()
-            time.sleep(0.06)
-            try:
-                still_held()
-            except CheckpointError as error:
-                noticed = error
-                break
-        check_line(str(noticed), "7", f"--save {place}")
-    assert json.loads((tmp_path / IN_USE).read_text()) == successor, "it is the other's"
+        note(tmp_path, "other")
+    assert holder_of(tmp_path)["token"] == "other"
     (tmp_path / IN_USE).unlink()
     with held(tmp_path) as still_held:
         still_held()
@@ -212,36 +272,26 @@ def test_only_a_lack_of_locks_goes_without_one(
     assert "locks" not in caplog.text
 
 
-def test_two_that_start_together_over_a_slow_link(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each looked for the other's note before that had arrived, and both saved into the folder."""
-    monkeypatch.setattr(lease, "_is_dead_here", lambda holder: False)  # both are of this process
-    place, ended, both = path_of(url(tmp_path)), list[str](), threading.Event()
+@pytest.mark.parametrize("is_last", [False, True])
+def test_two_that_start_together_over_a_slow_link(is_last: bool, tmp_path: Path, clock: Clock) -> None:
+    """Each looked for the other's note before that had arrived, and both saved into the folder.
+
+    A note takes 2 seconds to arrive. This run's comes second, or the other's does, a second later.
+    """
 
     def slow(operation: str, path: str) -> None:
         if operation == "put":
-            time.sleep(0.2)
+            clock.sleep(2.0)
 
-    def start(delay: float) -> None:
-        time.sleep(delay)
-        try:
-            with held(place, beat=1.2):
-                ended.append("held")
-                assert both.wait(60), "two hold it"
-        except CheckpointError:
-            ended.append("refused")
-            both.set()
-
-    with failing(slow):
-        runs = [threading.Thread(target=start, args=(delay,)) for delay in (0.0, 0.1)]
-        for run in runs:
-            run.start()
-        for run in runs:
-            run.join()
-    assert sorted(ended) == ["held", "refused"]
+    clock.at(1.0 if is_last else 3.0, lambda: note(tmp_path, "other"))
+    refused = nullcontext() if is_last else expect_error(CheckpointError, exit_code=1)
+    with failing(slow), refused, held(path_of(url(tmp_path)), beat=BEAT):
+        assert holder_of(tmp_path)["pid"] == os.getpid()
+    assert os.listdir(tmp_path) == ([] if is_last else [IN_USE])
 
 
 def test_a_holder_without_a_name(tmp_path: Path) -> None:
     """A note that is being written, or somebody else's, was called "process None on None"."""
-    for note in ("", "{}", "[" * 1000, '{"pid": "x"}', '{"pid": 5}', '{"host": "there"}', "x" * (17 << 20)):
-        (tmp_path / IN_USE).write_text(note)
+    for text in ("", "{}", "[" * 1000, '{"pid": "x"}', '{"pid": 5}', '{"host": "there"}', "x" * (17 << 20)):
+        (tmp_path / IN_USE).write_text(text)
         check_sentence(str(lease._in_use(tmp_path, lease._read(tmp_path / IN_USE))), f"--save {tmp_path}")

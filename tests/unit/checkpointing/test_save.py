@@ -193,7 +193,7 @@ def test_background_saves_hold_the_moment_they_were_asked_for(tmp_path: Path, mo
     write = storage.CheckpointWriter.write_data
 
     def write_when_told(writer: storage.CheckpointWriter, *arguments: object) -> object:
-        assert proceed.wait(10)
+        assert proceed.wait(60)
         return write(writer, *arguments)  # type: ignore[arg-type]
 
     monkeypatch.setattr(storage.CheckpointWriter, "write_data", write_when_told)

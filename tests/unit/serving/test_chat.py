@@ -21,7 +21,7 @@ PATH = "/v1/chat/completions"
 
 
 def with_template(*, seconds: float = 60.0, **settings: Any) -> Any:
-    """A server that has ``TEMPLATE``, and ``seconds`` for one conversation."""
+    """A server that has ``TEMPLATE``, and gives a conversation so many seconds."""
     from megatron.serving.templates import Templates
 
     return served(templates=Templates(TEMPLATE, {"bos_token": "<|endoftext|>"}, seconds=seconds), **settings)
@@ -155,25 +155,28 @@ def test_streamed_messages_are_those_that_come_whole() -> None:
 def test_templates_that_loop_refuse_or_reach_out_are_a_400() -> None:
     """A stranger's template runs in the sandbox, in a process with a time limit; the next request works."""
     looping = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
-    with with_template(trust_request_chat_template=True, seconds=1.0) as running:
+    with with_template(seconds=1.0, trust_request_chat_template=True) as running:
         reply = said(running, chat_template=looping)
-        assert (reply.status, reply.json["error"]["param"]) == (400, "chat_template"), reply.body
-        assert "takes more than 1 s" in reply.message
+        assert (reply.status, reply.json["error"]["param"]) == (400, "chat_template")
+        check_sentence(reply.message, "1 s")
+        pool = running.server.model.templates._pool
+        pool.seconds = 60.0
+        assert said(running).status == 200
     with with_template(trust_request_chat_template=True) as running:
         before = said(running).json["choices"]
-        for template, words in (
-            ("{{ raise_exception('roles must alternate') }}", "roles must alternate"),
-            ("{{ messages.__class__.__mro__ }}", "unsafe"),
-            ("{{ ''.__class__.__base__.__subclasses__() }}", "unsafe"),
-            ("{% if %}", "not a Jinja template"),
-            ("{{ 'x' * 999999999999 }}", "chat template"),
-            ("{{ 'x' * 9999999 }}", "the chat template"),
-            ("{{ range(10**9) }}", "Range too big"),
-            ("{% include '/etc/passwd' %}", "rejects"),
-            ("{{ 1 / 0 }}", "division by zero"),
+        for template in (
+            "{{ raise_exception('roles must alternate') }}",
+            "{{ messages.__class__.__mro__ }}",
+            "{{ ''.__class__.__base__.__subclasses__() }}",
+            "{% if %}",
+            "{{ 'x' * 999999999999 }}",
+            "{{ 'x' * 9999999 }}",
+            "{{ range(10**9) }}",
+            "{% include '/etc/passwd' %}",
+            "{{ 1 / 0 }}",
         ):
             reply = said(running, chat_template=template)
             assert (reply.status, reply.json["error"]["param"]) == (400, "chat_template"), (template, reply.body)
-            assert words in reply.message, (template, reply.message)
+            check_sentence(reply.message)
             assert said(running).json["choices"] == before
         assert said(running, chat_template="{{ messages[0].content }}").status == 200

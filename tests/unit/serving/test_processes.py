@@ -60,11 +60,13 @@ def test_a_request_that_cannot_be_sent_or_was_left_holds_no_place() -> None:
             assert engine.unfinished == 1
         assert engine.unfinished == 0
         ours.send(Report([Update(request_id="a", text="late")], Statistics(steps=7)))
-        await asyncio.sleep(0.05)
-        assert engine.statistics.steps == 7 and engine.failure is None
+        while engine.statistics.steps != 7:
+            await asyncio.sleep(0.001)
+        assert engine.failure is None
         ours.close()
-        await asyncio.sleep(0.05)
+        while engine.failure is None:
+            await asyncio.sleep(0.001)
         assert engine.failure == "its process has ended"
         engine.stop()
 
-    asyncio.run(run())
+    asyncio.run(asyncio.wait_for(run(), 60))
