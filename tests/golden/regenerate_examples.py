@@ -22,6 +22,7 @@ WORLD_SIZES = {
     "qwen3_next_80b_a3b": 64,
     "mamba2_hybrid_8b": 16,
     "nemotron_h_8b": 32,
+    "olmo_hybrid_7b": 32,
     "deepseek_v2": 256,
     "deepseek_v3": 2048,
     "gpt3_175b_distributed": 1024,

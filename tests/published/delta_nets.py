@@ -1,4 +1,4 @@
-"""Qwen3-Next."""
+"""Qwen3-Next and OLMo Hybrid."""
 
 from __future__ import annotations
 
@@ -25,6 +25,15 @@ QWEN = {
     # change of initial weights in their last digit is one of 1e-8 in the gradient norm of the third step.
     "rms_norm_eps": 1e-2,
 }
+OLMO = {
+    **SIZES,
+    **NETS,
+    "num_hidden_layers": 4,
+    "pad_token_id": None,
+    "eos_token_id": None,
+    "rms_norm_eps": 1e-2,  # as above
+    "rope_parameters": {"rope_type": "default", "rope_theta": None},
+}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_next": ("qwen3_next", QWEN),
     "qwen3_next other layers, dense ones, biases, tied": (
@@ -38,6 +47,19 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "norm_topk_prob": False,
             "tie_word_embeddings": True,
             "linear_conv_kernel_dim": 3,
+        },
+    ),
+    "olmo_hybrid": ("olmo_hybrid", OLMO),
+    "olmo_hybrid rotary, positive, other layers": (
+        "olmo_hybrid",
+        {
+            **OLMO,
+            "num_hidden_layers": 3,
+            "layer_types": ["full_attention", "linear_attention", "full_attention"],
+            "linear_allow_neg_eigval": False,
+            "tie_word_embeddings": True,
+            "attention_bias": True,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 2e4},
         },
     ),
 }

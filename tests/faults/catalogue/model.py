@@ -22,6 +22,14 @@ FAULTS = (
         first=("unit/conversion/test_families.py",),
     ),
     Fault(
+        "convolution_of_olmo_hybrid_in_thirds",
+        "megatron/core/models/gpt/huggingface/olmo_hybrid.py",
+        old="torch.cat([part.make() for part in parts])[start:end]",
+        new="torch.cat([part.make() for part in parts[::-1]])[start:end]",
+        suffers="An OLMo Hybrid that transformers has written gets the convolution of queries in its values.",
+        first=("unit/conversion/test_families.py",),
+    ),
+    Fault(
         "layers_of_a_pair_apart",
         "megatron/core/conversion/tables.py",
         old='"pair": number // 2}',

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -22,10 +23,32 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Pa
     def folder(name: str) -> Path:
         path = base / name.replace(" ", "-").replace(",", "")
         if not path.exists():
-            random_model(*MODELS[name]).save_pretrained(path)
+            model = random_model(*MODELS[name])
+            model.save_pretrained(path)
+            if MODELS[name][0] == "olmo_hybrid":
+                write_as_released(model, path)
         return path
 
     return folder
+
+
+def write_as_released(model: Any, folder: Path) -> None:
+    """Write the weights of an OLMo Hybrid as its released files name and divide them, and transformers does not."""
+    from safetensors.torch import save_file
+
+    nets = model.config
+    keys, values = (
+        nets.linear_num_key_heads * nets.linear_key_head_dim,
+        nets.linear_num_value_heads * nets.linear_value_head_dim,
+    )
+    tensors = {}
+    for name, tensor in model.state_dict().items():
+        if name.endswith(".conv1d.weight"):
+            parts = zip("qkv", tensor.split([keys, keys, values]), strict=True)
+            tensors |= {name.replace("conv1d", f"{letter}_conv1d"): part.contiguous() for letter, part in parts}
+        elif name != "lm_head.weight" or not nets.tie_word_embeddings:
+            tensors[name] = tensor
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 
 
 @pytest.fixture(autouse=True, scope="session")

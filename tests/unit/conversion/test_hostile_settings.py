@@ -49,7 +49,7 @@ def hostile_files() -> dict[str, bytes]:
     }
 
 
-HYBRIDS = ["mamba2", "nemotron_h", "bamba", "granitemoehybrid", "qwen3_next"]
+HYBRIDS = ["mamba2", "nemotron_h", "bamba", "granitemoehybrid", "qwen3_next", "olmo_hybrid"]
 FAMILIES = ["llama 3", "gpt2", "qwen2", "bert", "t5", *HYBRIDS]
 
 
@@ -118,10 +118,13 @@ WRONG_HYBRIDS: list[tuple[str, dict[str, Any], tuple[str, ...]]] = [
     ("granitemoehybrid with experts", {"num_experts_per_tok": 0}, ("num_experts_per_tok = 0",)),
     ("granitemoehybrid with experts", {"layer_types": ["mamba"] * 9999}, ("layer_types = a list of 9999",)),
     ("qwen3_next", {"linear_key_head_dim": 1 << 24}, ("a weight of 67,108,952 x 48 numbers",)),
+    ("olmo_hybrid", {"layer_types": ["full_attention"] * 4}, ("layer_types =", "layers of both kinds")),
+    ("olmo_hybrid", {"linear_num_value_heads": 3}, ("linear_num_value_heads = 3", "the 2 key heads")),
+    ("olmo_hybrid", {"rope_scaling": {"rope_type": "linear", "factor": 2.0}}, ("rope_scaling = ", "rope_theta")),
 ]
 
 
-IDS = ["limits", "overflow", "states", "context", "choices", "list", "rows"]
+IDS = ["limits", "overflow", "states", "context", "choices", "list", "rows", "one kind", "heads", "no base"]
 
 
 @pytest.mark.parametrize(("family", "changed", "parts"), WRONG_HYBRIDS, ids=IDS)

@@ -223,6 +223,7 @@ NEEDED: dict[str, dict[str, Any]] = {
     "nemotron_h": {"untie_embeddings_and_output_weights": True},
     "mamba2": {"num_attention_heads": 1, "ffn_hidden_size": 32},
     "granitemoehybrid": {"position_embedding_type": "none", "ffn_hidden_size": 1024},  # of its shared expert
+    "olmo_hybrid": {"position_embedding_type": "none"},
     "mt5": {"untie_embeddings_and_output_weights": True},  # the files say it, and no setting
 }
 

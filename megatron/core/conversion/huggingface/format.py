@@ -98,6 +98,7 @@ class ModelType(Feature):
     which come after those. ``rows`` of a model replace those of the table. ``groups``: parts with settings of their
     own, such as experts.
 
+    ``as_released``: all tensors under the names that the table has, from those of files that other programs wrote.
     ``prefix``: what names of the bare model begin with inside the model with its heads; ``heads``: beginnings of names
     outside the bare model. ``unused``: ends of names of tensors that no model needs, such as buffers of older versions.
     ``left_out``: beginnings of names of tensors that transformers doesn't read, either, and what they are, for a note.
@@ -131,6 +132,7 @@ class ModelType(Feature):
     tied_copies: tuple[str, ...] = ()
     copies: Callable[[ModelConfig], Mapping[str, str]] = lambda model: {}
     aliases: Mapping[str, str] = field(default_factory=dict)
+    as_released: Callable[[dict[str, LazyTensor]], dict[str, LazyTensor]] = lambda tensors: tensors
     older_settings: Mapping[str, str] = field(default_factory=dict)
     of_authors: Callable[[Json, str], Json | None] = lambda config, where: None
     attention: str = "eager"

@@ -43,8 +43,6 @@ REASONS = {
     **dict.fromkeys(("rwkv", "recurrent_gemma"), "its recurrent layers are neither Mamba-2 nor gated delta nets"),
     "lfm2": "most of its layers are gated convolutions",
     **dict.fromkeys(("minimax", "kimi_linear"), _NOT_ATTENTION),
-    "olmo_hybrid": "models like it can be trained here (--linear-attention-freq, --linear-norm-placement), but its "
-    "files, which name norms by the kind of layer and divide a convolution in three, are not read",
     **dict.fromkeys(("clip", "siglip", "vit", "whisper", "wav2vec2", "mllama", "llava", "qwen2_vl"), _NOT_TEXT),
 }
 """Why models of types that are often asked for don't convert."""

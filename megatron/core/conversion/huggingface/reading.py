@@ -104,7 +104,7 @@ def _portable(config: dict[str, Any], tensors: dict[str, LazyTensor], where: str
     published = format_of(model_type)
     assert published is not None, "its settings were read"
     described = published.types[model_type]
-    theirs = {today: tensors[name] for name, today in described.current_names(tensors).items()}
+    theirs = described.as_released({today: tensors[name] for name, today in described.current_names(tensors).items()})
     model = published.complete(model, theirs)
     reader = published.reader(config, where=settings)
     published.model_from_config(reader, model_type)

@@ -206,3 +206,9 @@ def partial_rotary(default: float | None = None) -> Feature:
         read=bound(read_rotary, partial=True),
         write=bound(written_rotary, partial=True),
     )
+
+
+def neither_rotary_nor_none(model: ModelConfig) -> list[str]:
+    """Why a type whose positions are rotary or none has no such model."""
+    has_either = model.is_rotary or model.position_embedding_type == "none"
+    return [] if has_either else ["positions are not rotary"]

@@ -23,52 +23,50 @@ from megatron.core.conversion.transforms import Transform
 from megatron.core.models.gpt.huggingface.llama import OURS, THEIRS, like_llama
 from megatron.core.models.gpt.huggingface.mixtral import QWEN2_MOE
 
-_SIZES = {
-    "linear_conv_kernel_dim": "linear_conv_kernel_dim",
-    "linear_key_head_dim": "linear_key_head_dim",
-    "linear_value_head_dim": "linear_value_head_dim",
-    "linear_num_key_heads": "linear_num_key_heads",
-    "linear_num_value_heads": "linear_num_value_heads",
-}
-_KINDS: dict[str, Any] = {
+NET_SIZES = (
+    *("linear_conv_kernel_dim", "linear_key_head_dim", "linear_value_head_dim"),
+    *("linear_num_key_heads", "linear_num_value_heads"),
+)
+"""Sizes of gated delta nets, which have the same names here and there."""
+NET_KINDS: dict[str, Any] = {
     **dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim"), Width),
     **dict.fromkeys(("linear_num_key_heads", "linear_num_value_heads"), Heads),
     **dict.fromkeys(("linear_conv_kernel_dim", "full_attention_interval"), Count),
     "layer_types": list[str],
 }
+"""Types and bounds of their settings."""
 _TYPES = {"linear_attention": True, "full_attention": False}
 
 
-def _linear_layers(reader: ConfigReader, *, interval: int) -> str:
-    """The pattern of layers with linear attention: ``layer_types``, else all but every ``interval``-th."""
+def linear_layers(reader: ConfigReader, *, interval: int) -> list[bool]:
+    """Which layers have linear attention: those of ``layer_types``, else all but every ``interval``-th."""
     layers, types = reader("num_hidden_layers"), reader.get("layer_types")
     if types is None:
-        return _pattern([(number + 1) % interval != 0 for number in range(layers)])
+        return [(number + 1) % interval != 0 for number in range(layers)]
     if not {*types} <= _TYPES.keys() or len(types) != layers:
         raise reader.refuse("layer_types", f"it must name each of the {layers} layers, as {' or '.join(_TYPES)}")
-    return _pattern([_TYPES[each] for each in types])
+    return [_TYPES[each] for each in types]
 
 
-def _pattern(marked: Sequence[bool]) -> str:
-    return window_pattern(tuple(marked)) or listed_layers(tuple(marked))
+def nets_in(marked: Sequence[bool]) -> dict[str, Any]:
+    """Fields of gated delta nets in these layers."""
+    pattern = window_pattern(tuple(marked)) or listed_layers(tuple(marked))
+    return {"experimental_attention_variant": "gated_delta_net", "linear_attention_freq": pattern}
 
 
-def _read(reader: ConfigReader, *, interval: int) -> dict[str, Any]:
-    pattern = _linear_layers(reader, interval=interval)
-    return {
-        "experimental_attention_variant": "gated_delta_net",
-        "linear_attention_freq": pattern,
-        **{ours: reader(theirs) for ours, theirs in _SIZES.items()},
-    }
+def _read(reader: ConfigReader) -> dict[str, Any]:
+    marked = linear_layers(reader, interval=reader("full_attention_interval"))
+    return {**nets_in(marked), **{name: reader(name) for name in NET_SIZES}}
 
 
-def _write(part: GatedDeltaNetConfig, model: ModelConfig) -> dict[str, Any]:
+def written_nets(part: GatedDeltaNetConfig, model: ModelConfig) -> dict[str, Any]:
+    """Sizes, and the kind of each layer."""
     names = {is_linear: name for name, is_linear in _TYPES.items()}
     layers = [names[each] for each in part.linear_layers(model.num_layers)]
-    return {"layer_types": layers, **{theirs: getattr(part, ours) for ours, theirs in _SIZES.items()}}
+    return {"layer_types": layers, **{name: getattr(part, name) for name in NET_SIZES}}
 
 
-def _check(part: GatedDeltaNetConfig, reader: ConfigReader) -> None:
+def check_heads(part: GatedDeltaNetConfig, reader: ConfigReader) -> None:
     """Raise CheckpointError for heads that don't fit."""
     keys, values = part.linear_num_key_heads, part.linear_num_value_heads
     if values % keys:
@@ -93,7 +91,8 @@ def _by_key_head(part: GatedDeltaNetConfig) -> Transform:
     return rearranged(torch.cat(by_head[:4], dim=1).flatten(), torch.cat(by_head[4:], dim=1).flatten())
 
 
-def _shared_rows(theirs: str) -> tuple[Row, ...]:
+def head_rows(theirs: str) -> tuple[Row, ...]:
+    """Rows of the two numbers of each value head. ``theirs``: the module of the published model."""
     return tuple(
         Row(f"{OURS}.self_attention.{name}", f"{theirs}.{name}", is_parameter=True) for name in ("A_log", "dt_bias")
     )
@@ -108,16 +107,16 @@ def _qwen3_next_rows(part: GatedDeltaNetConfig) -> Sequence[Row]:
         Row(f"{ours}.conv1d", f"{theirs}.conv1d"),
         Row(f"{ours}.out_norm", f"{theirs}.norm"),
         Row(f"{ours}.out_proj", f"{theirs}.out_proj"),
-        *_shared_rows(theirs),
+        *head_rows(theirs),
     )
 
 
 _QWEN3_NEXT_NETS = PublishedPart(
     group=GatedDeltaNetConfig,
-    read=lambda reader: _read(reader, interval=reader("full_attention_interval")),
-    write=_write,
+    read=_read,
+    write=written_nets,
     rows=_qwen3_next_rows,
-    check=_check,
+    check=check_heads,
 )
 QWEN3_NEXT = replace(
     like_llama(
@@ -149,10 +148,8 @@ QWEN3_NEXT = replace(
         attention_output_gate=True,
     ),
     features=(partial_rotary(0.25), attention_biases()),
-    kinds={**QWEN2_MOE.kinds, **_KINDS},
+    kinds={**QWEN2_MOE.kinds, **NET_KINDS},
     groups=(*QWEN2_MOE.groups, _QWEN3_NEXT_NETS),
     left_out={"mtp.": "a layer of multi-token prediction"},
 )
-
-
 TYPES: dict[str, ModelType] = {"qwen3_next": QWEN3_NEXT}

@@ -14,7 +14,12 @@ from megatron.config.moe import MoEConfig
 from megatron.core.conversion.bounds import Width
 from megatron.core.conversion.huggingface.biases import attention_biases
 from megatron.core.conversion.huggingface.config_reader import ConfigReader
-from megatron.core.conversion.huggingface.rotary import ROTARY, read_rotary, written_rotary
+from megatron.core.conversion.huggingface.rotary import (
+    ROTARY,
+    neither_rotary_nor_none,
+    read_rotary,
+    written_rotary,
+)
 from megatron.core.conversion.tables import Row
 from megatron.core.conversion.transforms import Transform
 from megatron.core.models.gpt.huggingface.bamba import DEFAULTS, EXPECTED, IDLE, KINDS, MAMBA_PART, PAIR, written_mixers
@@ -64,11 +69,6 @@ def _read_positions(reader: ConfigReader) -> dict[str, Any]:
 
 def _written_positions(model: ModelConfig) -> dict[str, Any]:
     return {**written_rotary(model), "position_embedding_type": "rope" if model.is_rotary else "nope"}
-
-
-def _other_positions(model: ModelConfig) -> list[str]:
-    has_either = model.is_rotary or model.position_embedding_type == "none"
-    return [] if has_either else ["positions are not rotary"]
 
 
 def _read_experts(reader: ConfigReader) -> dict[str, Any]:
@@ -126,7 +126,7 @@ GRANITE_HYBRID = with_experts(
             "ffn_hidden_size": "shared_intermediate_size",
         },
         features=(
-            replace(ROTARY, read=_read_positions, write=_written_positions, refuse=_other_positions),
+            replace(ROTARY, read=_read_positions, write=_written_positions, refuse=neither_rotary_nor_none),
             attention_biases(),
         ),
         groups=(pattern_part(_letters, _written_letters), MAMBA_PART),
