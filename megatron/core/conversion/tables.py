@@ -60,7 +60,7 @@ def matches(table: Sequence[Row], model: ModelConfig, groups: Sequence[object] =
         layer = LAYER.fullmatch(name)
         parameter = f"{layer[1]}{{n}}{layer[3]}" if layer else name
         module, _, kind = name.rpartition(".")
-        row = rows.get(parameter) or rows.get(module) or rows.get(parameter.rpartition(".")[0])
+        row = rows.get(name) or rows.get(parameter) or rows.get(module) or rows.get(parameter.rpartition(".")[0])
         if row is None:
             unnamed.append(name)
             continue

@@ -27,7 +27,15 @@ FAULTS = (
         old="torch.cat([part.make() for part in parts])[start:end]",
         new="torch.cat([part.make() for part in parts[::-1]])[start:end]",
         suffers="An OLMo Hybrid that transformers has written gets the convolution of queries in its values.",
-        first=("unit/conversion/test_families.py",),
+        first=("unit/conversion/test_families.py::test_olmo_hybrid_as_transformers_writes_it",),
+    ),
+    Fault(
+        "norms_of_a_later_depth_swapped",
+        "megatron/core/models/gpt/huggingface/delta_nets.py",
+        old='{"enorm": "pre_fc_norm_embedding", "hnorm": "pre_fc_norm_hidden",',
+        new='{"enorm": "pre_fc_norm_hidden", "hnorm": "pre_fc_norm_embedding",',
+        suffers="Multi-token prediction of a Qwen3-Next normalizes embeddings with the weights of hidden states.",
+        first=("unit/conversion/test_later_layers.py",),
     ),
     Fault(
         "layers_of_a_pair_apart",

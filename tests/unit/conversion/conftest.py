@@ -41,7 +41,7 @@ def write_as_released(model: Any, folder: Path) -> None:
         nets.linear_num_key_heads * nets.linear_key_head_dim,
         nets.linear_num_value_heads * nets.linear_value_head_dim,
     )
-    tensors = {}
+    tensors = dict[str, Any]()
     for name, tensor in model.state_dict().items():
         if name.endswith(".conv1d.weight"):
             parts = zip("qkv", tensor.split([keys, keys, values]), strict=True)

@@ -209,25 +209,6 @@ def test_settings_that_are_not_read_are_named(
     assert read_huggingface(folder).notes == (f"note: {folder}/config.json has settings that are not read in {words}",)
 
 
-def test_layers_that_are_left_out_are_named(model_folder: Folder, tmp_path: Path) -> None:
-    """Qwen3-Next's published files have a layer of multi-token prediction that no setting names: they were refused as a
-    damaged download. Elsewhere such tensors are.
-    """
-    folder = Path(shutil.copytree(model_folder("qwen3_next"), tmp_path / "folder"))
-    plain = read_huggingface(folder)
-    rewrite(folder, lambda tensors: tensors | {f"mtp.{name}.weight": torch.ones(3) for name in ("fc", "norm")})
-    found = read_huggingface(folder)
-    (note,) = found.notes
-    assert note == (
-        f"note: {folder} holds a layer of multi-token prediction in 2 tensors, which transformers does not read "
-        "either; the model is converted without them"
-    )
-    assert plain.notes == () and found.model == plain.model and found.tensors.keys() == plain.tensors.keys()
-    other = Path(shutil.copytree(model_folder("llama"), tmp_path / "llama"))
-    rewrite(other, lambda tensors: tensors | {"mtp.fc.weight": torch.ones(3)})
-    assert "not part of this architecture: mtp.fc.weight" in refused(other)
-
-
 def test_heads_of_another_width_than_gpt_neox_computes(model_folder: Folder, tmp_path: Path) -> None:
     """Rotary positions would be made for ``head_dim`` channels, which transformers' heads do not have."""
     folder = Path(shutil.copytree(model_folder("gpt_neox"), tmp_path / "folder"))

@@ -101,7 +101,9 @@ class ModelType(Feature):
     ``as_released``: all tensors under the names that the table has, from those of files that other programs wrote.
     ``prefix``: what names of the bare model begin with inside the model with its heads; ``heads``: beginnings of names
     outside the bare model. ``unused``: ends of names of tensors that no model needs, such as buffers of older versions.
-    ``left_out``: beginnings of names of tensors that transformers doesn't read, either, and what they are, for a note.
+    ``later_rows``: from all rows, and the settings of a model and its groups, those of multi-token prediction.
+    ``later_layers``: how many of its layers a model has, from the names of the tensors (and the file, for errors), of a
+    type whose settings don't say it.
     ``tied_copies``: tensors that files may hold a second time. ``copies``: tensors that files hold a
     second time, and which. ``aliases``: other names of tensors, and those in files.
     ``other_prefixes``: what those names begin with elsewhere, as in memory.
@@ -128,7 +130,10 @@ class ModelType(Feature):
     other_prefixes: tuple[str, ...] = ()
     heads: tuple[str, ...] = ("lm_head.",)
     unused: tuple[str, ...] = ()
-    left_out: Mapping[str, str] = field(default_factory=dict)
+    later_rows: Callable[[Sequence[Row], ModelConfig, Sequence[object]], Sequence[Row]] = lambda rows, model, groups: ()
+    later_layers: Callable[[ModelConfig, Collection[str], str], int] = lambda model, tensors, where: (
+        model.mtp_num_layers
+    )
     tied_copies: tuple[str, ...] = ()
     copies: Callable[[ModelConfig], Mapping[str, str]] = lambda model: {}
     aliases: Mapping[str, str] = field(default_factory=dict)
@@ -313,7 +318,7 @@ class HuggingFaceFormat:
     def is_unused(self, name: str, model_type: str) -> bool:
         """Whether no model of this type needs the tensor of this name."""
         described = self.types[model_type]
-        return name.endswith(described.unused) or name.startswith(tuple(described.left_out))
+        return name.endswith(described.unused)
 
     def special_tokens(self, tokenizer: Tokenizer) -> dict[str, Any]:
         """Ids of special tokens in config.json, beside those of every model."""

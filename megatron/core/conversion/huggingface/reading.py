@@ -106,6 +106,7 @@ def _portable(config: dict[str, Any], tensors: dict[str, LazyTensor], where: str
     described = published.types[model_type]
     theirs = described.as_released({today: tensors[name] for name, today in described.current_names(tensors).items()})
     model = published.complete(model, theirs)
+    model = replace(model, mtp_num_layers=described.later_layers(model, theirs, where))
     reader = published.reader(config, where=settings)
     published.model_from_config(reader, model_type)
     groups = with_all_groups(published.groups_from_config(reader, theirs, where=settings))
@@ -138,7 +139,6 @@ def _portable(config: dict[str, Any], tensors: dict[str, LazyTensor], where: str
                 model_type=model_type,
                 where=settings,
             ),
-            *_left_out(theirs, described.left_out, where=where),
             *_mixed_types({name: theirs[name].dtype for name in wanted}, where=where),
         ),
     )
@@ -152,17 +152,6 @@ def _unread(
     if not found:
         return ()
     return (f"note: {where} has settings that are not read in a {model_type}: {listed(found)}",)
-
-
-def _left_out(tensors: Collection[str], parts: Mapping[str, str], *, where: str) -> tuple[str, ...]:
-    """A note for each part of the files that no model here has."""
-    counts = {what: sum(name.startswith(beginning) for name in tensors) for beginning, what in parts.items()}
-    return tuple(
-        f"note: {where} holds {what} in {count:,} tensors, which transformers does not read either; the model is "
-        "converted without them"
-        for what, count in counts.items()
-        if count
-    )
 
 
 def _mixed_types(dtypes: Mapping[str, torch.dtype], *, where: str) -> tuple[str, ...]:

@@ -89,14 +89,18 @@ class DecoderFormat(HuggingFaceFormat):
     @override
     def complete(self, model: ModelConfig, tensors: dict[str, LazyTensor]) -> ModelConfig:
         """Files that transformers saved lack the layers of multi-token prediction."""
-        has_later = any(name.endswith(".eh_proj.weight") for name in tensors)
-        return model if has_later or not model.mtp_num_layers else replace(model, mtp_num_layers=0)
+        return model if _has_later(tensors) or not model.mtp_num_layers else replace(model, mtp_num_layers=0)
 
     @override
     def groups_from_config(self, reader: ConfigReader, tensors: Collection[str], *, where: str) -> tuple[object, ...]:
         """GPT's facts, and the parts of types that have some."""
         described = self.types[reader("model_type")]
-        return (GPTConfig(), *(part.of(reader) for part in described.groups))
+        found = [part.of(reader) for part in described.groups]
+        hybrid = HybridConfig.among(found)
+        if hybrid.depth_letters and not _has_later(tensors):
+            bare = replace(hybrid, hybrid_layer_pattern=hybrid.letters)
+            found = [bare if isinstance(each, HybridConfig) else each for each in found]
+        return (GPTConfig(), *found)
 
     @override
     def settings_of_groups(self, groups: Sequence[object], model_type: str, model: ModelConfig) -> dict[str, Any]:
@@ -131,7 +135,12 @@ class DecoderFormat(HuggingFaceFormat):
         """Rows of the model's modules, those of its parts included."""
         parts = self.types[model_type].groups
         of_parts = (row for part in parts for row in part.rows(part.among(groups)))
-        return (*super().table(model_type, model, groups), *of_parts)
+        rows = (*super().table(model_type, model, groups), *of_parts)
+        return (*rows, *self.types[model_type].later_rows(rows, model, groups))
+
+
+def _has_later(tensors: Collection[str]) -> bool:
+    return any(name.endswith(".eh_proj.weight") for name in tensors)
 
 
 FORMAT = DecoderFormat()

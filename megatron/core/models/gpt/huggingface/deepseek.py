@@ -281,16 +281,20 @@ def biased_rows(moe: MoEConfig) -> Sequence[Row]:
     return (*rows, *mtp_layer(rows))
 
 
-def mtp_layer(rows: Sequence[Row]) -> tuple[Row, ...]:
-    """The rows of a layer as those of multi-token prediction."""
+def mtp_layer(
+    rows: Sequence[Row], *, ours: str = f"{LATER}.transformer_layer", before: str = THEIRS, theirs: str = THEIR_LATER
+) -> tuple[Row, ...]:
+    """The rows of a layer as those of multi-token prediction. ``ours``, ``theirs``: what their names begin with there,
+    and ``before`` in other layers.
+    """
 
     def moved(name: str) -> str:
-        return name.replace(THEIRS, THEIR_LATER)
+        return name.replace(before, theirs)
 
     return tuple(
         replace(
             row,
-            ours=row.ours.replace(OURS, f"{LATER}.transformer_layer"),
+            ours=row.ours.replace(OURS, ours),
             theirs=moved(row.theirs) if isinstance(row.theirs, str) else tuple(map(moved, row.theirs)),
         )
         for row in rows

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from megatron.config.layer_patterns import listed_layers, window_pattern
 from megatron.config.linear_attention import GatedDeltaNetConfig
 from megatron.config.model import ModelConfig
+from megatron.core.checkpointing.manifest import listed
 from megatron.core.conversion.bounds import Count, Heads, Width
 from megatron.core.conversion.huggingface.biases import attention_biases
 from megatron.core.conversion.huggingface.config_reader import ConfigReader
@@ -20,8 +22,10 @@ from megatron.core.conversion.huggingface.parts import PublishedPart
 from megatron.core.conversion.huggingface.rotary import partial_rotary
 from megatron.core.conversion.tables import Row
 from megatron.core.conversion.transforms import Transform
+from megatron.core.models.gpt.huggingface.deepseek import LATER, mtp_layer
 from megatron.core.models.gpt.huggingface.llama import OURS, THEIRS, like_llama
 from megatron.core.models.gpt.huggingface.mixtral import QWEN2_MOE
+from megatron.errors import CheckpointError
 
 NET_SIZES = (
     *("linear_conv_kernel_dim", "linear_key_head_dim", "linear_value_head_dim"),
@@ -35,6 +39,8 @@ NET_KINDS: dict[str, Any] = {
     "layer_types": list[str],
 }
 """Types and bounds of their settings."""
+_LATER = "mtp"
+_ONE_PROJECTION = "depths of multi-token prediction share one projection there, and here each has its own"
 _TYPES = {"linear_attention": True, "full_attention": False}
 
 
@@ -111,7 +117,44 @@ def _qwen3_next_rows(part: GatedDeltaNetConfig) -> Sequence[Row]:
     )
 
 
-_QWEN3_NEXT_NETS = PublishedPart(
+class _Nets(PublishedPart[GatedDeltaNetConfig]):
+    @override
+    def missing(self, part: GatedDeltaNetConfig, model: ModelConfig) -> str | None:
+        """Multi-token prediction has attention there, and here the kind of the last layer."""
+        if not model.mtp_num_layers or not part.linear_layers(model.num_layers)[-1]:
+            return None
+        return "its layer of multi-token prediction has a gated delta net, as the last layer, and not attention"
+
+
+def _later_layers(model: ModelConfig, tensors: Collection[str], where: str) -> int:
+    """One layer where the files have it, which no setting says; CheckpointError for one that is none of ours."""
+    if "mtp.fc.weight" not in tensors:
+        return 0
+    own, last = (
+        {name.removeprefix(before) for name in tensors if name.startswith(before)}
+        for before in (f"{_LATER}.layers.0.", f"model.layers.{model.num_layers - 1}.")
+    )
+    if own == last:
+        return 1
+    raise CheckpointError(
+        f"{where} holds a layer of multi-token prediction with other tensors than the last layer of the model, which "
+        f"is not available here: only one of the two has {listed(sorted(own ^ last))}"
+    )
+
+
+def _read_later(reader: ConfigReader) -> dict[str, Any]:
+    if (reader.get("num_nextn_predict_layers") or 0) > 1:
+        raise reader.refuse("num_nextn_predict_layers", _ONE_PROJECTION)
+    return {}
+
+
+def _later_rows(rows: Sequence[Row], model: ModelConfig, groups: Sequence[object]) -> Sequence[Row]:
+    ends = {"enorm": "pre_fc_norm_embedding", "hnorm": "pre_fc_norm_hidden", "eh_proj": "fc", "final_layernorm": "norm"}
+    around = (Row(f"{LATER}.{ours}", f"{_LATER}.{theirs}") for ours, theirs in ends.items())
+    return (*mtp_layer(rows, theirs=f"{_LATER}.layers.{{n}}"), *around)
+
+
+_QWEN3_NEXT_NETS = _Nets(
     group=GatedDeltaNetConfig,
     read=_read,
     write=written_nets,
@@ -140,7 +183,7 @@ QWEN3_NEXT = replace(
             "mlp_only_layers": [],
             "norm_topk_prob": True,
         },
-        about="Qwen3-Next, without its layer of multi-token prediction; any layers with gated delta nets; any layers "
+        about="Qwen3-Next, with its layer of multi-token prediction; any layers with gated delta nets; any layers "
         "dense; tied or not",
         example="Qwen/Qwen3-Next-80B-A3B-Instruct",
         qk_layernorm=True,
@@ -148,8 +191,12 @@ QWEN3_NEXT = replace(
         attention_output_gate=True,
     ),
     features=(partial_rotary(0.25), attention_biases()),
-    kinds={**QWEN2_MOE.kinds, **NET_KINDS},
+    kinds={**QWEN2_MOE.kinds, **NET_KINDS, "num_nextn_predict_layers": int},
+    by_code=("mtp_num_layers",),
+    read=_read_later,
+    refuse=lambda model: [_ONE_PROJECTION] if model.mtp_num_layers > 1 else [],
     groups=(*QWEN2_MOE.groups, _QWEN3_NEXT_NETS),
-    left_out={"mtp.": "a layer of multi-token prediction"},
+    later_layers=_later_layers,
+    later_rows=_later_rows,
 )
 TYPES: dict[str, ModelType] = {"qwen3_next": QWEN3_NEXT}

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Annotated, Any
 
 import torch
 
+from megatron.config.hybrid import HybridConfig
 from megatron.config.hybrid_pattern import ATTENTION, EXPERTS, LETTERS, MAMBA, MLP
 from megatron.config.mamba import MambaConfig
 from megatron.config.model import ModelConfig
@@ -16,7 +18,7 @@ from megatron.core.conversion.huggingface.config_reader import UNGATED, ConfigRe
 from megatron.core.conversion.huggingface.format import USUAL_SETTINGS, ModelType
 from megatron.core.conversion.tables import Row
 from megatron.core.conversion.transforms import Transform
-from megatron.core.models.gpt.huggingface.deepseek import biased_choice, written_choice
+from megatron.core.models.gpt.huggingface.deepseek import biased_choice, mtp_layer, written_choice
 from megatron.core.models.gpt.huggingface.experts import KINDS, STACKED, with_experts
 from megatron.core.models.gpt.huggingface.hybrid_parts import (
     FIXED,
@@ -32,6 +34,7 @@ from megatron.core.models.gpt.huggingface.hybrid_parts import (
 from megatron.core.models.gpt.huggingface.llama import OURS
 from megatron.small_files import Between
 
+_DEPTHS = "num_nextn_predict_layers"
 _THEIRS = "backbone.layers.{n}"
 _NORM, _MIXER = f"{_THEIRS}.norm", f"{_THEIRS}.mixer"
 _SETTINGS = {
@@ -63,24 +66,48 @@ _MATRICES = Transform(
 )
 
 
-def _letters(reader: ConfigReader) -> str:
-    pattern = reader.get("hybrid_override_pattern")
-    if reader.get("layers_block_type") or pattern is None:
-        return layer_types(reader, "layers_block_type", _KINDS_OF_LAYERS)
+def _letters(reader: ConfigReader, *, of_depth: str = "") -> str:
+    """The letters of the layers, or with ``of_depth`` mtp_ of a depth of multi-token prediction."""
+    types, letters = f"{of_depth}layers_block_type", f"{of_depth}hybrid_override_pattern"
+    pattern = reader.get(letters)
+    if reader.get(types) or pattern is None:
+        return layer_types(reader, types, _KINDS_OF_LAYERS)
     if not pattern or not {*pattern} <= {*_KINDS_OF_LAYERS.values()}:
         kinds = ", ".join(f"{letter} {LETTERS[letter]}" for letter in (MAMBA, ATTENTION, MLP, EXPERTS))
-        raise reader.refuse("hybrid_override_pattern", f"its letters are {kinds}")
+        raise reader.refuse(letters, f"its letters are {kinds}")
     return str(pattern)
 
 
-def _written_letters(letters: str, model: ModelConfig) -> dict[str, Any]:
-    """The list of transformers 5, and the letters that the model's own code reads."""
+def _whole_pattern(reader: ConfigReader) -> str:
+    depths = reader.get(_DEPTHS) or 0
+    return "/".join((_letters(reader), *([_letters(reader, of_depth="mtp_")] * depths if depths else ())))
+
+
+def _written_letters(hybrid: HybridConfig, model: ModelConfig) -> dict[str, Any]:
+    """The lists of transformers 5, and the letters that the model's own code reads."""
     names = {letter: name for name, letter in [*_KINDS_OF_LAYERS.items()][:4]}
-    return {
-        "layers_block_type": [names.get(letter, letter) for letter in letters],
-        "hybrid_override_pattern": letters,
-        "num_hidden_layers": len(letters),
-    }
+    found: dict[str, Any] = {"num_hidden_layers": len(hybrid.letters), _DEPTHS: model.mtp_num_layers}
+    for before, letters in {"": hybrid.letters, "mtp_": hybrid.depth_letters}.items():
+        if letters:
+            found[f"{before}layers_block_type"] = [names.get(letter, letter) for letter in letters]
+            found[f"{before}hybrid_override_pattern"] = letters
+    return found
+
+
+def _later_rows(rows: Sequence[Row], model: ModelConfig, groups: Sequence[object]) -> Sequence[Row]:
+    """Each layer of a depth of multi-token prediction is one of theirs, with what stands around a depth in its first
+    and last.
+    """
+    size = len(HybridConfig.among(groups).depth_letters)
+    found = list[Row]()
+    for depth in range(model.mtp_num_layers):
+        first, last = depth * size, (depth + 1) * size - 1
+        for number in range(size):
+            own = f"mtp.layers.{depth}.{f'layers.{number}' if size > 1 else 'transformer_layer'}"
+            found += mtp_layer(rows, ours=own, before=_THEIRS, theirs=f"mtp.layers.{first + number}")
+        around = {"enorm": first, "hnorm": first, "eh_proj": first, "final_layernorm": last}
+        found += (Row(f"mtp.layers.{depth}.{name}", f"mtp.layers.{at}.{name}") for name, at in around.items())
+    return found
 
 
 def _read_mamba(reader: ConfigReader) -> dict[str, Any]:
@@ -157,7 +184,6 @@ _EXPECTED: dict[str, Any] = {
     "attention_bias": False,
     "sliding_window": None,
     "moe_latent_size": None,
-    "num_nextn_predict_layers": 0,
 }
 _IDLE = (
     *("chunk_size", "expand", "time_step_limit", "time_step_max", "time_step_floor", "rescale_prenorm_residual"),
@@ -186,13 +212,14 @@ NEMOTRON_H = with_experts(
             "kv_channels": "head_dim",
             "norm_epsilon": "layer_norm_epsilon",
             "hidden_dropout": "hidden_dropout",
+            "mtp_num_layers": _DEPTHS,
         },
-        optional=("num_key_value_heads", "head_dim"),
+        optional=("num_key_value_heads", "head_dim", _DEPTHS),
         activation="mlp_hidden_act",
         activations=UNGATED,
         features=(_MLP_BIASES,),
         groups=(
-            pattern_part(_letters, _written_letters),
+            replace(pattern_part(_whole_pattern, lambda letters, model: {}), write=_written_letters),
             mamba_part(
                 _SETTINGS, mixer_rows(_MIXER, norm=_NORM), read=_read_mamba, write=_written_mamba, expands=False
             ),
@@ -238,12 +265,13 @@ NEMOTRON_H = with_experts(
             **mamba_kinds(_SETTINGS),
             "time_step_min": Annotated[float, Between(0, 1e12)],
             "hybrid_override_pattern": str,
-            "layers_block_type": list[str],
+            "mtp_hybrid_override_pattern": str,
+            **dict.fromkeys(("layers_block_type", "mtp_layers_block_type"), list[str]),
             **dict.fromkeys(("use_bias", "use_conv_bias", "mamba_proj_bias", "attention_bias"), bool),
             "mamba_hidden_act": str,
             "moe_shared_expert_intermediate_size": Width,
             "routed_scaling_factor": Factor,
-            **dict.fromkeys(("sliding_window", "moe_latent_size", "num_nextn_predict_layers"), int),
+            **dict.fromkeys(("sliding_window", "moe_latent_size"), int),
         },
         read=lambda reader: {"num_layers": len(_letters(reader))},
         refuse=lambda model: (
@@ -253,7 +281,9 @@ NEMOTRON_H = with_experts(
         prefix="backbone.",
         other_prefixes=("model.",),
         older_settings=_OLDER,
-        about="Nemotron-H and Nemotron 3 Nano, dense or with experts, without experts in latents and later layers",
+        later_rows=_later_rows,
+        about="Nemotron-H and Nemotron 3 Nano, dense or with experts, with their layers of multi-token prediction; no "
+        "experts in latents",
         example="nvidia/Nemotron-H-8B-Base-8K",
     ),
     read=_read_experts,
