@@ -57,11 +57,27 @@ LAYOUTS: dict[str, tuple[dict[str, Any], str]] = {
     "TP 4, SP": ({"tp": 4}, "--sequence-parallel"),
     "DP 2": ({"dp": 2}, ""),
     "ZeRO 1, DP 2": ({"dp": 2}, "--use-distributed-optimizer"),
+    "ZeRO 2, DP 2": ({"dp": 2}, "--data-parallel-sharding-strategy optim_grads"),
+    "ZeRO 2, DP 2, overlapped": (
+        {"dp": 2},
+        "--data-parallel-sharding-strategy optim_grads --overlap-grad-reduce --overlap-param-gather",
+    ),
+    "ZeRO 3, DP 2": ({"dp": 2}, "--data-parallel-sharding-strategy optim_grads_params"),
+    "ZeRO 3, DP 2, overlapped, recomputed": (
+        {"dp": 2},
+        "--data-parallel-sharding-strategy optim_grads_params --overlap-grad-reduce --overlap-param-gather "
+        "--recompute-granularity full",
+    ),
     "DP 4": ({"dp": 4}, "--overlap-grad-reduce"),
     "ZeRO 1, DP 4, overlapped": (
         {"dp": 4},
         "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather --ddp-bucket-size 100000",
     ),
+    "ZeRO 2, PP 2, DP 2, ZB-H1": (
+        {"pp": 2, "dp": 2},
+        "--data-parallel-sharding-strategy optim_grads --pipeline-schedule zb-h1",
+    ),
+    "ZeRO 3, PP 2, DP 2": ({"pp": 2, "dp": 2}, "--data-parallel-sharding-strategy optim_grads_params"),
     "PP 4, GPipe": ({"pp": 4}, "--pipeline-schedule gpipe"),
     "PP 4, 1F1B": ({"pp": 4}, ""),
     "PP 4, 1F1B, untied": ({"pp": 4}, "--untie-embeddings-and-output-weights"),
@@ -190,7 +206,7 @@ def textbook(layout: str, rank: int) -> Counter[str]:
     sent = _tensor_parallel(config, mesh) + _pipeline(config, mesh) + _data_parallel(config, mesh)
     # The norm of all gradients in fp64, and two numbers for each of two losses.
     several = [axis for axis in ("pp", "dp", "tp") if mesh.size(axis) > 1]
-    sent[f"all-reduce {several[0] if len(several) == 1 else 'all'}"] += all_reduced(8, mesh.world_size)
+    sent[f"all-reduce {', '.join(several) if 'tp' not in several[1:] else 'all'}"] += all_reduced(8, mesh.world_size)
     holders = [axis for axis in several if axis != "tp"]
     sent[f"all-reduce {', '.join(holders)}"] += all_reduced(16, mesh.size("pp", "dp"))
     return +sent
@@ -241,14 +257,19 @@ def _pipeline(config: RunConfig, mesh: Mesh) -> Counter[str]:
 
 
 def _data_parallel(config: RunConfig, mesh: Mesh) -> Counter[str]:
-    """All gradients summed; with ZeRO 1 each rank gets the sums of its part, and all ranks get all weights."""
+    """All gradients summed; with ZeRO 1 each rank gets the sums of its part, and all ranks get all weights. ZeRO 2 sums
+    after each microbatch. ZeRO 3 gathers weights for each forward and each backward pass, or with pipelines once.
+    """
     ranks = mesh.size("dp")
     size = rank_parameters(config, FAMILIES["gpt"].train_spec, pipeline_rank=mesh.rank("pp")).total * 4
     if ranks == 1:
         return Counter()
     if config.parallel.zero_stage == 0:
         return Counter({"all-reduce dp": all_reduced(size, ranks)})
-    return Counter({"reduce-scatter dp": gathered(size, ranks), "all-gather dp": gathered(size, ranks)})
+    microbatches = config.num_microbatches() if config.parallel.zero_stage > 1 else 1
+    passes = 2 * microbatches if config.parallel.zero_stage == 3 and mesh.size("pp") == 1 else 1
+    part = gathered(size, ranks)
+    return Counter({"reduce-scatter dp": microbatches * part, "all-gather dp": passes * part})
 
 
 def main() -> None:

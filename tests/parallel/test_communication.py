@@ -6,7 +6,7 @@ import pytest
 
 from benchmarks.communication import measured, textbook, worlds
 
-FIRST = ("TP 2, PP 2, DP 2, ZeRO 1",)
+FIRST = ("TP 2, PP 2, DP 2, ZeRO 1", "ZeRO 2, PP 2, DP 2, ZB-H1")
 """Ways of dividing work in the default tier."""
 
 

@@ -9,7 +9,7 @@ from megatron.core.parallel import collectives
 from megatron.core.parallel.context import ParallelContext
 from megatron.training.evaluation.parity import Observed
 from tests.equivalence import test_equivalence as table
-from tests.equivalence import test_experts, test_pipeline
+from tests.equivalence import test_experts, test_pipeline, test_sharding_stages
 from tests.equivalence.training import at, train, train_alone
 from tests.harness import run_ranks
 from tests.harness.poisoned import poisoned
@@ -23,10 +23,20 @@ CASES: dict[str, tuple[str, str]] = {
     for name, layout in (table.LAYOUTS | test_pipeline.STAGES | test_pipeline.COMBINED).items()
     if "--world-size" in layout
 } | {f"experts, {name}": (EXPERTS, layout) for name, layout in test_experts.LAYOUTS.items()}
+CASES |= {
+    f"{layout}, stage {stage}": (LLAMA, f"{test_sharding_stages.LAYOUTS[layout]} {flags}")
+    for layout in (
+        "dp2 overlapped, small buckets",
+        "tp2 sp dp2, recompute, accumulation fused",
+        "pp2 zb-v dp2, recompute",
+    )
+    for stage, flags in test_sharding_stages.STAGES.items()
+}
 FIRST = (
     "tp2 sp dp2 zero recompute",
     "cp2",
     "pp2 zb-v dp2 zero overlapped",
+    "dp2 overlapped, small buckets, stage 3",
 )
 
 

@@ -1,0 +1,97 @@
+"""ZeRO 2 and 3 train what one rank trains: models with everything that owns weights, at layouts of every kind."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+
+from megatron.training.evaluation.parity import Observed
+from tests.equivalence.flags import (
+    CP2,
+    EP2,
+    ETP1,
+    EXPERTS,
+    FULL,
+    FUSED,
+    HYBRID,
+    LATENT_TIED,
+    LATER,
+    LLAMA,
+    LLAMA_TIED,
+    LOOPED,
+    OFFLOADED,
+    PP2,
+    PP4,
+    SELECTIVE,
+    SMALL,
+    SP,
+    TP2,
+    VEE,
+    ZB_H1,
+)
+from tests.equivalence.test_equivalence import check
+from tests.equivalence.training import train_alone, train_at
+from tests.tiers import pairs
+
+STAGES = {
+    "2": "--data-parallel-sharding-strategy optim_grads",
+    "3": "--data-parallel-sharding-strategy optim_grads_params",
+}
+AUX_LOSS = "--moe-aux-loss-coeff 0.1 --moe-router-load-balancing-type seq_aux_loss"
+MAMBA = "--mamba-state-dim 3 --mamba-head-dim 4 --mamba-num-heads 8 --mamba-num-groups 2"
+UNIFORM = f"{FULL} --recompute-method uniform --recompute-num-layers 2"
+
+"""Of four layers each, so that every schedule has stages for them."""
+VARIANTS: dict[str, str] = {
+    "llama": f"{LLAMA} --num-layers 4",
+    "gpt2 tied": f"{SMALL} --num-layers 4",
+    "llama tied, experts": f"{LLAMA_TIED} --num-layers 4 {EXPERTS} {AUX_LOSS} --moe-shared-expert-intermediate-size 16",
+    "latent attention, later tokens": f"{LATENT_TIED} --num-layers 4 {LATER} --norm-placement both",
+    "frozen: embedding, every second layer": f"{LLAMA} --num-layers 4 --freeze 'embedding.*' 'decoder.layers.[02].*'",
+    "frozen: all but the head": f"{LLAMA} --num-layers 4 --freeze '[!o]*'",
+    "bert": f"bert: {SMALL} --num-layers 4",
+    "t5": f"t5: {SMALL} --num-layers 4",
+    "hybrid": f"{HYBRID} {MAMBA} --hybrid-layer-pattern M*E-",
+}
+LAYOUTS: dict[str, str] = {
+    "dp2, accumulation": "--world-size 2 --micro-batch-size 1",
+    "dp2 overlapped, small buckets": (
+        "--world-size 2 --overlap-grad-reduce --overlap-param-gather --ddp-bucket-size 1000 --micro-batch-size 1"
+    ),
+    "tp2 sp dp2, recompute, accumulation fused": f"--world-size 4 {TP2} {SP} {FULL} {FUSED}",
+    "tp2 dp2, several layers recomputed together": f"--world-size 4 {TP2} {UNIFORM} --micro-batch-size 1",
+    "cp2 dp2, recompute selective": f"--world-size 4 {CP2} {SELECTIVE} --overlap-grad-reduce --overlap-param-gather",
+    "dp2 offloaded": f"--world-size 2 {OFFLOADED}",
+    "ep2": f"--world-size 2 {EP2}",
+    "dp4 ep2, accumulation fused": f"--world-size 4 {EP2} {FUSED} --micro-batch-size 1",
+    "tp2 sp ep2 dp2": f"--world-size 4 {TP2} {SP} {EP2} {ETP1}",
+    "pp2 dp2": f"--world-size 4 {PP2} --micro-batch-size 1",
+    "pp2 vpp2 dp2, overlapped": (
+        f"--world-size 4 {LOOPED} --micro-batch-size 1 --overlap-grad-reduce --overlap-param-gather"
+    ),
+    "pp2 zb-h1 dp2, accumulation fused": f"--world-size 4 {PP2} {ZB_H1} {FUSED} --micro-batch-size 1",
+    "pp2 zb-v dp2, recompute": f"--world-size 4 {VEE} {FULL} --micro-batch-size 1",
+    "pp4 dp2": f"--world-size 8 {PP4} --micro-batch-size 1",
+    "tp2 sp cp2 dp2": f"--world-size 8 {TP2} {SP} {CP2}",
+    "tp2 sp pp2 zb-h1 dp2": f"--world-size 8 {TP2} {SP} {PP2} {ZB_H1} --micro-batch-size 1",
+}
+
+
+@functools.cache
+def reference(variant: str) -> Observed:
+    """The table's steps on one rank."""
+    return train_alone(VARIANTS[variant])
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize(
+    ("variant", "layout"),
+    pairs(VARIANTS, LAYOUTS, rich=("dp2 overlapped, small buckets", "dp2, accumulation")),
+)
+def test_stage_trains_what_one_rank_trains(stage: str, variant: str, layout: str) -> None:
+    """A unit gathered too late or freed too early, gradients of a microbatch that no rank sums, or sums twice, and
+    weights drawn apart would each train another model.
+    """
+    outcomes = train_at(VARIANTS[variant], f"{LAYOUTS[layout]} {STAGES[stage]}")
+    check(outcomes, [reference(variant)])
