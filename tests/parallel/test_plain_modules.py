@@ -65,6 +65,42 @@ def test_replicas_take_the_steps_of_one_rank(flags: str) -> None:
             torch.testing.assert_close(value, weights[name], rtol=1e-4, atol=1e-5)
 
 
+class Reader(nn.Module):
+    """A stack of layers that reads a weight of its first one before that is called, and calls its last one twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.layers = nn.ModuleList([nn.Linear(8, 8), nn.Linear(8, 8)])
+        self.last = nn.Linear(8, 2)
+
+    @override
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        """The mean loss of a batch."""
+        first, second = self.layers
+        hidden = first((x @ first.weight).relu()).relu()
+        return cross_entropy(self.last(second(second(hidden).relu())), y)
+
+
+def read_early(context: ParallelContext, strategy: str) -> Trained:
+    return trained(context, Reader(), Points(), f"--data-parallel-sharding-strategy {strategy}")
+
+
+def test_gradients_that_come_after_their_layer_are_summed() -> None:
+    """With ZeRO 2 they stayed on the rank that had them, and were taken for gradients of the next step."""
+    (alone, weights), *_ = run_ranks(read_early, "no_shard")
+    for losses, state in run_ranks(read_early, "optim_grads", dp=2):
+        assert losses == pytest.approx(alone, rel=1e-5)
+        for name, value in state.items():
+            torch.testing.assert_close(value, weights[name], rtol=1e-4, atol=1e-5)
+
+
+def test_a_weight_that_is_read_before_its_layer_is_called() -> None:
+    """With ZeRO 3 it isn't there, and torch would crash without a word."""
+    with pytest.raises(RanksError, match=r"the weight layers\.0\.weight was read while layers\.0 is released"):
+        run_ranks(read_early, "optim_grads_params", dp=2)
+
+
 def test_replicas_have_the_buffers_of_the_first() -> None:
     """Checkpoints hold one copy, so a resumed run would not go on as the ranks were."""
     (_, first), (_, second) = run_ranks(replica, "--check-weight-hash-across-dp-replicas-interval 1", True, dp=2)

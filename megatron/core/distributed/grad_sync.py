@@ -139,7 +139,7 @@ class GradSync:
             reduction.arrived = 0
         self._launched = 0
         self._counted = False
-        self.units.settle()
+        self.units.finish()
         self._sum_partial()
         self._sum_shared()
         self._sum_tied()

@@ -66,15 +66,28 @@ class UnitGradients:
     def complete(self, unit: Unit) -> None:
         """Start to sum the unit's gradients over the ranks. A collective, also where this rank has none."""
         for home in _buckets(unit, self._homes):
-            grads = home.bucket.grads
-            assert grads is not None, "only buckets with memory by unit are among the homes"
-            self.settle(keep=self._in_flight - 1)
-            self.open(home.bucket)
-            own = grads.flat.new_empty(home.bucket.span.size // home.buffer.num_shards)
-            narrow = self._sums_in_fp32 and own.dtype.itemsize < 4
-            start = reduce_scatter_in_fp32_async if narrow else reduce_scatter_into_async
-            self._pending.append((home, start(own, grads.flat, self._mesh, *home.buffer.reduce)))
-            self.settle(keep=self._in_flight)
+            self._reduce(home)
+
+    def finish(self) -> None:
+        """Complete all sums of the step: also of gradients that came when their unit was complete, as those of a
+        layer's weight do that the model reads before the layer, too.
+        """
+        self.settle()
+        for home in dict.fromkeys(self._homes.values()):
+            if home.bucket.grads is not None and home.bucket.grads.is_allocated:
+                self._reduce(home)
+        self.settle()
+
+    def _reduce(self, home: _Home) -> None:
+        grads = home.bucket.grads
+        assert grads is not None, "only buckets with memory by unit are among the homes"
+        self.settle(keep=self._in_flight - 1)
+        self.open(home.bucket)
+        own = grads.flat.new_empty(home.bucket.span.size // home.buffer.num_shards)
+        narrow = self._sums_in_fp32 and own.dtype.itemsize < 4
+        start = reduce_scatter_in_fp32_async if narrow else reduce_scatter_into_async
+        self._pending.append((home, start(own, grads.flat, self._mesh, *home.buffer.reduce)))
+        self.settle(keep=self._in_flight)
 
     def settle(self, *, keep: int = 0) -> None:
         """Wait for all reductions but the ``keep`` last; their memory is free then."""
