@@ -68,7 +68,7 @@ def launch(script: str, flags: str, *more: str, ranks: int = 1, expect: int = 0)
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        timeout=180,
+        timeout=280,
         check=False,
     )
     assert done.returncode == expect, f"exit code {done.returncode}, expected {expect}:\n{done.stdout}"

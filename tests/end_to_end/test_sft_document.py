@@ -87,7 +87,7 @@ def chat(words: list[str], *said: str) -> list[str]:
         env=environment(),
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=280,
         check=False,
     )
     assert done.returncode == 0, done.stderr

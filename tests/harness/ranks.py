@@ -27,7 +27,7 @@ from tests.harness.rank_process import Job, Report, rank_main
 
 Result = TypeVar("Result")
 
-DEFAULT_TIMEOUT = 60.0
+DEFAULT_TIMEOUT = 120.0
 GRACE_AFTER_FAILURE = 0.3  # seconds in which other ranks' own failures are still collected
 PRELOADED = [
     "pytest",

@@ -57,7 +57,7 @@ def run_script(
     *,
     ranks: int,
     log: Path,
-    timeout: float = 180.0,
+    timeout: float = 280.0,
     grace: float = 10.0,
     documents: int = mock_data.FEW,
 ) -> Ended:

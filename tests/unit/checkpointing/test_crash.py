@@ -66,7 +66,7 @@ def test_killed_saves_lose_nothing(background: bool, tmp_path: Path) -> None:
         process = context.Process(target=save_until_killed, args=(tmp_path, background, theirs), daemon=True)
         process.start()
         theirs.close()
-        assert ours.poll(30), "the saving process died by itself"
+        assert ours.poll(120), "the saving process died by itself"
         time.sleep(draw.uniform(0.0, 0.15))
         process.kill()
         process.join()
