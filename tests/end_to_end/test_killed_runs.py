@@ -8,6 +8,7 @@ import re
 import signal
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -16,6 +17,8 @@ from megatron.core.files.remote_path import path_of
 from megatron.core.models.registry import FAMILIES
 from megatron.training import loop
 from megatron.training.pretrain import pretrain
+from megatron.training.reporting.metrics import StepRecord
+from megatron.training.step import train_step
 from tests.end_to_end.commands import TINY, assert_same_tensors, losses
 from tests.harness import bucket
 from tests.harness.ranks import fork_server
@@ -41,17 +44,15 @@ def train(flags: list[str], log: str, seconds: float | None) -> None:
     output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(output, 1)
     os.dup2(output, 2)
-    step = loop.train_step
 
-    def first_step(*args: Any) -> Any:
-        done = step(*args)
-        if seconds is not None:
+    def step(*args: Any) -> StepRecord:
+        done = train_step(*args)
+        if seconds is not None and signal.getitimer(signal.ITIMER_REAL)[0] == 0:
             signal.setitimer(signal.ITIMER_REAL, seconds)
-        loop.train_step = step
         return done
 
-    loop.train_step = first_step
-    pretrain(FAMILIES["gpt"], flags, prog="pretrain_gpt.py")
+    with mock.patch.object(loop, "train_step", step):
+        pretrain(FAMILIES["gpt"], flags, prog="pretrain_gpt.py")
 
 
 def run(flags: list[str], log: Path, *, seconds: float | None = None) -> int | None:
