@@ -143,6 +143,12 @@ class ParallelConfig(Settings):
         "Allocate the buffers of weights and gradients with NCCL and register them with the data-parallel "
         "communicator, whose collectives then occupy fewer SMs (GPUs with NVSwitch)."
     )
+    diloco_workers: int | None = flag(
+        "DiLoCo: divide the ranks into this many workers, the slowest axis, each a whole copy of the run's layout. "
+        "Workers train apart on samples of their own and meet every --diloco-sync-interval steps.",
+        default=None,
+        at_least=1,
+    )
     distributed_timeout_minutes: float = flag(
         "Minutes a collective may wait for a rank; then the run ends and names the rank.", default=10.0, above=0
     )
@@ -157,6 +163,11 @@ class ParallelConfig(Settings):
         if self.data_parallel_sharding_strategy is None:
             return int(self.use_distributed_optimizer)
         return ("no_shard", "optim", "optim_grads", "optim_grads_params").index(self.data_parallel_sharding_strategy)
+
+    @property
+    def num_workers(self) -> int:
+        """Groups of ranks that train apart between outer steps; 1 without ``diloco_workers``."""
+        return self.diloco_workers or 1
 
     @property
     def etp(self) -> int:

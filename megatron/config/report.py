@@ -58,6 +58,7 @@ def axes(run: RunConfig) -> Iterator[tuple[str, int, int]]:
     ):
         yield name, size, stride
         stride *= size
+    yield "workers", parallel.num_workers, stride
     if parallel.etp != parallel.tensor_model_parallel_size:
         yield "expert tensor", parallel.etp, 1
     yield "expert", parallel.expert_model_parallel_size, parallel.etp

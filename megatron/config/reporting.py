@@ -51,3 +51,8 @@ class ReportingConfig(Settings):
     wandb_entity: str | None = flag("Weights & Biases entity.", default=None)
     wandb_exp_name: str | None = flag("Weights & Biases run name.", default=None)
     wandb_save_dir: str | None = flag("Weights & Biases folder; beside --save unless given.", default=None)
+
+    @property
+    def writes_curves(self) -> bool:
+        """Whether some rank writes curves."""
+        return self.tensorboard_dir is not None or self.wandb_project is not None

@@ -14,6 +14,7 @@ from megatron.config.batch_ramp import BatchRamp, read_batch_steps
 from megatron.config.checkpoint import CheckpointConfig
 from megatron.config.command import CommandConfig
 from megatron.config.data import DataConfig
+from megatron.config.diloco import DilocoConfig
 from megatron.config.family import FamilyConfig, PartConfig, Purpose
 from megatron.config.flags import FlagSpec, flags_of, group_name
 from megatron.config.fp8 import Fp8Config
@@ -46,6 +47,7 @@ CORE_GROUPS: tuple[type, ...] = (
     PrecisionConfig,
     Fp8Config,
     OptimizerConfig,
+    DilocoConfig,
     TrainingConfig,
     DataConfig,
     TokenizerConfig,
@@ -73,6 +75,7 @@ class RunConfig:
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)
     fp8: Fp8Config = field(default_factory=Fp8Config)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    diloco: DilocoConfig = field(default_factory=DilocoConfig)
     tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     reporting: ReportingConfig = field(default_factory=ReportingConfig)
@@ -200,13 +203,18 @@ class RunConfig:
 
     @property
     def data_parallel_size(self) -> int:
-        """Ranks over which samples are divided."""
-        return max(self.world_size // max(self.model_parallel_size, 1), 1)
+        """Ranks of a worker over which samples are divided and gradients summed."""
+        return max(self.world_size // max(self.model_parallel_size * self.parallel.num_workers, 1), 1)
+
+    @property
+    def replicas(self) -> int:
+        """Copies of the model that read samples: the data-parallel ranks of all workers."""
+        return self.data_parallel_size * self.parallel.num_workers
 
     @property
     def batch_unit(self) -> int:
         """Samples of one microbatch on each data-parallel rank; a batch is a multiple of it."""
-        return self.training.micro_batch_size * self.data_parallel_size
+        return self.training.micro_batch_size * self.replicas
 
     @cached_property
     def batch_ramp(self) -> BatchRamp:

@@ -57,7 +57,7 @@ def dry_run_report(run: RunConfig, train_spec: TrainSpec, *, files: Sequence[str
 
 def _batch(run: RunConfig) -> list[str]:
     training = run.training
-    micro, replicas, full = training.micro_batch_size, run.data_parallel_size, training.global_batch_size
+    micro, replicas, full = training.micro_batch_size, run.replicas, training.global_batch_size
     lines = [
         f"{full:,} samples a step: {replicas:,} data-parallel rank{plural_s(replicas)} x micro batch {micro} "
         f"x {full // (micro * replicas):,} accumulated{_tokens(run, full, before='; ')}"
@@ -135,6 +135,7 @@ def _memory(memory: MemoryEstimate, *, only_reads: bool) -> list[str]:
         "copies of weights in FP8": memory.copies,
         "fp32 master weights": memory.main_params,
         "optimizer moments": memory.moments,
+        "weights that workers share, and outer momentum": memory.shared,
         "activations kept for the backward pass": memory.kept,
         "working memory, at most" if only_reads else "working memory of loss and backward pass": memory.working,
         "together": memory.total,

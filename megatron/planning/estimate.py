@@ -26,6 +26,9 @@ from megatron.core.pipeline_parallel.settings import PipelineSettings
 from megatron.planning.model import planned_context, stage_model, stage_models, whole_model
 from megatron.planning.schedule import most_held, schedule_facts
 
+_SHARED_BYTES = 8  # of a parameter: the weight that workers share, and its outer momentum
+_SENT_BYTES = 16  # of a parameter on its way: differences, as a message, what arrives, and its sum
+
 
 @dataclass(frozen=True)
 class ParameterCounts:
@@ -50,7 +53,8 @@ class MemoryEstimate:
     direction in which products sum over them; of those that are gathered in FP8 one is among the weights.
     ``uncounted``: see ``Costs``. ``offloaded``: what is in main memory instead, and ``activations_offloaded`` with it.
     ``updating``: copies that the optimizer makes of a part of its numbers at a time, or what ranks send each other of
-    gradients, or weights in FP8 made whole for a checkpoint.
+    gradients or workers of weights, or weights in FP8 made whole for a checkpoint.
+    ``shared``: what workers of DiLoCo share: weights in fp32, and their outer momentum.
     """
 
     weights: int
@@ -64,11 +68,12 @@ class MemoryEstimate:
     offloaded: int = 0
     updating: int = 0
     activations_offloaded: int = 0
+    shared: int = 0
 
     @property
     def states(self) -> int:
         """What is allocated during the whole run."""
-        return self.weights + self.gradients + self.main_params + self.moments
+        return self.weights + self.gradients + self.main_params + self.moments + self.shared
 
     @property
     def total(self) -> int:
@@ -196,6 +201,7 @@ def _rank_memory(
     gathered, own = sum(each.numel() for each in in_bytes), sum(each.numel() // _shards(run, each) for each in in_bytes)
     copies = 2 * sum(each.numel() for each in in_fp8) - gathered
     here = owned - int(owned * optimizer.optimizer_offload_fraction * optimizer.optimizer_cpu_offload)
+    outer = 0 if run.parallel.diloco_workers is None else _SHARED_BYTES
     received, overlaps = _received_gradients(run, trained), run.parallel.overlap_grad_reduce
     return MemoryEstimate(
         weights=parameters * width - gathered * (width - 1) + own * width,
@@ -206,9 +212,11 @@ def _rank_memory(
             min(here, CHUNK) * _copied_bytes(run),
             received,
             gathered * width - copies,
+            owned // run.diloco.diloco_fragments * _SENT_BYTES if run.parallel.num_workers > 1 else 0,
             0 if run.purpose.only_reads else _tied_gradients(run, train_spec, pipeline_rank),
         ),
-        offloaded=(owned - here) * (state_bytes(run.optimizer) + (4 if width < 4 else 0)),
+        offloaded=(owned - here) * (state_bytes(run.optimizer) + (4 if width < 4 else 0) + outer),
+        shared=here * outer,
         kept=0 if run.purpose.only_reads else kept,
         working=max(costs.working for costs in mine) + received * overlaps,
         copies=copies,

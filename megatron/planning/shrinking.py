@@ -99,13 +99,13 @@ def shrunk(run: RunConfig) -> RunConfig:
 
     return dataclasses.replace(
         run,
-        world_size=replicas * run.model_parallel_size,
+        world_size=replicas * run.model_parallel_size * run.parallel.num_workers,
         model=model,
         extra=tuple(map(small, run.extra)),
         tokenizer=dataclasses.replace(run.tokenizer, vocab_size=SMALL_VOCABULARY - 1),
         parallel=_small_parallel(run, depth),
         data=dataclasses.replace(run.data, seq_length=length),
-        training=_small_training(run, replicas),
+        training=_small_training(run, replicas * run.parallel.num_workers),
     )
 
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from megatron.core.optimizer.grad_norm import GradientStatistics, nonfinite_gradients
 from megatron.core.parallel.collectives import all_reduce, on_host
 from megatron.core.parallel.context import ParallelContext
+from megatron.core.parallel.grid import Axis
 from megatron.core.parallel.side_losses import update_from_layer_metrics
 from megatron.core.pipeline_parallel.chunk import LossSum, Microbatch
 from megatron.errors import ConfigError
@@ -49,7 +50,7 @@ class GlobalLoss:
 
 def global_loss(loss: LossSum | None, names: Sequence[str], context: ParallelContext) -> GlobalLoss:
     """Sum a loss over all ranks, for all ranks, and wait for it. A collective. Arguments as of ``loss_sums``."""
-    sums = loss_sums(loss, names, context)
+    sums = loss_sums(loss, names, context, axes=("dc", "pp", "dp", "cp"))
     with waiting_for_device(context):
         return GlobalLoss.of(on_host(sums)[0], names)
 
@@ -59,9 +60,15 @@ def waiting_for_device(context: ParallelContext) -> AbstractContextManager[None]
     return context.mesh.activity.waiting("the device's work", range(context.mesh.world_size))
 
 
-def loss_sums(loss: LossSum | None, names: Sequence[str], context: ParallelContext) -> Tensor:
-    """Sums and counts over all ranks ``[1 + losses, 2]``, on the device of every rank: that of the whole loss, and of
-    each named one. A collective, which does not wait.
+def loss_sums(
+    loss: LossSum | None,
+    names: Sequence[str],
+    context: ParallelContext,
+    *,
+    axes: tuple[Axis, ...] = ("pp", "dp", "cp"),
+) -> Tensor:
+    """Sums and counts over the ranks of ``axes``, by default of a worker, ``[1 + losses, 2]``, on the device of each:
+    those of the whole loss, and of each named one. A collective, which does not wait.
 
     ``loss``: on ranks without the last stage the losses that layers reported, or None. ``names``: of all losses.
     Raises ConfigError for a loss with another name.
@@ -79,7 +86,7 @@ def loss_sums(loss: LossSum | None, names: Sequence[str], context: ParallelConte
         for row, name in zip(pairs[1:], names):
             if name in loss.parts:
                 row.copy_(loss.parts[name])
-    return all_reduce(pairs, context.mesh, "pp", "dp", "cp")
+    return all_reduce(pairs, context.mesh, *axes)
 
 
 def global_layer_metrics(

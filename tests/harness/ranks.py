@@ -82,6 +82,7 @@ def run_ranks(
     pp: int = 1,
     ep: int = 1,
     etp: int | None = None,
+    dc: int = 1,
     pp_before_dp: bool = True,
     dtype: torch.dtype = torch.float32,
     sequence_parallel: bool = False,
@@ -89,7 +90,7 @@ def run_ranks(
     timeout: float = DEFAULT_TIMEOUT,
     reuse: bool = False,
 ) -> list[Result]:
-    """Results of ``function(context, *arguments)`` on each of the tp·cp·dp·pp ranks, in rank order.
+    """Results of ``function(context, *arguments)`` on each of the dc·tp·cp·dp·pp ranks, in rank order.
 
     ``function`` lives at the top level of a test module, since ranks import it by name; arguments and results travel
     pickled. Each rank gets a ``ParallelContext`` of the given ``dtype`` and a process group that is already there.
@@ -99,7 +100,8 @@ def run_ranks(
 
     Raises RanksError when a rank fails, RanksTimeoutError after ``timeout`` seconds.
     """
-    axes: dict[str, Any] = {"tp": tp, "cp": cp, "dp": dp, "pp": pp, "ep": ep, "etp": etp, "pp_before_dp": pp_before_dp}
+    axes: dict[str, Any] = {"tp": tp, "cp": cp, "dp": dp, "pp": pp, "ep": ep, "etp": etp, "dc": dc}
+    axes["pp_before_dp"] = pp_before_dp
     with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
         job = Job(
             call=_pickle_call(function, arguments),

@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 from megatron.config.family import CheckedSettings, Rule
 from megatron.config.rules import (
     context,
+    diloco,
     fp8,
     inputs,
     layout,
@@ -36,6 +37,7 @@ RULES: tuple[Rule, ...] = (
     *positions.RULES,
     *training.RULES,
     *fp8.RULES,
+    *diloco.RULES,
     *schedule.RULES,
     *inputs.RULES,
     *profiling.RULES,
@@ -122,7 +124,7 @@ def _hiding(settings: _Settings, fields: Collection[str], changed: Mapping[str, 
 def remarks(run: RunConfig) -> list[str]:
     """Remarks about valid settings that have no effect or an unexpected one."""
     unused = [f"{', '.join(flags)}: no effect{reason}" for flags, reason in remarking.without_effect(run)]
-    rules = (*remarking.RULES, *(rule for group in _own_groups(run) for rule in group.remarks()))
+    rules = (*remarking.RULES, *diloco.REMARKS, *(rule for group in _own_groups(run) for rule in group.remarks()))
     return unused + [sentence for rule in rules if (sentence := rule(run))]
 
 

@@ -9,22 +9,23 @@ from megatron.config.run import RunConfig
 
 
 def world_divides(run: RunConfig) -> str | None:
-    """The number of ranks is a multiple of the model-parallel size."""
-    sizes = run.parallel
-    if run.world_size % run.model_parallel_size == 0:
+    """The number of ranks is a multiple of the model-parallel size, for each worker."""
+    sizes, unit = run.parallel, run.model_parallel_size * run.parallel.num_workers
+    if run.world_size % unit == 0:
         return None
     axes = {
         "--tensor-model-parallel-size": sizes.tensor_model_parallel_size,
         "--pipeline-model-parallel-size": sizes.pipeline_model_parallel_size,
         "--context-parallel-size": sizes.context_parallel_size,
+        "--diloco-workers": sizes.num_workers,
     }
     asked = {flag: size for flag, size in axes.items() if size > 1}
     product = " x ".join(f"{flag} {size}" for flag, size in asked.items())
-    total = f" = {run.model_parallel_size}" if len(asked) > 1 else ""
-    fits = some(divisors(run.world_size), near=run.model_parallel_size)
+    total = f" = {unit}" if len(asked) > 1 else ""
+    fits = some(divisors(run.world_size), near=unit)
     ranks = "1 rank is" if run.world_size == 1 else f"{run.world_size} ranks are"
     return (
-        f"{ranks} not divisible by {product}{total}; start a multiple of {run.model_parallel_size} "
+        f"{ranks} not divisible by {product}{total}; start a multiple of {unit} "
         f"ranks, or use {'sizes whose product is' if total else 'a size of'} {fits}"
     )
 

@@ -71,7 +71,7 @@ def expert_grid_fits(run: RunConfig) -> str | None:
     parallel, moe = run.parallel, run.group(ExpertSettings)
     inside = parallel.tensor_model_parallel_size * parallel.context_parallel_size
     ranks, wanted = inside * run.data_parallel_size, parallel.expert_model_parallel_size * parallel.etp
-    if not moe.has_experts or run.world_size % run.model_parallel_size:
+    if not moe.has_experts or run.world_size % (run.model_parallel_size * parallel.num_workers):
         return None
     unless_given = "" if parallel.expert_tensor_parallel_size else " (that of --tensor-model-parallel-size)"
     asked = (

@@ -100,6 +100,12 @@ NEEDS: tuple[tuple[str, str, Callable[[RunConfig], object]], ...] = (
         " without --optimizer-cpu-offload",
         lambda run: run.optimizer.optimizer_cpu_offload,
     ),
+    (
+        "diloco_sync_interval diloco_outer_lr diloco_outer_momentum diloco_fragments diloco_overlap_steps "
+        "diloco_mixing diloco_dtype",
+        " without --diloco-workers",
+        lambda run: run.parallel.diloco_workers is not None,
+    ),
     ("expert_tensor_parallel_size", " without --num-experts", lambda run: run.divides_over_expert_ranks),
     ("extra_vocab_size", " with --vocab-size", lambda run: run.tokenizer.vocab_size is None),
     (

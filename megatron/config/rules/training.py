@@ -23,7 +23,7 @@ def batch_divides(run: RunConfig) -> str | None:
 
 
 def _indivisible(run: RunConfig) -> str:
-    micro, ranks = run.training.micro_batch_size, run.data_parallel_size
+    micro, ranks = run.training.micro_batch_size, run.replicas
     return f"not divisible by --micro-batch-size {micro} x {ranks} data-parallel ranks = {run.batch_unit}"
 
 
@@ -34,7 +34,7 @@ def batch_is_countable(run: RunConfig) -> str | None:
         return None
     return (
         f"--global-batch-size {total} makes {total // unit} microbatches of --micro-batch-size "
-        f"{run.training.micro_batch_size} on each of {run.data_parallel_size} data-parallel ranks; use at most "
+        f"{run.training.micro_batch_size} on each of {run.replicas} data-parallel ranks; use at most "
         f"{_MOST_MICROBATCHES * unit}"
     )
 

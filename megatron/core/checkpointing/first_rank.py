@@ -13,6 +13,7 @@ import torch
 from megatron.core.checkpointing.agreement import run_on_first
 from megatron.core.parallel.collectives import broadcast
 from megatron.core.parallel.context import ParallelContext
+from megatron.core.parallel.mesh import WORLD
 
 T = TypeVar("T")
 Help = Callable[[int], Any]
@@ -59,7 +60,7 @@ def work_on_first(work: Callable[[Help], T], context: ParallelContext, *, help: 
                 number.fill_(asked.get(timeout=_BEAT))
             except queue.Empty:
                 number.fill_(_NOTHING)
-        broadcast(number, mesh, "pp", "dp", "cp", "tp")
+        broadcast(number, mesh, *WORLD)
         if number.item() >= 0:
             answer = help(int(number.item()))
             answers.put(answer)

@@ -52,6 +52,7 @@ _OF_THE_STATE = {
     "optimizer": dict[str, Any],
     "random_seed": int,
     "tokenizer": dict[str, str | None],
+    "diloco": dict[str, _Count],
     "data_phases": list[dict[str, Any]],
     CHAT: ChatSettings,
 }

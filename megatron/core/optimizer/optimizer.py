@@ -7,7 +7,7 @@ all of them.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import groupby, pairwise
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from megatron.config.optimizer import OptimizerConfig
 from megatron.config.precision import PrecisionConfig
-from megatron.core.distributed.buffers import FlatBuffer, ParamEntry, Span
+from megatron.core.distributed.buffers import ALIGNMENT, FlatBuffer, ParamEntry, Span
 from megatron.core.distributed.param_gather import ParamGather
 from megatron.core.distributed.unit_memory import UnitWeights
 from megatron.core.optimizer.grad_norm import GradientStatistics, ModelStatistics
@@ -53,6 +53,33 @@ class UpdateResult:
     grad_norm: float
     skipped: bool
     num_zeros: int | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class MasterPart:
+    """The part of a parameter that this rank updates: ``span`` of the parameter, flattened, and ``place`` of the
+    ``storage`` of its master weights, which begins on ``ALIGNMENT`` and takes the padding behind it, if there is any.
+    """
+
+    entry: ParamEntry
+    span: Span
+    place: Span
+    storage: PlainStateStorage | MainParams | Remainders
+
+    def read(self) -> Tensor:
+        """The weights in the format of a step [elements]: memory or a copy; see ``StateStorage``."""
+        return self.storage.read(self.place)
+
+    def write(self, weights: Tensor) -> None:
+        """Keep what ``read`` gave, changed in place, and round it to the weights of the forward pass."""
+        self.storage.write(self.place, weights)
+
+    def state(self, kind: str, numbers: Tensor) -> ShardedState:
+        """What a checkpoint keeps of ``numbers``, which lie like the weights, as ``<kind>.<parameter>``."""
+        entry, local = self.entry, numbers[: self.span.size]
+        if self.span.size == entry.span.size:
+            return ShardedState(f"{kind}.{entry.name}", local.view(entry.parameter.shape), entry.sharding)
+        return ShardedState(f"{kind}.{entry.name}", local, entry.sharding, (self.span.start, self.span.stop))
 
 
 @dataclass(frozen=True, eq=False)
@@ -109,6 +136,9 @@ class Optimizer:
     ``sharded``: own only this rank's shard of every bucket and gather the weights after each update.
     ``count_zeros``: report zero gradients with every update. ``frozen``: see ``ModelStatistics``. ``low_precision``:
     where layers look for weights that are gathered in 8 bits, if any are. ``units``: gathers weights by unit, if any.
+
+    ``outer_step``: called after each update, also a skipped one, before the weights are gathered; whether it changed
+    any.
     """
 
     def __init__(
@@ -148,6 +178,7 @@ class Optimizer:
         self._step = 0
         self._trained_since: dict[str, int] = {}
         self._seed_divisor = 1.0
+        self.outer_step: Callable[[], bool] = lambda: False
         self.gather = ParamGather(buffers if sharded else [], context, low_precision, units)
 
     def _zeros(self, buffer: FlatBuffer, span: Span, device: torch.device) -> dict[str, PlainStateStorage]:
@@ -215,7 +246,10 @@ class Optimizer:
         overflow = not math.isfinite(sums.norm)
         self._scaler.update(overflow=overflow)
         if overflow:
-            self.gather.start_again()
+            if self.outer_step():
+                self.gather.start()
+            else:
+                self.gather.start_again()
             return UpdateResult(grad_norm, skipped=True, num_zeros=sums.num_zeros)
         clip = self._clip_grad / (grad_norm + 1e-6) if self._clip_grad > 0 else 1.0
         self._step += 1
@@ -225,6 +259,7 @@ class Optimizer:
             rate *= policy.lr_multiplier
             decay = weight_decay if policy.decays else 0.0
             self._move(owned, divisor / min(clip, 1.0), lr=rate, weight_decay=decay)
+        self.outer_step()
         self.gather.start()
         return UpdateResult(grad_norm, skipped=False, num_zeros=sums.num_zeros)
 
@@ -294,6 +329,17 @@ class Optimizer:
                         yield ShardedState(full_name, local, entry.sharding, after_load=after_load)
                     else:
                         yield ShardedState(full_name, local, entry.sharding, flat_range, after_load)
+
+    def masters(self) -> Iterator[MasterPart]:
+        """The master weights that this rank updates, by parameter, in an order that depends on the layout alone."""
+        for owned in self._owned:
+            for entry in owned.entries:
+                part = entry.span.overlap(owned.span)
+                if part is not None:
+                    place = part.moved(-owned.span.start)
+                    stop = min(-(-place.stop // ALIGNMENT) * ALIGNMENT, owned.span.size)
+                    place = Span(place.start, stop)
+                    yield MasterPart(entry, part.moved(-entry.span.start), place, owned.main_params)
 
     def master_entries(self) -> Iterator[ShardedState]:
         """The fp32 master weights among ``entries``, for a run that loads weights but no optimizer state."""

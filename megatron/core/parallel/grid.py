@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-Axis = Literal["pp", "dp", "cp", "tp", "edp", "ep", "etp"]
+Axis = Literal["dc", "pp", "dp", "cp", "tp", "edp", "ep", "etp"]
 
 
 @dataclass(frozen=True)

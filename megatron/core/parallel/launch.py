@@ -77,12 +77,13 @@ def parallel_context(
 def mesh_of(parallel: ParallelConfig, *, world_size: int, rank: int) -> Mesh:
     """The mesh that the settings describe; data parallelism takes the ranks that the other axes leave."""
     tp, cp = parallel.tensor_model_parallel_size, parallel.context_parallel_size
-    pp = parallel.pipeline_model_parallel_size
+    pp, dc = parallel.pipeline_model_parallel_size, parallel.num_workers
     return Mesh.of(
         tp=tp,
         cp=cp,
         pp=pp,
-        dp=world_size // (tp * cp * pp),
+        dp=world_size // (dc * tp * cp * pp),
+        dc=dc,
         ep=parallel.expert_model_parallel_size,
         etp=parallel.expert_tensor_parallel_size,
         rank=rank,

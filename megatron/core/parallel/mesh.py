@@ -34,13 +34,24 @@ GROUPS: dict[GroupName, tuple[Axis, ...]] = {
 
 EXPERT_AXES = frozenset(("edp", "ep", "etp"))
 
+WORLD: tuple[Axis, ...] = ("dc", "pp", "dp", "cp", "tp")
+"""All ranks of a run."""
+
 # Unions that reach over pipeline stages and are not the whole world.
-SPANNING: tuple[tuple[Axis, ...], ...] = (("pp",), ("pp", "tp"), ("pp", "dp", "cp"))
+SPANNING: tuple[tuple[Axis, ...], ...] = (
+    ("pp",),
+    ("pp", "tp"),
+    ("pp", "dp", "cp"),
+    ("pp", "dp", "cp", "tp"),
+    ("dc", "pp", "dp", "cp"),
+)
 
 
 @dataclass
 class Mesh:
-    """A rank's coordinates on two grids over the same ranks: dense ``pp dp cp tp`` and expert ``pp edp ep etp``.
+    """A rank's coordinates on two grids over the same ranks: dense ``dc pp dp cp tp``, expert ``dc pp edp ep etp``.
+
+    ``dc`` divides the ranks into the workers of ``megatron.core.diloco``, which all other axes lie inside of.
 
     ``pp`` may be combined with axes of either grid; mixing dense and expert axes in one union is a programming error.
     The expert grid numbers ranks stage by stage, also where ``pp`` isn't the slowest dense axis: a rank has one stage,
@@ -78,6 +89,7 @@ class Mesh:
         pp: int = 1,
         ep: int = 1,
         etp: int | None = None,
+        dc: int = 1,
         rank: int = 0,
         pp_before_dp: bool = True,
     ) -> Mesh:
@@ -87,8 +99,8 @@ class Mesh:
         if rest:
             raise ValueError(f"tp·cp·dp = {tp * cp * dp} ranks cannot be divided into ep·etp = {ep * expert_tp}")
         outer: dict[Axis, int] = {"pp": pp, "dp": dp} if pp_before_dp else {"dp": dp, "pp": pp}
-        dense = RankGrid({**outer, "cp": cp, "tp": tp})
-        return cls(dense, RankGrid({"pp": pp, "edp": edp, "ep": ep, "etp": expert_tp}), rank)
+        dense = RankGrid({"dc": dc, **outer, "cp": cp, "tp": tp})
+        return cls(dense, RankGrid({"dc": dc, "pp": pp, "edp": edp, "ep": ep, "etp": expert_tp}), rank)
 
     @property
     def world_size(self) -> int:
@@ -117,7 +129,7 @@ class Mesh:
 
     @property
     def _stage_by_stage(self) -> RankGrid:
-        return RankGrid({axis: self.dense.axes[axis] for axis in ("pp", "dp", "cp", "tp")})
+        return RankGrid({axis: self.dense.axes[axis] for axis in WORLD})
 
     def size(self, *axes: Axis) -> int:
         """Number of ranks in the group over ``axes``."""
@@ -163,5 +175,8 @@ class Mesh:
         self._groups.clear()
 
     def describe(self) -> str:
-        """Coordinates for messages, e.g. ``pp=1 dp=0 cp=0 tp=3``."""
-        return " ".join(f"{axis}={index}" for axis, index in self.dense.coordinates(self.world_rank).items())
+        """Coordinates for messages, e.g. ``pp=1 dp=0 cp=0 tp=3``; with several workers ``dc=1 pp=1 ...``."""
+        shown = (
+            each for each in self.dense.coordinates(self.world_rank).items() if each[0] != "dc" or self.size("dc") > 1
+        )
+        return " ".join(f"{axis}={index}" for axis, index in shown)

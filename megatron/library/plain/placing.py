@@ -86,7 +86,7 @@ def place(module: nn.Module, context: ParallelContext, *, seed: int | None) -> n
         parameter.data = parameter.data.contiguous()
         axes = sharding.reduce if parameter_name in own else (*sharding.reduce, "tp")
         broadcast(parameter.data, context.mesh, *axes)
-    broadcast_buffers(module, context.mesh, "dp", "cp", "tp")
+    broadcast_buffers(module, context.mesh, "dc", "dp", "cp", "tp")
     if context.dtype.itemsize < 4:
         cast_inputs_and_outputs(module, context.dtype)
     return module

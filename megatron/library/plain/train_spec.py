@@ -126,7 +126,7 @@ class PlainSpec(TrainSpec):
         else:
             returned = model(*batch) if isinstance(batch, tuple) else model(batch)
         if model.training:
-            broadcast_buffers(model, context.mesh, "dp", "cp")
+            broadcast_buffers(model, context.mesh, "dc", "dp", "cp")
         return returned, samples
 
     @override

@@ -5,7 +5,6 @@ from __future__ import annotations
 import shlex
 import sys
 from collections.abc import Iterable, Mapping
-from itertools import chain
 from typing import Any
 
 from megatron.config.checkpoint import CheckpointConfig, keeps_meaning
@@ -17,6 +16,7 @@ from megatron.core.checkpointing.load import MODEL_NAME, load_checkpoint, read_r
 from megatron.core.checkpointing.stored_tensors import StoredTensors
 from megatron.core.conversion.chat_files import chat_of_checkpoint
 from megatron.core.conversion.kept_tokenizer import kept_files
+from megatron.core.diloco.workers import of_worker, where_to_find_worker
 from megatron.core.optimizer.schedule import Schedule, resumed_schedule
 from megatron.core.parallel.collectives import gather_objects
 from megatron.core.parallel.mesh import Mesh
@@ -29,6 +29,16 @@ from megatron.training.run.run import Progress, Run
 
 
 def load(run: Run) -> None:
+    """Load the run's checkpoint, if there is one; see ``_load``.
+
+    Workers that meet in outer steps share what that gives, unless the checkpoint says what they shared.
+    """
+    _load(run)
+    if run.outer is not None and not run.outer.is_resumed:
+        run.outer.start_anew()
+
+
+def _load(run: Run) -> None:
     """Load the checkpoint of ``--load``, or else what ``--load-hf`` or ``--pretrained-checkpoint`` names, into the
     run, or leave it as a new one.
 
@@ -82,14 +92,21 @@ def _load_from(run: Run, folder: CheckpointFolder, *, weights_only: bool) -> Non
         optimizer_state = run.optimizer.entries(fresh=change.trained)
     else:
         optimizer_state = run.optimizer.master_entries()
+    own = [*run.model_state(), *run.buffer_state(), *optimizer_state, *stored_scales(run, folder)]
+    shared, mesh = list[ShardedState](), run.context.mesh
+    if run.outer is not None and with_optimizer and state.get("diloco") is not None:
+        run.outer.resume(state["diloco"])
+        shared = [*run.outer.entries(fresh=change.trained)]
     load_checkpoint(
         folder,
-        chain(run.model_state(), run.buffer_state(), optimizer_state, stored_scales(run, folder)),
-        run.context.mesh,
-        alternatives=where_to_find_weights(run.model_state()),
+        [*of_worker(own, mesh), *shared],
+        mesh,
+        alternatives=where_to_find_worker(own, mesh, where_to_find_weights(run.model_state()), has_own=bool(shared)),
     )
     if with_optimizer:
         run.optimizer.load_state_dict(state["optimizer"], fresh=change.trained)
+        if run.outer is not None and shared:
+            run.outer.start_anew(change.trained)
         for remark in change.remarks():
             run.reporter.say(remark)
     run.chat_before = chat_of_checkpoint(folder, state, run.config.tokenizer)

@@ -22,10 +22,12 @@ from megatron.core.checkpointing.save import PendingSave, begin_save
 from megatron.core.checkpointing.sharded_view import Staging
 from megatron.core.conversion.chat_files import chat_entry
 from megatron.core.conversion.kept_tokenizer import files_to_keep
+from megatron.core.diloco.workers import of_worker
 from megatron.core.files.remote_path import AnyPath, RemotePath, path_of
 from megatron.core.files.writable import leaving_no_empty, try_to_write
 from megatron.core.parallel.collectives import all_reduce
 from megatron.core.parallel.context import ParallelContext
+from megatron.core.parallel.mesh import WORLD
 from megatron.core.parallel.sharding import ShardedState
 from megatron.errors import CheckpointError
 from megatron.planning.estimate import flops_per_sample
@@ -75,6 +77,9 @@ class Saver:
             state = chain(state, run.optimizer.entries())
         if run.scaling is not None:
             state = chain(state, run.scaling.state())
+        if run.outer is not None:
+            shared = run.outer.entries() if checkpoint.save_optim else ()
+            state = chain(of_worker(state, run.context.mesh), shared)
         save = begin_save(
             self._root,
             progress.iteration,
@@ -107,7 +112,7 @@ class Saver:
             return
         context = self._run.context
         written = torch.tensor(int(self._pending.save.is_written()), device=context.device)
-        if all_reduce(written, context.mesh, "pp", "dp", "cp", "tp", op="min").item():
+        if all_reduce(written, context.mesh, *WORLD, op="min").item():
             self.finish()
 
     def finish(self) -> None:
@@ -134,8 +139,9 @@ def saving(run: Run, still_held: StillHeld = lambda: None) -> Iterator[Saver]:
     saver = Saver(run, still_held)
     try:
         yield saver
-    except NonFiniteError:  # on every rank alike, so that all take part in finishing
-        saver.finish()
+    except NonFiniteError:  # on every rank of a worker alike; with one worker all take part in finishing
+        if run.context.mesh.size("dc") == 1:
+            saver.finish()
         raise
     saver.finish()
 
@@ -182,6 +188,7 @@ def run_state(run: Run) -> dict[str, Any]:
         "tokenizer": {"name": run.tokenizer.name, "fingerprint": run.tokenizer.fingerprint},
         "data_phases": run.data.phases,
         CHAT: chat_entry(run.chat),
+        **({"diloco": run.outer.state_dict()} if run.outer is not None and checkpoint.save_optim else {}),
     }
 
 

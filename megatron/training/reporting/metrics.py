@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 
@@ -13,9 +13,10 @@ from megatron.core.inference.scoring import perplexity
 
 @dataclass(frozen=True, kw_only=True)
 class StepRecord:
-    """Results of one optimizer step, the same on every rank.
+    """Results of one optimizer step, the same on every rank of a worker.
 
-    ``losses``: means over the global batch. ``learning_rate``: set after the step, which the next step uses.
+    ``losses``: means over the worker's part of the global batch. ``learning_rate``: set after the step, which the next
+    step uses.
     ``decoupled_learning_rate``: of word embeddings and output layer, where they have their own. ``skipped``: the
     optimizer left the weights unchanged (an overflow). ``layer_metrics``: sums of what layers report, by name.
     """
@@ -67,6 +68,10 @@ class IntervalTotals:
             self.layer_metrics[name] = [sum(pair) for pair in zip(counts, before)]
         for name, loss in step.losses.items():
             self._sums[name] = self._sums.get(name, 0.0) + (0.0 if step.skipped else loss)
+
+    def average(self, over_workers: Callable[[dict[str, float]], dict[str, float]]) -> None:
+        """Replace the losses by their means over several workers."""
+        self._sums = over_workers(self._sums)
 
     def mean_losses(self) -> dict[str, float]:
         """Mean of each loss over the iterations that were not skipped; 0 when all were."""

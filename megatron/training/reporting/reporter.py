@@ -9,7 +9,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO, TypeVar
@@ -40,13 +40,16 @@ Figures = dict[str, float]
 
 @dataclass(frozen=True, kw_only=True)
 class ReportingRank:
-    """The rank's part in reporting. ``gather``: a collective that returns every rank's value in rank order."""
+    """The rank's part in reporting. ``gather``: a collective that returns every rank's value in rank order.
+    ``average``: a collective that returns means over the workers of DiLoCo.
+    """
 
     rank: int = 0
     world_size: int = 1
     is_first_replica: bool = True
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     gather: Callable[[Figures], list[Figures]] = lambda figures: [figures]
+    average: Callable[[Figures], Figures] = lambda figures: figures
 
     @property
     def is_last(self) -> bool:
@@ -132,6 +135,8 @@ class Reporter:
     def step(self, step: StepRecord) -> None:
         """Add a finished step to the curves; every ``--log-interval`` iterations print the log line. A collective."""
         self._totals.add(step)
+        if self._config.writes_curves and step.iteration % self._config.tensorboard_log_interval == 0:
+            step = replace(step, losses=self._rank.average(dict(step.losses)))
         self._curves.step(step)
         if step.layer_metrics and self._describe_layer_metrics is not None and self._curves.wants(step.iteration):
             self._curves.scalars(self._describe_layer_metrics(step.layer_metrics)[1], iteration=step.iteration)
@@ -150,6 +155,7 @@ class Reporter:
 
     def _log_interval(self, step: StepRecord) -> None:
         totals, seconds = self._totals, self._clock() - self._interval_start
+        totals.average(self._rank.average)
         speed = self._scale.throughput(samples=totals.samples, seconds=seconds)
         line = training_line(
             step,

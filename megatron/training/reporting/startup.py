@@ -104,6 +104,7 @@ def _ranks(run: RunConfig, facts: StartupFacts) -> str:
         "pipeline": run.parallel.pipeline_model_parallel_size,
         "context": run.parallel.context_parallel_size,
         "data": run.data_parallel_size,
+        "workers": run.parallel.num_workers,
         "expert": run.parallel.expert_model_parallel_size,
     }
     if run.parallel.etp != run.parallel.tensor_model_parallel_size:
@@ -114,7 +115,7 @@ def _ranks(run: RunConfig, facts: StartupFacts) -> str:
 
 def _batch(run: RunConfig) -> str:
     training = run.training
-    micro, replicas = training.micro_batch_size, run.data_parallel_size
+    micro, replicas = training.micro_batch_size, run.replicas
     full = training.global_batch_size
     accumulated = full // (micro * replicas)
     each = run.sequences_per_sample

@@ -167,8 +167,8 @@ class TrainingData:
             num_samples=len(dataset),
             consumed=consumed,
             micro_batch_size=config.training.micro_batch_size,
-            data_parallel_rank=mesh.rank("dp"),
-            data_parallel_size=mesh.size("dp"),
+            data_parallel_rank=_replica(mesh),
+            data_parallel_size=mesh.size("dc", "dp"),
             shuffle_seed=config.training.seed if cyclic else None,
             pad_to=pad_to,
         )
@@ -178,15 +178,22 @@ class TrainingData:
 
     def _microbatches(self, loader: Iterable[Batch], split: SplitName, consumed: int) -> Iterator[Microbatch]:
         mesh, size = self._context.mesh, self._config.training.micro_batch_size
-        first = consumed + mesh.rank("dp") * size
+        first = consumed + _replica(mesh) * size
         for number, batch in enumerate(loader):
-            yield self._microbatch(batch, StreamKey(first + number * size * mesh.size("dp"), split))
+            yield self._microbatch(batch, StreamKey(first + number * size * mesh.size("dc", "dp"), split))
 
     def _microbatch(self, batch: Batch, key: StreamKey) -> Microbatch:
         whole = self._train_spec.add_derived_fields(batch, self._config)
         needed = {name: tensor for name, tensor in whole.items() if name in self._fields}
         held = held_slices(needed, self._train_spec.batch_fields, self._context.mesh)
         return Microbatch(self._ring.send(held), key)
+
+
+def _replica(mesh: Mesh) -> int:
+    """This rank's turn to read a microbatch. Workers take turns before data-parallel ranks do, so that what a worker
+    reads doesn't depend on how its own ranks divide it.
+    """
+    return mesh.rank("dp") * mesh.size("dc") + mesh.rank("dc")
 
 
 def held_slices(batch: Mapping[str, Tensor], sequence_dims: Mapping[str, int | None], mesh: Mesh) -> dict[str, Tensor]:

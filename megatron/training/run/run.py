@@ -13,6 +13,8 @@ from torch import nn
 
 from megatron.config.run import RunConfig
 from megatron.core.device import describe
+from megatron.core.diloco.mean import mean_over_workers
+from megatron.core.diloco.outer_step import OuterStep
 from megatron.core.distributed.buffers import (
     FlatBuffer,
     build_buffers,
@@ -31,6 +33,7 @@ from megatron.core.optimizer.schedule import Schedule
 from megatron.core.parallel.collectives import all_reduce, barrier, gather_objects
 from megatron.core.parallel.context import ParallelContext
 from megatron.core.parallel.low_precision import LowPrecision
+from megatron.core.parallel.mesh import WORLD
 from megatron.core.parallel.model_context import ModelContext
 from megatron.core.parallel.products import Products
 from megatron.core.parallel.sharding import ShardedState, Sharding
@@ -80,6 +83,7 @@ class Run:
     ``borders``: of the units whose gradients or weights are whole for a while only.
     ``loss_names``, ``layer_metric_widths``: what every step reports, as the train spec lists it.
     ``updated_from_counts``: modules that each step adjusts without a gradient. ``scaling``: with --fp8-recipe delayed.
+    ``outer``: with --diloco-workers.
     ``chat_before``: what the model that this one is made of had learned of conversations.
 
     ``evaluated``: called on every rank after each evaluation, with the results on each data set by name. ``stepped``:
@@ -105,6 +109,7 @@ class Run:
     loss_names: tuple[str, ...]
     layer_metric_widths: Mapping[str, int]
     updated_from_counts: tuple[UpdatedFromCounts, ...] = field(init=False)
+    outer: OuterStep | None = None
     scaling: DelayedScaling | None = None
     progress: Progress = field(default_factory=Progress)
     loaded_from: str | None = None
@@ -169,7 +174,6 @@ def build_run(
     check_feasible(config, train_spec, context)
     reporter = build_reporter(config, train_spec, context)
     data = TrainingData(config, train_spec, context, tokenizer)
-
     plans = Plans(PipelineSettings.of(config), context.mesh.rank("pp"))
     model_context = build_model_context(config, context, splits_backward=plans.settings.splits_backward)
     stages, models = build_stages(config, train_spec, model_context)
@@ -242,6 +246,7 @@ def build_run(
         borders=borders,
         grad_sync=grad_sync,
         optimizer=optimizer,
+        outer=build_outer_step(config, optimizer, context),
         schedule=build_schedule(config),
         runner=Runner(
             [
@@ -262,6 +267,15 @@ def build_run(
         layer_metric_widths=train_spec.layer_metrics(config),
         scaling=scaling,
     )
+
+
+def build_outer_step(config: RunConfig, optimizer: Optimizer, context: ParallelContext) -> OuterStep | None:
+    """The steps in which workers meet, taken after those of ``optimizer``; None without ``--diloco-workers``."""
+    if config.parallel.diloco_workers is None:
+        return None
+    outer = OuterStep(optimizer, config.diloco, context)
+    optimizer.outer_step = outer.after_step
+    return outer
 
 
 def check_feasible(config: RunConfig, train_spec: TrainSpec, context: ParallelContext) -> None:
@@ -310,9 +324,10 @@ def build_reporter(config: RunConfig, train_spec: TrainSpec, context: ParallelCo
     reporting_rank = ReportingRank(
         rank=mesh.world_rank,
         world_size=mesh.world_size,
-        is_first_replica=mesh.rank("dp", "cp") == 0,
+        is_first_replica=mesh.rank("dc", "dp", "cp") == 0,
         device=context.device,
         gather=lambda times: gather_objects(times, mesh),
+        average=lambda values: mean_over_workers(values, mesh, context.device),
     )
     timers = Timers(
         level=reporting.timing_log_level,
@@ -345,7 +360,7 @@ def build_exit_watch(config: RunConfig, context: ParallelContext, started: float
 
     def highest(values: Sequence[int]) -> list[int]:
         tensor = torch.tensor(values, device=context.device)
-        return [int(value) for value in all_reduce(tensor, context.mesh, "pp", "dp", "cp", "tp", op="max").tolist()]
+        return [int(value) for value in all_reduce(tensor, context.mesh, *WORLD, op="max").tolist()]
 
     return ExitWatch(config.training, highest=highest, started=started)
 

@@ -208,6 +208,11 @@ def test_good_settings(changes: str, without: str, ranks: int) -> None:
 FP8 = "--bf16 --fp8-format e4m3"
 REMARKS = [
     (
+        "--diloco-sync-interval 50",
+        "",
+        "--diloco-sync-interval: no effect without --diloco-workers",
+    ),
+    (
         "--optimizer sgd --weight-decay 0.1",
         "",
         "--optimizer sgd: --weight-decay 0.1 times the weight is added to its gradient (L2 regularization) and goes "

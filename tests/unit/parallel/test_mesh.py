@@ -44,7 +44,7 @@ def test_expert_grid_covers_the_same_stage(pp_before_dp: bool, ep: int, etp: int
 
 def test_expert_tensor_size_follows_the_dense_one() -> None:
     """``--expert-tensor-parallel-size`` left out means the dense size."""
-    assert Mesh.of(tp=2, dp=4, ep=2).expert.axes == {"pp": 1, "edp": 2, "ep": 2, "etp": 2}
+    assert Mesh.of(tp=2, dp=4, ep=2).expert.axes == {"dc": 1, "pp": 1, "edp": 2, "ep": 2, "etp": 2}
 
 
 def test_unions_have_positions_in_grid_order() -> None:
