@@ -78,8 +78,8 @@ FAULTS = (
     Fault(
         "tokens_of_one_context_rank",
         "megatron/training/step.py",
-        old='return all_reduce(pairs, context.mesh, "pp", "dp", "cp")',
-        new='return all_reduce(pairs, context.mesh, "pp", "dp")',
+        old="return all_reduce(pairs, context.mesh, *axes)",
+        new='return all_reduce(pairs, context.mesh, *(axis for axis in axes if axis != "cp"))',
         suffers="With context parallelism the loss is divided by the tokens of one rank.",
         first=("equivalence/test_real_step.py::cp2 tp2 sp",),
         report="https://github.com/NVIDIA/Megatron-LM/issues/673",
