@@ -13,6 +13,7 @@ AFFECTED = {
     "megatron/core/pipeline_parallel": "unit/pipeline_parallel parallel equivalence",
     "megatron/core/distributed": "unit/distributed parallel equivalence",
     "megatron/core/optimizer": "unit/optimizer parallel equivalence unit/training",
+    "megatron/core/diloco": "unit/diloco parallel",
     "megatron/core/moe": "unit/moe unit/models parallel equivalence unit/conversion",
     "megatron/core/ssm": "unit/ssm unit/models equivalence parallel unit/conversion",
     "megatron/core/ops": "unit/ops unit/models equivalence parallel",
