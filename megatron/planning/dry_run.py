@@ -135,7 +135,7 @@ def _memory(memory: MemoryEstimate, *, only_reads: bool) -> list[str]:
         "copies of weights in FP8": memory.copies,
         "fp32 master weights": memory.main_params,
         "optimizer moments": memory.moments,
-        "weights that workers share, and outer momentum": memory.shared,
+        "shared weights and outer momentum": memory.shared,
         "activations kept for the backward pass": memory.kept,
         "working memory, at most" if only_reads else "working memory of loss and backward pass": memory.working,
         "together": memory.total,

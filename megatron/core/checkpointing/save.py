@@ -255,6 +255,8 @@ def _explained(root: AnyPath, iteration: int) -> Iterator[None]:
 def _describe_run(iteration: int, run_state: Mapping[str, Any], mesh: Mesh) -> str:
     """Text of ``run.json``: the caller's state, and what wrote it."""
     axes = {str(axis): size for grid in (mesh.dense, mesh.expert) for axis, size in grid.axes.items()}
+    if axes["dc"] == 1:
+        del axes["dc"]  # of runs without workers, as in files of older versions
     document = {
         "format": RUN_FORMAT,
         "iteration": iteration,
