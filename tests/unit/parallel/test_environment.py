@@ -67,7 +67,7 @@ def test_one_process_of_a_node_tells_what_all_found(variables: dict[str, str], t
 @pytest.mark.parametrize("text", ["two", "0", "-1"])
 def test_world_size_that_is_no_number_of_ranks(text: str) -> None:
     """A launcher's mistake is a sentence, too."""
-    with pytest.raises(ConfigError, match=f"the variable WORLD_SIZE is '{text}'"):
+    with expect_error(ConfigError, "WORLD_SIZE", f"'{text}'"):
         launched_world_size({"WORLD_SIZE": text})
 
 
