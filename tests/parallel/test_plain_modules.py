@@ -78,6 +78,7 @@ class Reader(nn.Module):
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
         """The mean loss of a batch."""
         first, second = self.layers
+        assert isinstance(first, nn.Linear)
         hidden = first((x @ first.weight).relu()).relu()
         return cross_entropy(self.last(second(second(hidden).relu())), y)
 

@@ -144,7 +144,7 @@ def losses_around_a_load(context: ParallelContext, folder: Path, stage: str) -> 
     def loss(run: Run) -> float:
         return evaluate(run, trained.data.evaluation_batches("valid", evaluation=0)).means["lm loss"]
 
-    flags = "--eval-iters 1 --split 8,2,0"
+    flags = f"--eval-iters 1 --split 8,2,0 --pipeline-model-parallel-size {context.mesh.size('pp')}"
     trained = sharded_run(context, "optim", f"{flags} --save {folder}")
     batches = trained.data.training_batches(0)
     for _ in range(2):
@@ -158,10 +158,10 @@ def losses_around_a_load(context: ParallelContext, folder: Path, stage: str) -> 
     return expected, found, other.optimizer.state_dict()["step"]
 
 
-@pytest.mark.parametrize("stage", STAGES[1:])
-def test_loaded_weights_take_effect_at_once(stage: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("stage", "pp"), [*((stage, 1) for stage in STAGES[1:]), (STAGES[3], 2)])
+def test_loaded_weights_take_effect_at_once(stage: str, pp: int, tmp_path: Path) -> None:
     """In another trainer loaded weights took effect after the first step: copies had been gathered before."""
-    for expected, found, step in run_ranks(losses_around_a_load, tmp_path, stage, dp=2, dtype=torch.float64):
+    for expected, found, step in run_ranks(losses_around_a_load, tmp_path, stage, dp=2, pp=pp, dtype=torch.float64):
         assert found == pytest.approx(expected, abs=1e-9) and step == 2
 
 
@@ -185,3 +185,37 @@ def test_first_update_is_as_large_as_the_rate(stage: str) -> None:
     """In another trainer a pass that made state counted as a step of Adam: first updates were 1.3 times too small."""
     for moved in run_ranks(first_updates, stage, dp=2, dtype=torch.float64):
         assert max(moved) == pytest.approx(1e-2, rel=1e-3)
+
+
+def layers_in_memory(context: ParallelContext, flags: str) -> dict[str, list[set[int]]]:
+    """Layers whose weights are whole while each layer is computed, and while its gradients are, in a step."""
+    run = sharded_run(context, "optim_grads_params", f"--num-layers 4 --global-batch-size 4 {flags}")
+    layers = [*run.models[0].get_submodule("decoder.layers").children()]
+    seen: dict[str, list[set[int]]] = {"forward": [], "backward": []}
+
+    def note(direction: str) -> None:
+        whole = {
+            number
+            for number, layer in enumerate(layers)
+            if all(each.untyped_storage().nbytes() for each in layer.parameters())
+        }
+        seen[direction].append(whole)
+
+    def inside(module: Any, inputs: Any, output: Tensor) -> None:
+        note("forward")
+        output.register_hook(lambda grad: note("backward"))
+
+    for layer in layers:
+        layer.get_submodule("mlp").register_forward_hook(inside)
+    train_step(run, next(run.data.training_batches(0)))
+    return seen
+
+
+def test_one_layer_is_gathered_before_it_is_needed() -> None:
+    """A gather that starts when its weights are needed hides behind nothing; many ahead take the memory of all."""
+    alone = [{0}, {1}, {2}, {3}]
+    for seen in run_ranks(layers_in_memory, "", dp=2):
+        assert seen == {"forward": alone, "backward": alone[::-1]}
+    for seen in run_ranks(layers_in_memory, "--overlap-grad-reduce --overlap-param-gather", dp=2):
+        assert seen["forward"] == [{0, 1}, {1, 2}, {2, 3}, {3}]
+        assert seen["backward"] == [{2, 3}, {1, 2}, {0, 1}, {0}]

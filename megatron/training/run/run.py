@@ -132,6 +132,7 @@ class Run:
         if self.config.parallel.zero_stage < 3:
             yield from self.whole_model_state()
         else:
+            self.optimizer.gather.units.release_all()  # loading makes them stale
             yield from sharded_weights((*self.buffers, *self.frozen))
 
     def whole_model_state(self) -> Iterator[ShardedState]:
