@@ -92,3 +92,20 @@ def test_limits_that_are_written_are_read(
     assert published is not None
     again = published.groups_from_config(published.reader(written, where="config.json"), (), where="config.json")
     assert MambaConfig.among(again).mamba_time_step_limits == limits
+
+
+@pytest.mark.parametrize("changed", [{}, {"normalization": "LayerNorm"}], ids=["limits", "limits and norms"])
+def test_a_hybrid_of_no_type_is_compared_with_hybrids(
+    changed: dict[str, Any], model_folder: Callable[[str], Path]
+) -> None:
+    """An upper limit of the time step, which no Nemotron-H has, was hidden: the nearest type was Mamba-2's, which lacks
+    attention, or a decoder without a pattern, of whose settings fewer were compared.
+    """
+    found = read_huggingface(model_folder("nemotron_h"))
+    groups = [
+        dataclasses.replace(each, mamba_time_step_limits=(0.0, 0.1)) if isinstance(each, MambaConfig) else each
+        for each in found.groups
+    ]
+    norms = ["norms are not RMSNorm"] if changed else []
+    with expect_error(CheckpointError, "nemotron_h", "--mamba-time-step-limits is (0.0, 0.1)", *norms):
+        config_from_model(dataclasses.replace(found.model, **changed), groups, dtype="float32", source={}, tokens={})

@@ -247,13 +247,14 @@ class HuggingFaceFormat:
         """Type, class and settings of a model that came from the config.json ``source``, or none; CheckpointError for
         an architecture that no published model has.
         """
+        lacking = {name: self.lacks(name, model, groups) for name in self.types}
         wrong = {
-            name: [*each.differences(model), *self.differences(name, model, groups)]
+            name: [*each.differences(model), *lacking[name], *self.differences(name, model, groups)]
             for name, each in self.types.items()
         }
         fitting = [name for name, reasons in wrong.items() if not reasons]
         if not fitting:
-            nearest = min(wrong, key=lambda name: len(wrong[name]))
+            nearest = min(wrong, key=lambda name: (len(lacking[name]), len(wrong[name])))
             raise CheckpointError(
                 f"Hugging Face has no {family_of(groups).title} of this architecture. For {nearest}, the nearest type, "
                 + "; ".join(wrong[nearest])
@@ -295,6 +296,10 @@ class HuggingFaceFormat:
     def settings_of_groups(self, groups: Sequence[object], model_type: str, model: ModelConfig) -> dict[str, Any]:
         """The settings that the family's own groups say."""
         return {}
+
+    def lacks(self, model_type: str, model: ModelConfig, groups: Sequence[object]) -> list[str]:
+        """Whole parts by which the model isn't of the type, a phrase each, whose settings aren't compared."""
+        return []
 
     def differences(self, model_type: str, model: ModelConfig, groups: Sequence[object]) -> list[str]:
         """Differences from all published models of the type that lie in the family's own groups."""

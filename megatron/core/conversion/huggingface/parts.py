@@ -41,9 +41,9 @@ class PublishedPart(Generic[P]):
         """The part among the settings of a model."""
         return self.group.among(groups)
 
-    def missing(self, part: P, model: ModelConfig) -> str | None:
-        """Why a model isn't of the type, as one that lacks the part; None where settings may say what it has."""
-        return None
+    def missing(self, part: P, model: ModelConfig) -> Sequence[str]:
+        """Why a model isn't of the type, as one that lacks the part; nothing where settings may say what it has."""
+        return ()
 
     def differences(self, part: P, settings: Json, *, defaults: Json, kinds: Mapping[str, Any]) -> list[str]:
         """What ``part`` has that reading ``settings``, those which a model with it would be written with, doesn't find.

@@ -109,26 +109,34 @@ class DecoderFormat(HuggingFaceFormat):
         return {name: value for part in parts for name, value in part.write(part.among(groups), model).items()}
 
     @override
-    def differences(self, model_type: str, model: ModelConfig, groups: Sequence[object]) -> list[str]:
-        """What a type can't express about the model's parts."""
-        described = self.types[model_type]
-        for part in described.groups:
-            if reason := part.missing(part.among(groups), model):
-                return [reason]
-        found = list[str]()
-        sizes = {"num_hidden_layers": model.num_layers, "intermediate_size": model.ffn_hidden_size}
-        settings = {**sizes, "hidden_size": model.hidden_size, **self.settings_of_groups(groups, model_type, model)}
-        for part in described.groups:
-            defaults, kinds = described.merged("defaults"), self.kinds_of(model_type)
-            found += part.differences(part.among(groups), settings, defaults=defaults, kinds=kinds)
-        known = {part.group for part in described.groups}
+    def lacks(self, model_type: str, model: ModelConfig, groups: Sequence[object]) -> list[str]:
+        """Parts that one of model and type has, and the other not."""
+        parts = self.types[model_type].groups
+        found = [reason for part in parts for reason in part.missing(part.among(groups), model)]
+        known = {part.group for part in parts}
         if MoEConfig not in known and MoEConfig.among(groups).has_experts:
             found.append("it has experts")
-        if HybridConfig not in known and HybridConfig.among(groups).is_hybrid:
-            found.append("its layers are those of a hybrid's pattern")
-        if GatedDeltaNetConfig not in known and GatedDeltaNetConfig.among(groups).has_delta_nets:
+        if HybridConfig.among(groups).is_hybrid:  # whose pattern says which layers it has
+            found += [] if HybridConfig in known else ["its layers are those of a hybrid's pattern"]
+        elif GatedDeltaNetConfig not in known and GatedDeltaNetConfig.among(groups).has_delta_nets:
             found.append("it has gated delta nets")
         return found
+
+    @override
+    def differences(self, model_type: str, model: ModelConfig, groups: Sequence[object]) -> list[str]:
+        """What a type can't express about the model's parts that both have."""
+        described = self.types[model_type]
+        parts = [part for part in described.groups if not part.missing(part.among(groups), model)]
+        sizes = {"num_hidden_layers": model.num_layers, "intermediate_size": model.ffn_hidden_size}
+        settings: dict[str, Any] = {**sizes, "hidden_size": model.hidden_size}
+        for part in parts:
+            settings |= part.write(part.among(groups), model)
+        defaults, kinds = described.merged("defaults"), self.kinds_of(model_type)
+        return [
+            difference
+            for part in parts
+            for difference in part.differences(part.among(groups), settings, defaults=defaults, kinds=kinds)
+        ]
 
     @override
     def table(self, model_type: str, model: ModelConfig, groups: Sequence[object] = ()) -> Sequence[Row]:

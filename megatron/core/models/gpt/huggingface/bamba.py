@@ -132,7 +132,7 @@ BAMBA = replace(
     ),
     settings={name: theirs for name, theirs in LLAMA.settings.items() if name != "num_layers"},
     features=(_ROTARY, BIASES),
-    groups=(pattern_part(_letters, _written_letters), MAMBA_PART),
+    groups=(pattern_part(MAMBA + ATTENTION + MLP, _letters, _written_letters), MAMBA_PART),
     by_code=("num_layers",),
     expected=EXPECTED,
     written=EXPECTED,

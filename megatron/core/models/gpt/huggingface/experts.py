@@ -53,9 +53,9 @@ class PublishedExperts(PublishedPart[MoEConfig]):
     optional: bool = False
 
     @override
-    def missing(self, part: MoEConfig, model: ModelConfig) -> str | None:
+    def missing(self, part: MoEConfig, model: ModelConfig) -> Sequence[str]:
         """A model without experts isn't of a type that always has some."""
-        return None if self.optional or part.has_experts else "it has no experts"
+        return () if self.optional or part.has_experts else ("it has no experts",)
 
     @override
     def as_in(self, part: MoEConfig, usual: MoEConfig) -> MoEConfig:

@@ -129,7 +129,7 @@ GRANITE_HYBRID = with_experts(
             replace(ROTARY, read=_read_positions, write=_written_positions, refuse=neither_rotary_nor_none),
             attention_biases(),
         ),
-        groups=(pattern_part(_letters, _written_letters), MAMBA_PART),
+        groups=(pattern_part(MAMBA + ATTENTION + MLP + EXPERTS, _letters, _written_letters), MAMBA_PART),
         by_code=(*GRANITE.by_code, "num_layers"),
         fixed={name: value for name, value in GRANITE.fixed.items() if name != "position_embedding_type"},
         expected=EXPECTED,

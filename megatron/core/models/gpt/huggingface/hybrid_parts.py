@@ -10,7 +10,7 @@ from typing import Any
 from typing_extensions import override
 
 from megatron.config.hybrid import HybridConfig
-from megatron.config.hybrid_pattern import ATTENTION, EXPERTS, MAMBA
+from megatron.config.hybrid_pattern import ATTENTION, EXPERTS, LETTERS, MAMBA
 from megatron.config.layer_patterns import shortest_pattern
 from megatron.config.mamba import MambaConfig
 from megatron.config.model import ModelConfig
@@ -63,20 +63,26 @@ def layer_types(reader: ConfigReader, name: str, kinds: Mapping[str, str] = _TYP
 
 @dataclass(frozen=True, kw_only=True)
 class PublishedPattern(PublishedPart[HybridConfig]):
-    """The pattern of a type's hybrids."""
+    """The pattern of a type's hybrids. ``known``: the letters of its layers."""
+
+    known: str
 
     @override
-    def missing(self, part: HybridConfig, model: ModelConfig) -> str | None:
-        """No other model is of such a type."""
-        return None if part.is_hybrid else "its layers are all alike, and not those of a hybrid's pattern"
+    def missing(self, part: HybridConfig, model: ModelConfig) -> Sequence[str]:
+        """No other model is of such a type, nor one with layers of another kind."""
+        if not part.is_hybrid:
+            return ("its layers are all alike, and not those of a hybrid's pattern",)
+        others = {*part.letters} - {*self.known}
+        return [f"it has {kind} layers" for letter, kind in LETTERS.items() if letter in others]
 
 
 def pattern_part(
-    read: Callable[[ConfigReader], str], write: Callable[[str, ModelConfig], dict[str, Any]]
+    known: str, read: Callable[[ConfigReader], str], write: Callable[[str, ModelConfig], dict[str, Any]]
 ) -> PublishedPattern:
-    """The pattern of hybrids, whose letters ``read`` finds and ``write`` says again."""
+    """The pattern of hybrids with layers of the ``known`` letters, which ``read`` finds and ``write`` says again."""
     return PublishedPattern(
         group=HybridConfig,
+        known=known,
         read=lambda reader: {"hybrid_layer_pattern": read(reader)},
         write=lambda hybrid, model: write(hybrid.letters, model),
         rows=lambda hybrid: (),
@@ -130,12 +136,12 @@ class PublishedMamba(PublishedPart[MambaConfig]):
     expands: bool = True
 
     @override
-    def missing(self, part: MambaConfig, model: ModelConfig) -> str | None:
+    def missing(self, part: MambaConfig, model: ModelConfig) -> Sequence[str]:
         """Widths that no factor says are those of no such model."""
         width = part.inner_size(model)
         if not self.expands or (width >= model.hidden_size and width % model.hidden_size == 0):
-            return None
-        return f"Mamba-2 layers are {width} wide, which is no multiple of the hidden size {model.hidden_size}"
+            return ()
+        return (f"Mamba-2 layers are {width} wide, which is no multiple of the hidden size {model.hidden_size}",)
 
     @override
     def as_in(self, part: MambaConfig, usual: MambaConfig) -> MambaConfig:

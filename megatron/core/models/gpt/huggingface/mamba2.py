@@ -69,7 +69,7 @@ MAMBA2 = ModelType(
         "init_method_std": "initializer_range",
     },
     groups=(
-        pattern_part(lambda reader: MAMBA * reader("num_hidden_layers"), _only_mamba),
+        pattern_part(MAMBA, lambda reader: MAMBA * reader("num_hidden_layers"), _only_mamba),
         mamba_part(
             _SETTINGS, mixer_rows(f"{_THEIRS}.mixer", norm=f"{_THEIRS}.norm"), read=_read_mamba, write=_write_mamba
         ),

@@ -219,7 +219,10 @@ NEMOTRON_H = with_experts(
         activations=UNGATED,
         features=(_MLP_BIASES,),
         groups=(
-            replace(pattern_part(_whole_pattern, lambda letters, model: {}), write=_written_letters),
+            replace(
+                pattern_part(MAMBA + ATTENTION + MLP + EXPERTS, _whole_pattern, lambda letters, model: {}),
+                write=_written_letters,
+            ),
             mamba_part(
                 _SETTINGS, mixer_rows(_MIXER, norm=_NORM), read=_read_mamba, write=_written_mamba, expands=False
             ),
