@@ -19,6 +19,7 @@ if not __package__:  # started as a script: take megatron and the like from this
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -55,7 +56,7 @@ class Shape:
     length: int = 8192
 
 
-def build(shape: Shape) -> GPTModel:
+def build(shape: Shape, context: ModelContext | None = None) -> GPTModel:
     """The hybrid with random weights."""
     config = ModelConfig(
         num_layers=len(shape.pattern),
@@ -78,10 +79,11 @@ def build(shape: Shape) -> GPTModel:
         mamba_head_dim=2 * shape.hidden // shape.mamba_heads,
         mamba_num_groups=shape.groups,
         mamba_num_heads=shape.mamba_heads,
+        mamba_time_step_limits=(0.001, 1e30),
     )
     layers = {"M": (mamba_branch(mamba),), "*": (self_attention(config),), "-": (FEED_FORWARD,)}
     stack = StackConfig(config, causal=True, pattern=tuple(layers[letter] for letter in shape.pattern))
-    return GPTModel(config, ModelContext.single(), stack=stack, seed=1).eval().requires_grad_(False)
+    return GPTModel(config, context or ModelContext.single(), stack=stack, seed=1)
 
 
 def ours(model: GPTModel, shape: Shape, *, requests: int) -> Contender:
@@ -107,8 +109,8 @@ def ours(model: GPTModel, shape: Shape, *, requests: int) -> Contender:
     return generate
 
 
-def transformers(model: GPTModel, shape: Shape) -> Contender:
-    """transformers' Nemotron-H with the weights of ``model``."""
+def nemotron_h(model: GPTModel, shape: Shape, *, chunk: int = 128) -> Any:
+    """transformers' Nemotron-H with the weights of ``model``. ``chunk``: of its scan, in tokens."""
     from transformers import NemotronHConfig, NemotronHForCausalLM
     from transformers.utils import logging
 
@@ -126,10 +128,17 @@ def transformers(model: GPTModel, shape: Shape) -> Contender:
         mamba_head_dim=2 * shape.hidden // shape.mamba_heads,
         n_groups=shape.groups,
         max_position_embeddings=shape.length,
+        chunk_size=chunk,
     )
-    peer = NemotronHForCausalLM(config).eval()  # type: ignore[no-untyped-call]
+    peer = NemotronHForCausalLM(config)
     absent = peer.load_state_dict(renamed(model, shape), strict=True)
     assert not absent.missing_keys, absent
+    return peer
+
+
+def transformers(model: GPTModel, shape: Shape) -> Contender:
+    """transformers' generate."""
+    peer = nemotron_h(model, shape).eval()
     peer.generation_config.eos_token_id = None
 
     def generate(prompts: Prompts, count: int) -> list[list[int]]:
@@ -170,7 +179,7 @@ def renamed(model: GPTModel, shape: Shape) -> dict[str, Tensor]:
 
 def by_length(shape: Shape, lengths: Sequence[int], *, count: int, rounds: int) -> None:
     """Print tokens a second after prompts of ``lengths``: the time of a call less that of one with a single token."""
-    generate = ours(build(shape), shape, requests=1)
+    generate = ours(build(shape).eval().requires_grad_(False), shape, requests=1)
     rates = []
     for length in lengths:
         prompt = [torch.randint(shape.vocabulary, (length,), generator=torch.Generator().manual_seed(1)).tolist()]
@@ -200,7 +209,7 @@ def main() -> None:
     torch.set_num_threads(1)
     quick = Shape(pattern="M*-", hidden=64, state=16, vocabulary=384)
     shape, ratios = quick if given.quick else Shape(), dict[str, float]()
-    model = build(shape)
+    model = build(shape).eval().requires_grad_(False)
     for batch in given.batches:
         generator = torch.Generator().manual_seed(batch)
         prompts = torch.randint(shape.vocabulary, (batch, given.prompt), generator=generator).tolist()

@@ -177,13 +177,21 @@ def kept_by(layer: nn.Module, x: Tensor) -> int:
     return total
 
 
-def print_memory(shape: Shape, dtype: torch.dtype, lengths: tuple[int, ...]) -> None:
-    """A line for each length: bytes kept of a token."""
+def print_memory(shape: Shape, dtype: torch.dtype, lengths: tuple[int, ...]) -> dict[str, float]:
+    """Print a table of bytes that are kept of a token. Returns those at the last length over those at the first."""
     layers: dict[str, nn.Module] = {"mixer": mixer(shape, dtype), "attention": attention(shape, dtype)}
+    found: dict[str, list[float]] = {name: [] for name in layers}
+    print(f"{'tokens':>8}{'mixer':>10}{'attention':>11}{'over it':>9}   bytes kept of a token")
     for length in lengths:
         x = torch.randn(length, 1, shape.hidden, dtype=dtype, requires_grad=True)
-        each = ", ".join(f"{name} {kept_by(layer, x) / length:,.0f} bytes" for name, layer in layers.items())
-        print(f"kept of a token at length {length}: {each}")
+        for name, layer in layers.items():
+            found[name].append(kept_by(layer, x) / length)
+        own, theirs = found["mixer"][-1], found["attention"][-1]
+        print(f"{length:8,}{own:10,.0f}{theirs:11,.0f}{own / theirs:9.2f}")
+    return {
+        f"{name}: bytes of a token at {lengths[-1]:,} tokens over those at {lengths[0]:,}": each[-1] / each[0]
+        for name, each in found.items()
+    }
 
 
 def main() -> None:
@@ -204,8 +212,10 @@ def main() -> None:
             ratios[what] = ratio
             watched += [what] * whole
     if options.memory:
-        lengths = (16, 32) if options.quick else (512, 1024, 4096, 16384)
-        print_memory(next(iter(shapes.values())), dtype, lengths)
+        lengths = (16, 32) if options.quick else (512, 1024, 2048, 4096, 8192, 16384)
+        growth = print_memory(next(iter(shapes.values())), dtype, lengths)
+        ratios |= growth
+        watched += growth
     results.save(options, ratios, watched=watched)
 
 

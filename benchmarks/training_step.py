@@ -31,10 +31,13 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from benchmarks import results
 from benchmarks.training_families import CASES, Case, Shape
+
+if TYPE_CHECKING:
+    from megatron.core.parallel.model_context import ModelContext
 
 Step = Callable[[], float]
 OURS, DENSE = "megatron", "megatron, dense"
@@ -42,20 +45,22 @@ QUICK = Shape(layers=1, hidden=64, heads=4, sequence=64, batch=2, vocabulary=100
 CLOCKS = {"wall": time.perf_counter, "processor": time.process_time}
 
 
-def megatron_step(shape: Shape, dtype: str, case: Case) -> Step:
-    """This library: the family's model, flat buffers, its optimizer."""
+def context_of(dtype: str) -> ModelContext:
+    """A rank that computes as the training application does."""
     import torch
 
-    from megatron.config.model import ModelConfig
-    from megatron.config.optimizer import OptimizerConfig
-    from megatron.config.precision import PrecisionConfig
-    from megatron.core.distributed.buffers import build_buffers
-    from megatron.core.distributed.grad_sync import GradSync
     from megatron.core.ops.matmul import is_fusion_faster
-    from megatron.core.optimizer.optimizer import Optimizer
-    from megatron.core.parallel.low_precision import LowPrecision
     from megatron.core.parallel.model_context import ModelContext
     from megatron.core.parallel.weight_gradients import WeightGradients
+
+    context = ModelContext.single(dtype=torch.bfloat16 if dtype == "bf16" else torch.float32)
+    gradients = WeightGradients(fuses_accumulation=is_fusion_faster(context.dtype, context.device))
+    return dataclasses.replace(context, weight_gradients=gradients)
+
+
+def megatron_step(shape: Shape, dtype: str, case: Case) -> Step:
+    """This library: the family's model, flat buffers, its optimizer."""
+    from megatron.config.model import ModelConfig
 
     config = ModelConfig(
         num_layers=shape.layers,
@@ -67,16 +72,28 @@ def megatron_step(shape: Shape, dtype: str, case: Case) -> Step:
         hidden_dropout=0.0,
         **{"activation": "gelu", **case.settings},
     )
-    context = ModelContext.single(dtype=torch.bfloat16 if dtype == "bf16" else torch.float32)
-    gradients = WeightGradients(fuses_accumulation=is_fusion_faster(context.dtype, context.device))
-    context = dataclasses.replace(context, weight_gradients=gradients)
-    model, compute_loss = case.ours(shape, config, context)
+    context = context_of(dtype)
+    return our_step(*case.ours(shape, config, context), context)
+
+
+def our_step(model: Any, compute_loss: Callable[[], Any], context: ModelContext) -> Step:
+    """Flat buffers and this library's optimizer around one of its models."""
+    import torch
+
+    from megatron.config.optimizer import OptimizerConfig
+    from megatron.config.precision import PrecisionConfig
+    from megatron.core.distributed.buffers import build_buffers
+    from megatron.core.distributed.grad_sync import GradSync
+    from megatron.core.optimizer.optimizer import Optimizer
+    from megatron.core.parallel.low_precision import LowPrecision
+
+    gradients = context.weight_gradients
     buffers = build_buffers(model.named_parameters(), context, grad_dtype=torch.float32)
     grad_sync = GradSync(buffers, context, sharded=False, overlap=False, weight_gradients=gradients)
     optimizer = Optimizer(
         buffers,
         OptimizerConfig(lr=1e-4, clip_grad=0.0),
-        PrecisionConfig(bf16=dtype == "bf16"),
+        PrecisionConfig(bf16=context.dtype == torch.bfloat16),
         context,
         low_precision=LowPrecision(),
         sharded=False,
