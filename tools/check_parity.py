@@ -78,7 +78,7 @@ def vocabulary(config: RunConfig, parity: ParityConfig) -> int:
 
 def describe(config: RunConfig) -> str:
     """Model and layout in a line."""
-    from megatron.training.reporting.startup import describe_model
+    from megatron.config.report import describe_model
 
     parallel = config.parallel
     axes = {

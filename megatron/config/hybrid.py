@@ -149,7 +149,7 @@ class HybridConfig(PartConfig):
         return {"mamba": "" if is_unread or MAMBA in self.all_letters else "M in --hybrid-layer-pattern"}
 
     @override
-    def described(self, stacks: Sequence[int]) -> Sequence[str]:
+    def described(self, run: RunConfig) -> Sequence[str]:
         """How many layers of each kind there are."""
         counts = Counter(self.letters)
         kinds = [f"{counts[letter]} {kind}" for letter, kind in LETTERS.items() if counts[letter]]

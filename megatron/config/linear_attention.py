@@ -116,24 +116,20 @@ class GatedDeltaNetConfig(PartConfig):
         return self
 
     @override
-    def described(self, stacks: Sequence[int]) -> Sequence[str]:
-        """Words about the layers for the line about the model in reports."""
-        marked = self.linear_layers(stacks[-1])
-        if not any(marked):
+    def described(self, run: RunConfig) -> Sequence[str]:
+        """Their number, which a hybrid's pattern gives itself, and their heads and states."""
+        count = sum(self.linear_layers(run.stacks[-1]))
+        if not self.has_delta_nets:
             return ()
-        return (f"gated delta nets in {sum(marked)} layer{plural_s(sum(marked))}", *self.described_heads())
+        where = "" if run.part(HybridConfig).is_hybrid else f" in {count} layer{plural_s(count)}"
+        keys, values = self.linear_num_key_heads, self.linear_num_value_heads
+        state = f"{self.linear_key_head_dim} x {self.linear_value_head_dim}"
+        return (f"gated delta nets{where} of {keys} key and {values} value heads with states of {state}",)
 
     @override
     def recompute_modules(self) -> Mapping[str, str]:
         """What gated delta nets compute, with the flag that adds them where the model has none."""
         return {"gated_delta_net": "" if self.has_delta_nets else "--experimental-attention-variant gated_delta_net"}
-
-    def described_heads(self) -> Sequence[str]:
-        """Words about the heads of its layers."""
-        keys, values = self.linear_num_key_heads, self.linear_num_value_heads
-        return (
-            f"{keys} key heads of {self.linear_key_head_dim}, {values} value heads of {self.linear_value_head_dim}",
-        )
 
     @override
     def shrunk(self, stacks: Sequence[int], small: Sequence[int]) -> Self:

@@ -78,6 +78,15 @@ class MambaConfig(PartConfig):
         return dataclasses.replace(self, mamba_num_heads=None) if is_default else self
 
     @override
+    def described(self, run: RunConfig) -> Sequence[str]:
+        """Heads, their states and their groups."""
+        if not has_mamba_layers(run):
+            return ()
+        heads, groups = self.num_heads(run.model), self.mamba_num_groups
+        state = f"{self.mamba_head_dim} x {self.mamba_state_dim}"
+        return (f"Mamba-2 of {heads} heads in {groups} group{plural_s(groups)} with states of {state}",)
+
+    @override
     def shrunk(self, stacks: Sequence[int], small: Sequence[int]) -> Self:
         """Keep groups and a given number of heads, which ranks divide; another one is divisible by usual sizes."""
         heads = self.mamba_num_heads or math.lcm(24, 8 * self.mamba_num_groups)

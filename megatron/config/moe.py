@@ -20,6 +20,8 @@ from megatron.errors import ConfigError
 if TYPE_CHECKING:
     from typing_extensions import Self
 
+    from megatron.config.run import RunConfig
+
 
 class MoEConfig(ExpertSettings, PartConfig):
     """Mixture of experts: feed-forward networks of which each token uses a few."""
@@ -61,11 +63,11 @@ class MoEConfig(ExpertSettings, PartConfig):
         return {"moe": experts, "moe_act": experts, "shared_experts": shared}
 
     @override
-    def described(self, stacks: Sequence[int]) -> Sequence[str]:
+    def described(self, run: RunConfig) -> Sequence[str]:
         """Words about the experts for the line about the model in reports."""
         if not self.has_experts:
             return ()
-        layers = sum(self.expert_layers(*stacks))
+        layers = sum(self.expert_layers(*run.stacks))
         shared = self.moe_shared_expert_intermediate_size
         also = f" and shared ones of {shared}" if shared else ""
         return (

@@ -1,4 +1,4 @@
-"""Settings with their sources and the layout of ranks, as text for start-up reports and dry runs."""
+"""The model, settings with their sources and the layout of ranks, as text for start-up reports and dry runs."""
 
 from __future__ import annotations
 
@@ -6,10 +6,39 @@ import itertools
 from collections.abc import Iterator
 
 from megatron.config.flags import plural_s
+from megatron.config.hybrid import HybridConfig
+from megatron.config.hybrid_pattern import ATTENTION, MLP
 from megatron.config.pipeline import model_stages, schedule_name
 from megatron.config.run import RunConfig
 
 _MOST_LISTED = 8  # stages that are listed one by one
+
+
+def describe_model(run: RunConfig) -> str:
+    """The architecture in one line."""
+    model = run.model
+    if own := run.family.describe_architecture():
+        return own
+    letters = run.part(HybridConfig).all_letters  # none where all layers have attention and a network
+    heads = f"{model.num_attention_heads} heads of {model.kv_channels}"
+    if model.num_query_groups != model.num_attention_heads:
+        heads += f" ({model.num_query_groups} for keys and values)"
+    if model.multi_latent_attention:
+        heads += f" with values of {model.v_head_dim} from latents of {model.kv_lora_rank}"
+    mlp = {"swiglu": "SwiGLU", "geglu": "GEGLU", "geglu_tanh": "GEGLU"}.get(model.activation, model.activation)
+    network = f"{mlp} MLP of {model.ffn_hidden_size}{' in parallel with attention' if model.parallel_attention else ''}"
+    decoder = run.num_layers - model.num_layers
+    layers = f"{model.num_layers} encoder and {decoder} decoder" if decoder else f"{model.num_layers}"
+    parts = [
+        f"{layers} layers of {model.hidden_size}",
+        *([heads] if not letters or ATTENTION in letters else []),
+        *([network] if not letters or MLP in letters else []),
+        *(words for part in run.parts for words in part.described(run)),
+        model.normalization + (f" {model.norm_placement} sublayers" if model.norm_placement != "before" else ""),
+        f"{'no' if model.position_embedding_type == 'none' else model.position_embedding_type} positions",
+        f"vocabulary {model.vocab_size:,}, padded to {run.padded_vocab_size:,}",
+    ]
+    return ", ".join(parts)
 
 
 def settings_report(run: RunConfig) -> list[str]:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from megatron.config.flags import plural_s
 from megatron.config.pipeline import model_stages, num_stages
-from megatron.config.report import count, gigabytes, layout_report, settings_report, stages_report
+from megatron.config.report import count, describe_model, gigabytes, layout_report, settings_report, stages_report
 from megatron.config.run import RunConfig
 from megatron.config.vocabulary import vocabulary_size
 from megatron.core.models.train_spec import TrainSpec
@@ -21,6 +21,7 @@ from megatron.planning.estimate import (
     stage_costs,
 )
 from megatron.planning.fitting import what_fits
+from megatron.planning.mixers import mixer_lines
 from megatron.planning.model import latents_sent
 from megatron.planning.parameter_patterns import check_patterns
 from megatron.planning.schedule import schedule_facts
@@ -43,6 +44,7 @@ def dry_run_report(run: RunConfig, train_spec: TrainSpec, *, files: Sequence[str
         "settings that are not the defaults, and where they come from": settings_report(run),
         "notes": run.notes,
         "files": files,
+        "model": [describe_model(run), *mixer_lines(run, train_spec)],
         "layout": layout_report(run, ranks_per_node=run.command.ranks_per_node),
         "batch and length": _batch(run),
         "parameters": _parameters(run, train_spec),

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from megatron.core.models.gpt.train_spec import GPTSpec
 from megatron.core.ops.attention import partial, registry
-from megatron.core.ops.attention.registry import Choice
+from megatron.core.ops.attention.registry import Backend
+from megatron.core.ops.backend_choice import Choice
 from megatron.core.parallel.context import ParallelContext
 from megatron.errors import ConfigError
 from megatron.training.run.attention import attention_choices, check_backend
@@ -27,7 +28,7 @@ def told_and_called(context: ParallelContext, flags: str, ways: dict[str, Any]) 
     context = replace(context, **ways)
     run, called = tiny_run(context, f"--mock-data {flags}"), set()
 
-    def noted(q: Tensor, k: Tensor, *call: Any, partial: bool = False) -> Choice:
+    def noted(q: Tensor, k: Tensor, *call: Any, partial: bool = False) -> Choice[Backend]:
         choice = registry.choice_for(q, k, *call, partial=partial)
         called.add((choice.name, partial))
         return choice

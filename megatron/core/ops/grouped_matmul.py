@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from megatron.core.device import capability
+from megatron.core.ops.backend_choice import Choice
 from megatron.core.ops.matmul import add_transposed_times, is_faster_in_fp32, product, transposed_times
 from megatron.errors import ConfigError
 
@@ -158,29 +159,17 @@ def _aligned(rows: Tensor) -> Tensor:
 BACKENDS: dict[str, Backend] = {"grouped_mm": GroupedMM(), "loop": Loop()}
 
 
-@dataclass(frozen=True)
-class Choice:
-    """The backend that serves, and why the preferred one refused."""
-
-    name: str
-    backend: Backend
-    refused: str | None = None
-
-    def describe(self) -> str:
-        """The backend for the start-up report, with the reason if grouped_mm was refused."""
-        return self.name if self.refused is None else f"{self.name} (grouped_mm refused: {self.refused})"
-
-
-def choose(dtype: torch.dtype, device: torch.device, widths: tuple[int, ...], backend: str = "auto") -> Choice:
+def choose(dtype: torch.dtype, device: torch.device, widths: tuple[int, ...], backend: str = "auto") -> Choice[Backend]:
     """The backend for products of ``widths``; ConfigError when the one named explicitly refuses."""
     if backend == "auto":
         kernel = BACKENDS["grouped_mm"]
         refused = kernel.supports(dtype, device, widths)
         if refused is None and is_faster_in_fp32(dtype, device):
             refused = "on this processor products of single groups, computed in fp32, are faster"
-            return Choice("loop", Loop(in_generation=kernel), refused)
-        name = "grouped_mm" if refused is None else "loop"
-        return Choice(name, BACKENDS[name], refused)
+            return Choice("loop", Loop(in_generation=kernel), {"grouped_mm": refused})
+        if refused is None:
+            return Choice("grouped_mm", kernel)
+        return Choice("loop", BACKENDS["loop"], {"grouped_mm": refused})
     reason = BACKENDS[backend].supports(dtype, device, widths)
     if reason is not None:
         raise ConfigError(f"--moe-matmul-backend {backend} cannot be used: {reason}; use --moe-matmul-backend auto")

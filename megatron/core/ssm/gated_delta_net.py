@@ -17,8 +17,9 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from megatron.config.linear_attention import GatedDeltaNetConfig
+from megatron.core.ops.backend_choice import Choice
 from megatron.core.ops.causal_conv import causal_conv
-from megatron.core.ops.delta_rule.backends import choose
+from megatron.core.ops.delta_rule.backends import Backend, choose
 from megatron.core.ops.delta_rule.recurrent import step
 from megatron.core.ops.delta_rule.request import DeltaInputs, DeltaOptions
 from megatron.core.ops.delta_rule.state_passing import slice_map
@@ -108,10 +109,18 @@ class GatedDeltaNet(nn.Module):
         self._options = DeltaOptions(
             scale=config.linear_key_head_dim**-0.5, normalizes=True, chunk_size=config.linear_attention_chunk_size
         )
-        self._backend = choose(
+        self._backend = self._choice(context.device).backend
+
+    def describe_backend(self, device: torch.device) -> tuple[str, str]:
+        """What it computes by a backend, and the one that serves on ``device``, in words; ConfigError for none."""
+        return "delta rule", self._choice(device).describe()
+
+    def _choice(self, device: torch.device) -> Choice[Backend]:
+        config = self._config
+        return choose(
             config.linear_attention_backend,
-            device=context.device,
-            dtype=context.dtype,
+            device=device,
+            dtype=self._context.dtype,
             key_width=config.linear_key_head_dim,
         )
 

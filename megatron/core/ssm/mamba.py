@@ -55,14 +55,6 @@ def mamba_branch(config: MambaConfig) -> Branch:
     return Branch("mixer", "norm", "mamba", functools.partial(MambaMixer, config=config))
 
 
-def scan_backend(config: MambaConfig, *, device: torch.device, dtype: torch.dtype) -> str:
-    """The backend that computes the scans of a mixer, in words.
-
-    Raises ConfigError where ``--mamba-scan-backend`` can't.
-    """
-    return choose(device, dtype, config.mamba_scan_backend).describe()
-
-
 def _as_bias(logarithm: Tensor) -> Tensor:
     """The bias whose softplus is a time step, from the logarithm of the step."""
     steps = logarithm.exp().clamp(min=_LEAST_STEP)
@@ -132,6 +124,10 @@ class MambaMixer(nn.Module):
         self.out_proj = RowParallelLinear(
             inner_size, model.hidden_size, context, init=output_init(place.stack), bias=False
         )
+
+    def describe_backend(self, device: torch.device) -> tuple[str, str]:
+        """What it computes by a backend, and the one that serves on ``device``, in words; ConfigError for none."""
+        return "scan", choose(device, self._context.dtype, self._config.mamba_scan_backend).describe()
 
     @property
     def text_state(self) -> Slotted:

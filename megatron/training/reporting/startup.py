@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from megatron.config.flags import plural_s
-from megatron.config.hybrid import HybridConfig
-from megatron.config.hybrid_pattern import ATTENTION, MLP
-from megatron.config.report import count, settings_report, stages_report
+from megatron.config.report import count, describe_model, settings_report, stages_report
 from megatron.config.run import RunConfig
 from megatron.training.reporting.hybrid_flops import megatron_lm_flops
 
@@ -18,8 +17,8 @@ class StartupFacts:
 
     ``parameters``: of the whole model; ``parameters_here``: of this rank; ``active``: that take part for
     one token; ``frozen``: of the whole model, not trained.
-    ``uncounted``: classes of modules whose FLOPs are missing. ``attention`` and ``scan`` (of Mamba-2): the backend, and
-    why others were refused.
+    ``uncounted``: classes of modules whose FLOPs are missing. ``attention``: the backend, and why others were
+    refused; ``mixers``: those of other mixers, by what they compute.
     ``fp8``: which layers multiply in it, and by what.
     """
 
@@ -34,7 +33,7 @@ class StartupFacts:
     start_iteration: int = 0
     loaded_from: str | None = None
     attention: str = "auto"
-    scan: str = ""
+    mixers: Mapping[str, str] = field(default_factory=dict)
     fp8: str = ""
 
 
@@ -52,7 +51,7 @@ def startup_report(run: RunConfig, facts: StartupFacts) -> str:
         "precision": run.precision.params_dtype,
         "fp8": facts.fp8,
         "attention": facts.attention,
-        "scan": facts.scan,
+        **facts.mixers,
         "checkpoint": f"{saved}; loaded from {facts.loaded_from}" if facts.loaded_from else saved,
     }
     width = max(map(len, rows))
@@ -61,33 +60,6 @@ def startup_report(run: RunConfig, facts: StartupFacts) -> str:
     if run.notes:
         lines += ["== notes", *(f"   {note}" for note in run.notes)]
     return "\n".join(lines)
-
-
-def describe_model(run: RunConfig) -> str:
-    """The architecture in one line."""
-    model = run.model
-    if own := run.family.describe_architecture():
-        return own
-    letters = run.part(HybridConfig).all_letters  # none where all layers have attention and a network
-    heads = f"{model.num_attention_heads} heads of {model.kv_channels}"
-    if model.num_query_groups != model.num_attention_heads:
-        heads += f" ({model.num_query_groups} for keys and values)"
-    if model.multi_latent_attention:
-        heads += f" with values of {model.v_head_dim} from latents of {model.kv_lora_rank}"
-    mlp = {"swiglu": "SwiGLU", "geglu": "GEGLU", "geglu_tanh": "GEGLU"}.get(model.activation, model.activation)
-    network = f"{mlp} MLP of {model.ffn_hidden_size}{' in parallel with attention' if model.parallel_attention else ''}"
-    decoder = run.num_layers - model.num_layers
-    layers = f"{model.num_layers} encoder and {decoder} decoder" if decoder else f"{model.num_layers}"
-    parts = [
-        f"{layers} layers of {model.hidden_size}",
-        *([heads] if not letters or ATTENTION in letters else []),
-        *([network] if not letters or MLP in letters else []),
-        *(words for part in run.parts for words in part.described(run.stacks)),
-        model.normalization + (f" {model.norm_placement} sublayers" if model.norm_placement != "before" else ""),
-        f"{'no' if model.position_embedding_type == 'none' else model.position_embedding_type} positions",
-        f"vocabulary {model.vocab_size:,}, padded to {run.padded_vocab_size:,}",
-    ]
-    return ", ".join(parts)
 
 
 def _parameters(run: RunConfig, facts: StartupFacts) -> str:

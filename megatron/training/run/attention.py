@@ -1,4 +1,4 @@
-"""Which backends of attention and of state-space layers serve a run."""
+"""Which backends of attention serve a run."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from dataclasses import replace
 
 import torch
 
-from megatron.config.mamba import MambaConfig, has_mamba_layers
 from megatron.config.run import RunConfig
 from megatron.core.context_parallel.attention import actual_request
 from megatron.core.device import capability
@@ -15,7 +14,6 @@ from megatron.core.ops.attention.registry import choose
 from megatron.core.ops.attention.request import AttentionRequest
 from megatron.core.parallel.context import ParallelContext
 from megatron.core.parallel.costs import workloads_of
-from megatron.core.ssm.mamba import scan_backend
 from megatron.core.transformer.attention import Attention
 from megatron.errors import ConfigError
 from megatron.planning.model import latents_sent, planned_context, whole_model
@@ -42,16 +40,6 @@ def attention_choices(config: RunConfig, train_spec: TrainSpec, context: Paralle
             served = choose(actual_request(request, kind, context), backend).describe()
             texts.append(": ".join(filter(None, (name if len(asked) > 1 else "", kind if kinds else "", served))))
     return "; ".join([*texts, *latents_sent(config, train_spec)])
-
-
-def scan_choice(config: RunConfig, context: ParallelContext) -> str:
-    """The backend of Mamba-2 layers, in words; nothing for a model without any.
-
-    Raises ConfigError where ``--mamba-scan-backend`` can't serve this run.
-    """
-    if not has_mamba_layers(config):
-        return ""
-    return scan_backend(config.part(MambaConfig), device=context.device, dtype=context.dtype)
 
 
 def check_backend(config: RunConfig, train_spec: TrainSpec) -> None:

@@ -49,6 +49,7 @@ from megatron.core.tokenizers.base import Tokenizer
 from megatron.core.tokenizers.build import build_tokenizer
 from megatron.core.tokenizers.chat_settings import ChatSettings, learned_after
 from megatron.planning.estimate import active_parameters, flops_per_sample, frozen_parameters, whole_costs
+from megatron.planning.mixers import mixer_backends
 from megatron.planning.parameter_patterns import check_patterns
 from megatron.planning.stages import with_stages
 from megatron.training.reporting.curves import Curves, open_writers
@@ -59,7 +60,7 @@ from megatron.training.reporting.profiling import annotated
 from megatron.training.reporting.reporter import Reporter, ReportingRank
 from megatron.training.reporting.startup import StartupFacts
 from megatron.training.reporting.timers import Timers
-from megatron.training.run.attention import attention_choices, scan_choice
+from megatron.training.run.attention import attention_choices
 from megatron.training.run.data import TrainingData
 from megatron.training.run.fp8 import check_fp8, describe_fp8
 from megatron.training.run.pipeline import Plans, routes
@@ -369,7 +370,7 @@ def build_exit_watch(config: RunConfig, context: ParallelContext, started: float
 def startup_facts(run: Run, *, parameters: int) -> StartupFacts:
     """Facts for the start-up report. ``parameters``: of the whole model.
 
-    Raises ConfigError when ``--attention-backend`` or ``--mamba-scan-backend`` can't serve this run.
+    Raises ConfigError when ``--attention-backend``, or the flag for the backend of another mixer, can't serve this run.
     """
     return StartupFacts(
         model_name=run.train_spec.name,
@@ -383,6 +384,6 @@ def startup_facts(run: Run, *, parameters: int) -> StartupFacts:
         start_iteration=run.progress.iteration,
         loaded_from=run.loaded_from,
         attention=attention_choices(run.config, run.train_spec, run.context),
-        scan=scan_choice(run.config, run.context),
+        mixers=mixer_backends(run.config, run.train_spec, run.context.device),
         fp8=describe_fp8(run.config, run.context.device),
     )

@@ -143,9 +143,9 @@ def test_a_small_copy_keeps_each_kind_of_layer() -> None:
 def test_a_report_counts_layers_of_each_kind() -> None:
     """The line about the model says what a hybrid consists of."""
     letters = allocated(56, attention=0.08, mlp=0.5)
-    words = HybridConfig(hybrid_layer_pattern=letters).described((56,))
-    assert list(words) == ["24 Mamba-2", "4 attention", "28 MLP layers"]
-    assert not HybridConfig().described((4,))
+    run = parse(f"--hybrid-layer-pattern {letters} --mamba-num-groups 1")
+    assert [*run.part(HybridConfig).described(run)] == ["24 Mamba-2", "4 attention", "28 MLP layers"]
+    assert not HybridConfig().described(run)
 
 
 def test_experts_are_where_the_letter_is() -> None:

@@ -14,6 +14,7 @@ from megatron.config.flags import architecture_flag
 from megatron.config.layer_patterns import every_or_listed, shortest_pattern
 from megatron.config.moe import MoEConfig
 from megatron.config.rules.sentence import rule
+from megatron.config.run import RunConfig
 from megatron.core.models.bert.config import BertConfig
 from megatron.core.models.t5.config import T5Config
 from megatron.errors import ConfigError
@@ -46,9 +47,9 @@ class StateSpaceConfig(PartConfig):
         return (lambda run: "--state-width 3: an odd width" if self.state_width == 3 else None,)
 
     @override
-    def described(self, stacks: Sequence[int]) -> Sequence[str]:
+    def described(self, run: RunConfig) -> Sequence[str]:
         """Words for a report."""
-        return (f"states of {self.state_width} in {sum(stacks)} layers",) if self.state_width else ()
+        return (f"states of {self.state_width} in {run.num_layers} layers",) if self.state_width else ()
 
     @override
     def shrunk(self, stacks: Sequence[int], small: Sequence[int]) -> Self:
@@ -69,7 +70,7 @@ def test_a_run_has_several_parts() -> None:
     """Two groups of parts in one family were refused: each was taken for a family."""
     run = parse("--state-width 16 --num-experts 4 --moe-layer-freq 2", **BOTH)
     assert (run.family.name, run.part(StateSpaceConfig).state_width, run.part(MoEConfig).num_experts) == ("own", 16, 4)
-    assert [words for part in run.parts for words in part.described(run.stacks)] == [
+    assert [words for part in run.parts for words in part.described(run)] == [
         "states of 16 in 4 layers",
         "4 experts of 256 in 2 layers, 2 for each token",
     ]

@@ -239,14 +239,14 @@ def test_the_backend_of_a_layer(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "fla.ops.gated_delta_rule", None)
     imported.cache_clear()
     gpu, cpu, bf16 = torch.device("cuda"), torch.device("cpu"), torch.bfloat16
-    assert choose("auto", device=cpu, dtype=bf16, key_width=128) is chunked
-    assert choose("recurrent", device=cpu, dtype=bf16, key_width=128) is recurrent
+    assert choose("auto", device=cpu, dtype=bf16, key_width=128).backend is chunked
+    assert choose("recurrent", device=cpu, dtype=bf16, key_width=128).backend is recurrent
     with expect_error(ConfigError, "--linear-attention-backend fla"):
         choose("fla", device=cpu, dtype=bf16, key_width=128)
     with expect_error(ConfigError, "--linear-attention-backend fla", "flash-linear-attention"):
         choose("fla", device=gpu, dtype=bf16, key_width=128)
     monkeypatch.setattr(fla, "missing", lambda: None)
-    assert choose("auto", device=gpu, dtype=bf16, key_width=128) is fla
-    assert choose("auto", device=gpu, dtype=torch.float64, key_width=128) is chunked
+    assert choose("auto", device=gpu, dtype=bf16, key_width=128).backend is fla
+    assert choose("auto", device=gpu, dtype=torch.float64, key_width=128).backend is chunked
     with expect_error(ConfigError, "--linear-attention-backend fla", 512, 256):
         choose("fla", device=gpu, dtype=bf16, key_width=512)

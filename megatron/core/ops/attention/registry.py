@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
@@ -19,6 +18,7 @@ from megatron.core.ops.attention import (
 )
 from megatron.core.ops.attention.capabilities import Capabilities
 from megatron.core.ops.attention.request import AttentionOptions, AttentionRequest, Gradients, PartialResult
+from megatron.core.ops.backend_choice import Choice
 from megatron.core.ops.matmul import is_faster_in_fp32
 from megatron.errors import ConfigError
 
@@ -97,21 +97,7 @@ def preferred(request: AttentionRequest) -> tuple[str, ...]:
     return tuple(dict.fromkeys((*first, *EVERYWHERE)))
 
 
-@dataclass(frozen=True)
-class Choice:
-    """The backend that serves a request, and why the preferred ones refused it."""
-
-    name: str
-    backend: Backend
-    refused: dict[str, str] = field(default_factory=dict)
-
-    def describe(self) -> str:
-        """The choice for the start-up report, e.g. ``chunked (sdpa refused: …)``."""
-        reasons = "; ".join(f"{name} refused: {reason}" for name, reason in self.refused.items())
-        return f"{self.name} ({reasons})" if reasons else self.name
-
-
-def choose(request: AttentionRequest, backend: str = "auto") -> Choice:
+def choose(request: AttentionRequest, backend: str = "auto") -> Choice[Backend]:
     """The backend for ``request``.
 
     Raises ConfigError when the backend named explicitly doesn't exist or refuses the request.
@@ -143,9 +129,9 @@ class LayerBackend:
     """
 
     def __init__(self, name: str) -> None:
-        self._name, self._choices = name, dict[tuple[object, ...], Choice]()
+        self._name, self._choices = name, dict[tuple[object, ...], Choice[Backend]]()
 
-    def choose(self, q: Tensor, k: Tensor, options: AttentionOptions, *, partial: bool) -> Choice:
+    def choose(self, q: Tensor, k: Tensor, options: AttentionOptions, *, partial: bool) -> Choice[Backend]:
         """The backend of this call; raises ConfigError as the function ``choose`` does."""
         kind = (
             *(q.shape[0], k.shape[0], q.dtype, q.device, q.requires_grad, partial),
@@ -162,7 +148,7 @@ class LayerBackend:
 
 def choice_for(
     q: Tensor, k: Tensor, options: AttentionOptions, backend: str | LayerBackend, *, partial: bool = False
-) -> Choice:
+) -> Choice[Backend]:
     """The backend of a call. ``backend``: a name, or that of the layer which makes the call.
 
     Raises ConfigError as ``choose`` does.

@@ -7,6 +7,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from megatron.core.ops.backend_choice import Choice
 from megatron.core.ops.delta_rule import chunked, fla, recurrent
 from megatron.core.ops.delta_rule.request import DeltaInputs, DeltaOptions
 from megatron.errors import ConfigError
@@ -38,21 +39,24 @@ KERNELS: dict[str, GpuBackend] = {"fla": fla}
 EVERYWHERE: dict[str, Backend] = {"chunked": chunked, "recurrent": recurrent}
 
 
-def choose(name: str, *, device: torch.device, dtype: torch.dtype, key_width: int) -> Backend:
+def choose(name: str, *, device: torch.device, dtype: torch.dtype, key_width: int) -> Choice[Backend]:
     """The backend of a layer with keys of ``key_width`` channels. ``name``: of ``--linear-attention-backend``.
 
     Raises ConfigError where the one that is named cannot serve the layer.
     """
+    refused: dict[str, str] = {}
     for each, kernel in KERNELS.items():
         if name not in ("auto", each):
             continue
         reason = kernel.refusal(device, dtype, key_width)
         if reason is None and device.type != "meta":  # a dry run may be on another machine
             reason = kernel.missing()
-        if reason is None and (name == each or device.type != "meta"):
-            return kernel
+        if reason is None:
+            return Choice(each, kernel, refused)
         if name == each:
             raise ConfigError(
                 f"--linear-attention-backend {name} cannot be used: {reason}; use --linear-attention-backend auto"
             )
-    return EVERYWHERE["chunked" if name == "auto" else name]
+        refused[each] = reason
+    found = "chunked" if name == "auto" else name
+    return Choice(found, EVERYWHERE[found], refused)

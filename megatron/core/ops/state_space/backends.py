@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from megatron.core.ops.backend_choice import Choice
 from megatron.core.ops.state_space import chunked, mamba_ssm, recurrent
 from megatron.core.ops.state_space.request import ScanInputs
 from megatron.errors import ConfigError
@@ -30,21 +30,7 @@ BACKENDS: dict[str, Backend] = {"mamba-ssm": mamba_ssm, "chunked": chunked, "rec
 _PREFERRED = ("mamba-ssm", "chunked")
 
 
-@dataclass(frozen=True)
-class Choice:
-    """The backend that computes scans, and why the preferred ones can't."""
-
-    name: str
-    backend: Backend
-    refused: dict[str, str] = field(default_factory=dict)
-
-    def describe(self) -> str:
-        """The choice for the start-up report, e.g. ``chunked (mamba-ssm refused: …)``."""
-        reasons = "; ".join(f"{name} refused: {reason}" for name, reason in self.refused.items())
-        return f"{self.name} ({reasons})" if reasons else self.name
-
-
-def choose(device: torch.device, dtype: torch.dtype, backend: str = "auto") -> Choice:
+def choose(device: torch.device, dtype: torch.dtype, backend: str = "auto") -> Choice[Backend]:
     """The backend of scans of ``dtype`` on ``device``.
 
     Raises ConfigError when the backend named explicitly doesn't exist or can't be used here.

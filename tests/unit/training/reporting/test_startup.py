@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import torch
+
 from megatron.config.parse import parse_run
+from megatron.config.report import describe_model
 from megatron.core.models.gpt.config import GROUPS as GPT_GROUPS
-from megatron.core.parallel.context import ParallelContext
+from megatron.core.models.gpt.train_spec import GPTSpec
 from megatron.errors import ConfigError
-from megatron.training.reporting.startup import StartupFacts, describe_model, startup_report
-from megatron.training.run.attention import scan_choice
+from megatron.planning.mixers import mixer_backends, mixer_lines
+from megatron.training.reporting.startup import StartupFacts, startup_report
 from tests.harness.runs import tiny_config
 from tests.harness.sentences import expect_error
 
@@ -54,15 +57,29 @@ def test_a_model_without_positions_is_said_to_have_none() -> None:
     assert ", no positions, " in describe_model(parse_run(others, world_size=8, extra_groups=GPT_GROUPS))
 
 
-def test_names_the_scan_of_state_space_layers() -> None:
-    """Which scan served was nowhere to be read, and one that cannot was refused in the first step, after the data."""
-    assert "   scan        chunked\n" in report(scan="chunked") and "   scan " not in report()
-    hybrid = "--mock-data --hybrid-layer-pattern M* --mamba-head-dim 8 --mamba-num-groups 2"
-    context = ParallelContext.single()
-    assert scan_choice(tiny_config("--mock-data"), context) == ""
-    assert scan_choice(tiny_config(hybrid), context).startswith("chunked (mamba-ssm refused")
+def test_names_the_sizes_and_backends_of_mixers() -> None:
+    """Sizes of Mamba-2, and what computes a gated delta net, were nowhere to be read.
+
+    A backend that cannot serve was refused in the first step, after the data.
+    """
+    sizes = "--mamba-head-dim 8 --mamba-num-groups 2 --linear-num-value-heads 16"
+    hybrid = f"--mock-data --num-layers 3 --hybrid-layer-pattern M*G {sizes}"
+    run, spec, cpu = tiny_config(hybrid), GPTSpec(), torch.device("cpu")
+    assert "1 Mamba-2, 1 gated-delta-net, 1 attention layers" in describe_model(run)
+    assert "Mamba-2 of 4 heads in 2 groups with states of 8 x 128" in describe_model(run)
+    assert "gated delta nets of 16 key and 16 value heads with states of 128 x 128" in describe_model(run)
+    found = mixer_backends(run, spec, cpu)
+    assert found["scan"].startswith("chunked (mamba-ssm refused")
+    assert found["delta rule"].startswith("chunked (fla refused")
+    assert "   delta rule  chunked" in report(mixers=found) and "   scan " not in report()
+    assert mixer_lines(run, spec) == [
+        "scan: mamba-ssm on a GPU, chunked on a CPU",
+        "delta rule: fla on a GPU, chunked on a CPU",
+    ]
+    assert mixer_lines(tiny_config(f"{hybrid} --mamba-scan-backend chunked"), spec)[0] == "scan: chunked"
+    assert mixer_backends(tiny_config("--mock-data"), spec, cpu) == {}
     with expect_error(ConfigError, "--mamba-scan-backend mamba-ssm", "GPUs"):
-        scan_choice(tiny_config(f"{hybrid} --mamba-scan-backend mamba-ssm"), context)
+        mixer_backends(tiny_config(f"{hybrid} --mamba-scan-backend mamba-ssm"), spec, cpu)
 
 
 def test_says_where_a_resumed_run_goes_on() -> None:
