@@ -15,8 +15,6 @@ from megatron.config.positions import ROTARY_TYPES
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-    from megatron.config.run import RunConfig
-
 Rule = Callable[[Any], "str | None"]
 """A check of a run, of which it is given the RunConfig: what is wrong in one sentence, or None."""
 
@@ -128,8 +126,8 @@ class PartConfig(CheckedSettings):
         """Choices of ``--recompute-modules`` in this part, each with the flag that adds it where the model lacks it."""
         return {}
 
-    def described(self, run: RunConfig) -> Sequence[str]:
-        """Words about the part for the line about the model in reports."""
+    def described(self, run: Any) -> Sequence[str]:
+        """Words about the part for the line about the model in reports. ``run``: the RunConfig."""
         return ()
 
     def shrunk(self, stacks: Sequence[int], small: Sequence[int]) -> Self:

@@ -117,7 +117,7 @@ class GatedDeltaNetConfig(PartConfig):
 
     @override
     def described(self, run: RunConfig) -> Sequence[str]:
-        """Their number, which a hybrid's pattern gives itself, and their heads and states."""
+        """Number of gated delta nets, unless a hybrid's pattern gives it, and their heads and states."""
         count = sum(self.linear_layers(run.stacks[-1]))
         if not self.has_delta_nets:
             return ()
