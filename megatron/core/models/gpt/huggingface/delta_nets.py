@@ -119,11 +119,11 @@ def _qwen3_next_rows(part: GatedDeltaNetConfig) -> Sequence[Row]:
 
 class _Nets(PublishedPart[GatedDeltaNetConfig]):
     @override
-    def missing(self, part: GatedDeltaNetConfig, model: ModelConfig) -> str | None:
+    def missing(self, part: GatedDeltaNetConfig, model: ModelConfig) -> Sequence[str]:
         """Multi-token prediction has attention there, and here the kind of the last layer."""
         if not model.mtp_num_layers or not part.linear_layers(model.num_layers)[-1]:
-            return None
-        return "its layer of multi-token prediction has a gated delta net, as the last layer, and not attention"
+            return ()
+        return ("its layer of multi-token prediction has a gated delta net, as the last layer, and not attention",)
 
 
 def _later_layers(model: ModelConfig, tensors: Collection[str], where: str) -> int:
