@@ -14,6 +14,7 @@ from megatron.config.flags import architecture_flag, architecture_switch, derive
 from megatron.config.latent_attention import LatentAttentionConfig
 from megatron.config.layer_patterns import canonical, marked_layers, shortened, window_layers
 from megatron.config.multi_token import MultiTokenConfig
+from megatron.config.mup import MupConfig
 from megatron.config.positions import ROTARY_TYPES, PositionConfig
 
 NormPlacement = Literal["before", "after", "both"]
@@ -25,7 +26,9 @@ PATTERNS = ("window_attn_skip_freq", "no_rope_freq")
 """Fields that say which layers have something."""
 
 
-class ModelConfig(ActivationConfig, PositionConfig, AttentionConfig, LatentAttentionConfig, MultiTokenConfig):
+class ModelConfig(
+    ActivationConfig, PositionConfig, AttentionConfig, LatentAttentionConfig, MultiTokenConfig, MupConfig
+):
     """The transformer. Sizes that are not given follow from the others."""
 
     num_layers: int = architecture_flag("Transformer layers.", at_least=1, at_most=10_000)
@@ -120,6 +123,9 @@ class ModelConfig(ActivationConfig, PositionConfig, AttentionConfig, LatentAtten
         default=1.0,
         above=0,
     )
+    position_embedding_multiplier: float = architecture_flag(
+        "Multiply learned vectors of positions and of token types by this.", default=1.0, above=0
+    )
     residual_multiplier: float = architecture_flag(
         "Multiply what each sublayer adds to the residual by this (Granite).", default=1.0, above=0
     )
@@ -128,6 +134,13 @@ class ModelConfig(ActivationConfig, PositionConfig, AttentionConfig, LatentAtten
     )
     final_logit_softcapping: float | None = architecture_flag(
         "Cap logits softly: cap x tanh(logits / cap) (Gemma 2).", default=None, above=0
+    )
+    z_loss_coeff: float = flag(
+        "Add this times the square of log Z, the logarithm of what the softmax over the vocabulary divides by, to the "
+        "loss of each token in training (PaLM: 1e-4). The losses in the log are without it.",
+        default=0.0,
+        at_least=0,
+        from_checkpoint=True,
     )
     attention_dropout: float = flag(
         "Dropout on attention probabilities.", default=0.1, at_least=0, below=1, from_checkpoint=True
@@ -176,6 +189,15 @@ class ModelConfig(ActivationConfig, PositionConfig, AttentionConfig, LatentAtten
         if self.add_bias_linear:
             for each in LAYER_BIASES:
                 object.__setattr__(self, each, True)
+        if self.use_mup:
+            for name, value in self.scale_by_width(self.hidden_size, self.kv_channels).items():
+                if getattr(self, name) == (None if name == "softmax_scale" else 1.0):
+                    object.__setattr__(self, name, value)
+
+    @property
+    def width_multiplier(self) -> float:
+        """How many times wider the model is than the one whose learning rate it is given; 1 without muP."""
+        return self.hidden_size / self.mup_base_hidden_size if self.use_mup and self.mup_base_hidden_size else 1.0
 
     def window_of(self, layer: int) -> tuple[int, int] | None:
         """Keys before and after its own that a query sees in ``layer``, counted from 0; None for all. Layers of

@@ -157,8 +157,6 @@ curriculum learning and token dropping are not available; leave it out
     train-data-exact-num-epochs
 distillation and quantization by ModelOpt are not available yet; leave it out
     kd load-teacher compression-training mos export-* teacher-model-config
-widths do not change learning rates (mu-P) here; leave it out
-    use-mup mup-*
 sparse attention is not available: every query sees all keys, or a window; leave it out
     dsa-*
 that part of multi-token prediction is not available; leave it out

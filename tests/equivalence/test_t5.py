@@ -39,7 +39,9 @@ OTHERS: dict[str, str] = {
     "untied, residuals behind norms": (
         f"t5: {SMALL} --apply-residual-connection-post-layernorm --untie-embeddings-and-output-weights"
     ),
-    "rotary, few groups, qk norm": f"t5: {LLAMA_TIED} --num-query-groups 2 --qk-layernorm",
+    "rotary, few groups, qk norm, muP, z-loss": (
+        f"t5: {LLAMA_TIED} --num-query-groups 2 --qk-layernorm --use-mup --mup-base-hidden-size 8 --z-loss-coeff 0.3"
+    ),
     "relative with dropout": (
         f"t5: {RELATIVE} --scale-output --activation relu --attention-dropout 0.2 --hidden-dropout 0.2"
     ),
@@ -148,7 +150,7 @@ def test_untied_output(layout: str) -> None:
 @pytest.mark.parametrize(
     ("variant", "layout"),
     pairs(
-        ["megatron", "untied, residuals behind norms", "rotary, few groups, qk norm"],
+        ["megatron", "untied, residuals behind norms", "rotary, few groups, qk norm, muP, z-loss"],
         ["tp4 sp", "cp2 tp2 sp dp2 zero recompute", "pp2 zb-v", *EXCHANGING],
         rich=("pp2 zb-v", "cp4 heads", "cp2 tp2 heads"),
         slow=("tp4 sp", "cp2 tp2 sp dp2 zero recompute", "cp4 heads and rings"),

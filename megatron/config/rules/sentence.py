@@ -14,10 +14,13 @@ def rule(sentence: str, when: Callable[[RunConfig], object]) -> Rule:
     return lambda run: sentence.format(run=run) if when(run) else None
 
 
-def changed_flags(run: RunConfig, group: type) -> list[str]:
-    """The flags of a group of settings that are given with another value than the default, as they were typed."""
+def changed_flags(run: RunConfig, group: type, *, among: type | None = None) -> list[str]:
+    """The flags of a group of settings that are given with another value than the default, as they were typed.
+    ``among``: the base of the group that has them.
+    """
+    fields = {spec.field for spec in flags_of(among or group)}
     return [
         spec.typed(run.value(spec))
         for spec in flags_of(group)
-        if run.given(spec.field) and run.value(spec) != spec.default
+        if spec.field in fields and run.given(spec.field) and run.value(spec) != spec.default
     ]

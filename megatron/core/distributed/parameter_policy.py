@@ -20,7 +20,8 @@ class ParameterPolicy:
 
     ``is_trained``: a frozen parameter, or one that was built without a gradient, has no gradient, no optimizer state
     and no reduction. ``decays``: weight decay applies to it. ``is_decoupled``: it has the learning rate of
-    ``--decoupled-lr``. ``lr_multiplier``: its learning rate over that of the schedule, from ``--lr-multipliers``.
+    ``--decoupled-lr``. ``lr_multiplier``: its learning rate over that of the schedule, from ``--lr-multipliers``
+    and muP. ``eps_multiplier``: its Adam's epsilon over ``--adam-eps``.
     ``update_rule``: how a step moves it, a name among ``optimizer.update_rules.UPDATE_RULES``.
     """
 
@@ -29,6 +30,7 @@ class ParameterPolicy:
     is_decoupled: bool
     lr_multiplier: float
     update_rule: str
+    eps_multiplier: float = 1.0
 
 
 Policies = Mapping[str, ParameterPolicy]
@@ -36,9 +38,12 @@ Policies = Mapping[str, ParameterPolicy]
 
 
 def parameter_policies(
-    named_parameters: Iterable[tuple[str, nn.Parameter]], config: OptimizerConfig | None = None
+    named_parameters: Iterable[tuple[str, nn.Parameter]],
+    config: OptimizerConfig | None = None,
+    *,
+    width_multiplier: float = 1.0,
 ) -> dict[str, ParameterPolicy]:
-    """The policy of every parameter of this rank."""
+    """The policy of every parameter of this rank. ``width_multiplier``: of muP, see ``ModelConfig``."""
     config, policies = config or OptimizerConfig(), {}
     factors = [pattern_and_factor(pair) for pair in config.lr_multipliers]
     for name, parameter in named_parameters:
@@ -47,12 +52,16 @@ def parameter_policies(
         # Word embeddings and output matrices are the matrices with a padded vocabulary.
         is_vocabulary_table = sharding.pad_multiple is not None and _is_matrix(sharding)
         decays_too = config.no_weight_decay_cond_type is not None and matches(name, _QUERY_AND_KEY_NORMS)
+        factor = next((factor for pattern, factor in factors if matches(name, [pattern])), 1.0)
+        is_decoupled = config.decoupled_lr is not None and is_vocabulary_table
+        of_width = 1.0 if is_decoupled else _rate_of_width(sharding, config.optimizer, width_multiplier)
         policies[name] = ParameterPolicy(
             is_trained=parameter.requires_grad and not matches(name, config.freeze),
             decays=_is_matrix(sharding) or decays_too,
-            is_decoupled=config.decoupled_lr is not None and is_vocabulary_table,
-            lr_multiplier=next((factor for pattern, factor in factors if matches(name, [pattern])), 1.0),
+            is_decoupled=is_decoupled,
+            lr_multiplier=factor * of_width,
             update_rule=config.optimizer,
+            eps_multiplier=1 / width_multiplier if _is_between_widths(sharding) else 1.0,
         )
     return policies
 
@@ -62,9 +71,24 @@ def matches(name: str, patterns: Iterable[str]) -> bool:
     return any(fnmatchcase(name, pattern) for pattern in patterns)
 
 
+def _rate_of_width(sharding: Sharding, update_rule: str, width_multiplier: float) -> float:
+    """MuP's factor of the learning rate (arXiv:2203.03466, table 8).
+
+    Adam moves every weight by about the learning rate, and a sum over a wider input moves by as much more. An SGD step
+    is as long as the gradient, which gets shorter with the width for all but matrices between two widths.
+    """
+    if update_rule == "sgd":
+        return 1.0 if _is_between_widths(sharding) else width_multiplier
+    return 1 / width_multiplier if _is_between_widths(sharding) else 1.0
+
+
+def _is_between_widths(sharding: Sharding) -> bool:
+    return _is_matrix(sharding) and sharding.kind != "table"
+
+
 def _is_matrix(sharding: Sharding) -> bool:
     """Whether a parameter is a matrix or a table, not a bias or a norm weight.
 
     The dimension of experts doesn't count: their stacked biases [experts, h] are biases.
     """
-    return len(sharding.shape) - list(sharding.split.values()).count("ep") > 1
+    return sharding.kind != "vector" and len(sharding.shape) - list(sharding.split.values()).count("ep") > 1

@@ -50,7 +50,8 @@ class StackedLinear(nn.Module):
         self.weight = make_parameter(Sharding(shape, split, reduce=_REPLICAS), init, context)
         held = {place: split[dim] for place, dim in enumerate(bias_dims) if dim in split}
         partial_grad: tuple[Axis, ...] = () if "etp" in held.values() else ("etp",)
-        bias = Sharding(tuple(shape[dim] for dim in bias_dims), held, reduce=_REPLICAS, partial_grad=partial_grad)
+        bias_shape = tuple(shape[dim] for dim in bias_dims)
+        bias = Sharding(bias_shape, held, reduce=_REPLICAS, partial_grad=partial_grad, kind="vector")
         self.bias = make_parameter(bias, Constant(0.0), context) if bias_dims else None
 
 

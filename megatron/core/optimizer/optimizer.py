@@ -265,7 +265,8 @@ class Optimizer:
 
     def _move(self, owned: _Owned, divisor: float, *, lr: float, weight_decay: float) -> None:
         """Step on one span; dividing the gradients costs no pass of its own."""
-        rule, scale = self._rules[owned.buffer.policy.update_rule], None
+        policy = owned.buffer.policy
+        rule, scale = self._rules[policy.update_rule], None
         if owned.wide == torch.float64:
             owned.grads.div_(divisor)  # the kernels take their scale in fp32, too coarse here
         else:
@@ -274,7 +275,10 @@ class Optimizer:
             scale = torch.full((), divisor, dtype=torch.float32, device=device)
         chunk = _CPU_CHUNK if owned.grads.device.type == "cpu" else CHUNK
         chunks = [
-            (Step(self._step - begun, lr, weight_decay, scale), Span(start, min(start + size, whole.stop)))
+            (
+                Step(self._step - begun, lr, weight_decay, scale, policy.eps_multiplier),
+                Span(start, min(start + size, whole.stop)),
+            )
             for begun, whole in self._begun_together(owned)
             for size in (whole.size if owned.is_direct else chunk,)
             for start in range(whole.start, whole.stop, size)

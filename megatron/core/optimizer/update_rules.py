@@ -14,12 +14,15 @@ from megatron.config.optimizer import OptimizerConfig
 
 @dataclass(frozen=True)
 class Step:
-    """Parameters of one step; ``number`` counts from 1. ``grad_scale``, an fp32 scalar, divides the gradients."""
+    """Parameters of one step; ``number`` counts from 1. ``grad_scale``, an fp32 scalar, divides the gradients.
+    ``eps_multiplier``: of an epsilon in the rule.
+    """
 
     number: int
     lr: float
     weight_decay: float
     grad_scale: Tensor | None
+    eps_multiplier: float = 1.0
 
 
 class AdamW:
@@ -51,7 +54,7 @@ class AdamW:
             beta2=self._config.adam_beta2,
             lr=step.lr,
             weight_decay=step.weight_decay,
-            eps=self._config.adam_eps,
+            eps=self._config.adam_eps * step.eps_multiplier,
             maximize=False,
         )
 

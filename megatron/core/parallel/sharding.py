@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -61,6 +62,8 @@ class Sharding:
     ``tied``: name shared by copies of one logical parameter on several pipeline stages.
     ``reduce``: axes over which replicas of the parameter process different data, where gradients are summed.
     ``shared``: rows of the split dimension 0 that ranks share rather than divide.
+    ``kind``: what its numbers of dimensions don't say: "table" of the vectors of words, positions or channels, which is
+    no matrix between two widths of a model, or "vector", such as the stacked biases of experts.
     """
 
     shape: tuple[int, ...]
@@ -71,6 +74,7 @@ class Sharding:
     tied: str | None = None
     reduce: tuple[Axis, ...] = ("dp", "cp")
     shared: SharedRows | None = None
+    kind: Literal["table", "vector"] | None = None
 
     def __post_init__(self) -> None:
         if self.parts:

@@ -41,7 +41,8 @@ def _parameter(
 ) -> nn.Parameter:
     """Numbers of ``shape`` for each channel, drawn as torch draws those of its convolutions."""
     channels, limit = sum(part.rows for part in parts), 1.0 / math.sqrt(taps)
-    return make_parameter(Sharding((channels, *shape), {0: "tp"}, parts=parts), Uniform(-limit, limit), context)
+    sharding = Sharding((channels, *shape), {0: "tp"}, parts=parts, kind="table")
+    return make_parameter(sharding, Uniform(-limit, limit), context)
 
 
 def last_rows(before: Tensor, rows: Tensor) -> Tensor:

@@ -41,11 +41,14 @@ def linear_cross_entropy(
     vocabulary: VocabularyPart,
     bias: Tensor | None = None,
     cap: float | None = None,
+    z_loss: float = 0.0,
     backward_scale: float = 1.0,
 ) -> Tensor:
     """Sum over rows of ``loss_weights`` times the cross entropy of softmax(hidden·weightᵀ + bias), as a scalar.
 
-    With a soft ``cap`` logits x are cap·tanh(x/cap), in fp32 or wider (Gemma 2, arXiv:2408.00118).
+    With a soft ``cap`` logits x are cap·tanh(x/cap), in fp32 or wider (Gemma 2, arXiv:2408.00118). Gradients are those
+    of the cross entropy plus ``z_loss`` times the square of the softmax's log Z (PaLM, arXiv:2204.02311), which keeps
+    it near 0; the result is the cross entropy alone.
 
     ``hidden`` [N, h]; ``weight`` [v, h] and ``bias`` [v], this rank's part; ``labels`` [N], ids of the
     whole vocabulary; ``loss_weights`` [N]. Rows of ``weight`` from ``valid`` on are padding: no probability, no
@@ -61,7 +64,7 @@ def linear_cross_entropy(
     inputs = (hidden, weight) if bias is None else (hidden, weight, bias)
     needs_grad = torch.is_grad_enabled() and any(each.requires_grad for each in inputs)
     return _LinearCrossEntropy.apply(  # type: ignore[no-untyped-call, no-any-return]
-        hidden, weight, bias, labels, loss_weights, vocabulary, cap, backward_scale if needs_grad else None
+        hidden, weight, bias, labels, loss_weights, vocabulary, cap, z_loss, backward_scale if needs_grad else None
     )
 
 
@@ -158,13 +161,15 @@ def _chunks(
 class _Softmax:
     """A chunk's softmax over this rank's columns, and its losses.
 
-    ``local`` [rows, v]; times ``factor`` [rows, 1] it is the softmax over the whole vocabulary. ``losses`` [rows].
+    ``local`` [rows, v]; times ``factor`` [rows, 1] it is the softmax over the whole vocabulary. ``losses`` [rows],
+    ``log_z`` [rows, 1]: the logarithm of what the softmax divides by.
     ``columns`` [rows, 1]: each label's column here, and ``here`` [rows, 1]: whether there is one.
     """
 
     local: Tensor
     factor: Tensor
     losses: Tensor
+    log_z: Tensor
     columns: Tensor
     here: Tensor
 
@@ -184,7 +189,7 @@ def _softmax_(logits: Tensor, labels: Tensor, vocabulary: VocabularyPart) -> _So
     highest = all_reduce(log_sum.clone(), vocabulary.mesh, "tp", op="max")
     total, of_label = all_reduce(torch.stack(((log_sum - highest).exp(), of_label)), vocabulary.mesh, "tp")
     log_total = highest + total.log()
-    return _Softmax(local, (log_sum - log_total).exp(), (log_total - of_label).squeeze(1), columns, here)
+    return _Softmax(local, (log_sum - log_total).exp(), (log_total - of_label).squeeze(1), log_total, columns, here)
 
 
 @Compiled
@@ -210,7 +215,8 @@ def _logit_gradients_(
 class _LinearCrossEntropy(torch.autograd.Function):
     """dlogits = (softmax - onehot)·weight·scale, a chunk at a time;  dhidden = dlogits·W,  dW = dlogitsᵀ·hidden.
 
-    A soft cap multiplies dlogits by its slope.
+    A soft cap multiplies dlogits by its slope; the z-loss, whose gradient is a multiple of the softmax, the softmax by
+    1 + 2·z_loss·log Z.
     """
 
     @staticmethod
@@ -224,6 +230,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         loss_weights: Tensor,
         vocabulary: VocabularyPart,
         cap: float | None,
+        z_loss: float,
         backward_scale: float | None,
     ) -> Tensor:
         # One copy for all chunks, whose logits then aren't rounded.
@@ -247,7 +254,10 @@ class _LinearCrossEntropy(torch.autograd.Function):
             grad_logits = wide if wide.dtype == narrow.dtype else narrow
             shares = weights.masked_fill(~softmax.here, 0.0)
             rounded = None if grad_logits is wide else narrow
-            _logit_gradients_(wide, weights * softmax.factor, softmax.columns, shares, chunk.slope, rounded)
+            factors = weights * softmax.factor
+            if z_loss:
+                factors *= 1.0 + 2.0 * z_loss * softmax.log_z
+            _logit_gradients_(wide, factors, softmax.columns, shares, chunk.slope, rounded)
             if grad_hidden is not None:
                 grad_hidden[chunk.rows] = times_transposed(grad_logits, weight.t())
             if needs_weight:
@@ -265,4 +275,4 @@ class _LinearCrossEntropy(torch.autograd.Function):
         assert gradients is not None, "the backward pass of linear_cross_entropy can run once"
         ctx.gradients = None
         factor = grad / ctx.backward_scale
-        return *(part if part is None else part.mul_(factor) for part in gradients), None, None, None, None, None
+        return *(part if part is None else part.mul_(factor) for part in gradients), *(None,) * 6

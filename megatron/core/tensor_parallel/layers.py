@@ -182,7 +182,8 @@ class VocabParallelEmbedding(nn.Module):
     ) -> None:
         super().__init__()
         self._context = context
-        sharding = Sharding((vocab_size, hidden_size), {0: "tp"}, pad_multiple=pad_multiple, tied=tied)
+        shape = (vocab_size, hidden_size)
+        sharding = Sharding(shape, {0: "tp"}, pad_multiple=pad_multiple, tied=tied, kind="table")
         self.weight = make_parameter(sharding, init, context)
         self._first = self.weight.shape[0] * context.mesh.rank("tp")
 

@@ -24,7 +24,7 @@ from megatron.core.parallel.recompute import recomputed
 from megatron.core.parallel.rng import StreamKey
 from megatron.core.parallel.sharding import Sharding, SharedRows
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear, make_parameter
-from megatron.core.transformer.initialization import input_init, output_init
+from megatron.core.transformer.initialization import input_init, output_init, table_init
 from megatron.core.transformer.inputs import LayerInputs
 from megatron.core.transformer.norm import HeadNorm, Norm
 from megatron.core.transformer.place import BranchPlace
@@ -82,7 +82,7 @@ class Attention(nn.Module):
         config, context = self._config, self._context
         heads = Sharding((config.num_attention_heads,), {0: "tp"})
         has_sinks = config.softmax_type == "learnable"
-        self.sinks = make_parameter(heads, input_init(config), context) if has_sinks else None
+        self.sinks = make_parameter(heads, table_init(config), context) if has_sinks else None
         self.linear_proj = RowParallelLinear(
             self._value_width,
             config.hidden_size,

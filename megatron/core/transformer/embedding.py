@@ -21,7 +21,7 @@ from megatron.core.tensor_parallel.layers import (
     partial_under_sequence_parallel,
 )
 from megatron.core.tensor_parallel.regions import sequence_slice
-from megatron.core.transformer.initialization import input_init
+from megatron.core.transformer.initialization import input_init, table_init
 from megatron.core.transformer.norm import Norm
 
 WORD_EMBEDDINGS = "embedding.word_embeddings.weight"
@@ -39,8 +39,9 @@ class PositionEmbedding(nn.Module):
             (self._offset + config.max_position_embeddings, config.hidden_size),
             partial_grad=partial_under_sequence_parallel(context),
             tied=tied,
+            kind="table",
         )
-        self.weight = make_parameter(sharding, input_init(config), context)
+        self.weight = make_parameter(sharding, table_init(config), context)
 
     @override
     def forward(self, length: int, position_ids: Tensor | None) -> Tensor:
@@ -59,8 +60,9 @@ class TokenTypeEmbedding(nn.Module):
     def __init__(self, count: int, config: ModelConfig, context: ModelContext) -> None:
         super().__init__()
         self._context = context
-        sharding = Sharding((count, config.hidden_size), partial_grad=partial_under_sequence_parallel(context))
-        self.weight = make_parameter(sharding, input_init(config), context)
+        partial = partial_under_sequence_parallel(context)
+        sharding = Sharding((count, config.hidden_size), partial_grad=partial, kind="table")
+        self.weight = make_parameter(sharding, table_init(config), context)
 
     @override
     def forward(self, types: Tensor) -> Tensor:
@@ -92,7 +94,7 @@ class LanguageModelEmbedding(nn.Module):
             config.vocab_size,
             config.word_width,
             context,
-            init=input_init(config),
+            init=table_init(config),
             pad_multiple=config.make_vocab_size_divisible_by,
             tied=WORD_EMBEDDINGS if copied or not config.untie_embeddings_and_output_weights else None,
         )
@@ -129,10 +131,10 @@ class LanguageModelEmbedding(nn.Module):
         if self.projection is not None:
             x = self.projection(x)
         if self.position_embeddings is not None:
-            x = x + self.position_embeddings(tokens.shape[1], position_ids)
+            x = x + self._multiplied(self.position_embeddings(tokens.shape[1], position_ids))
         if self.tokentype_embeddings is not None:
             assert types is not None, "a model with token types is told them"
-            x = x + self.tokentype_embeddings(types)
+            x = x + self._multiplied(self.tokentype_embeddings(types))
         if self.norm is not None:
             x = self.norm(x)
         if self._config.fp32_residual_connection:
@@ -141,6 +143,10 @@ class LanguageModelEmbedding(nn.Module):
             return x
         self._context.rng.enter(rng_key, stream)
         return dropout(x, self._config.hidden_dropout, self._context.hidden_generator)
+
+    def _multiplied(self, vectors: Tensor) -> Tensor:
+        factor = self._config.position_embedding_multiplier
+        return vectors if factor == 1.0 else vectors * factor
 
     def costs(self, workload: Workload) -> Costs:
         """The words' look-up, the input of the norm, and a mask of dropout."""

@@ -9,13 +9,20 @@ from megatron.core.tensor_parallel.initialize import Normal
 from megatron.core.transformer.place import StackSettings
 
 
-def input_init(config: ModelConfig) -> Normal:
-    """Initialization of embeddings, heads and every matrix that does not write to the residual stream."""
+def table_init(config: ModelConfig) -> Normal:
+    """Initialization of embeddings and of the output layer, whatever the model's width."""
     return Normal(config.init_method_std)
+
+
+def input_init(config: ModelConfig) -> Normal:
+    """Initialization of every matrix that does not write to the residual stream; narrower in a model that muP makes
+    wider, so that its products don't grow with the width.
+    """
+    return Normal(config.init_method_std / math.sqrt(config.width_multiplier))
 
 
 def output_init(stack: StackSettings) -> Normal:
     """Initialization of matrices that write to the residual stream: narrower, so that its variance doesn't grow with
     depth.
     """
-    return Normal(stack.model.init_method_std / math.sqrt(stack.residual_writers))
+    return Normal(input_init(stack.model).std / math.sqrt(stack.residual_writers))

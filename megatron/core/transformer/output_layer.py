@@ -27,7 +27,7 @@ from megatron.core.tensor_parallel.layers import make_parameter
 from megatron.core.tensor_parallel.linear import added_at_once
 from megatron.core.tensor_parallel.regions import enter
 from megatron.core.transformer.embedding import WORD_EMBEDDINGS
-from megatron.core.transformer.initialization import input_init
+from megatron.core.transformer.initialization import table_init
 
 
 @dataclass(frozen=True)
@@ -36,6 +36,7 @@ class VocabularyOutput:
     output matrix.
 
     ``bias``: this rank's part of what is added to the logits. ``cap``: makes ``cap * tanh(logits / cap)`` of them.
+    ``z_loss``: coefficient of a loss of the softmax's log Z, see ``linear_cross_entropy``.
     Losses and single logits are computed from it, and the ``[S, b, vocabulary]`` tensor never exists. ``mtp``:
     outputs for the tokens after the next one, where the model predicts several; ``coefficient``: of such a one's loss.
     """
@@ -46,6 +47,7 @@ class VocabularyOutput:
     context: ModelContext
     bias: Tensor | None = None
     cap: float | None = None
+    z_loss: float = 0.0
     mtp: tuple[VocabularyOutput, ...] = ()
     coefficient: float = 1.0
 
@@ -85,6 +87,7 @@ class VocabularyOutput:
             vocabulary=self._vocabulary,
             bias=self.bias,
             cap=self.cap,
+            z_loss=self.z_loss,
             backward_scale=backward_scale,
         )
 
@@ -158,8 +161,8 @@ class OutputLayer(nn.Module):
         assert config.vocab_size is not None
         split: Any = {"split": {0: "tp"}, "pad_multiple": config.make_vocab_size_divisible_by}
         tied = None if config.untie_embeddings_and_output_weights else WORD_EMBEDDINGS
-        matrix = Sharding((config.vocab_size, config.word_width), tied=tied, **split)
-        self.weight = make_parameter(matrix, input_init(config), context) if has_weight else None
+        matrix = Sharding((config.vocab_size, config.word_width), tied=tied, kind="table", **split)
+        self.weight = make_parameter(matrix, table_init(config), context) if has_weight else None
         self.bias = make_parameter(Sharding((config.vocab_size,), **split), Constant(0.0), context) if bias else None
 
 
@@ -188,4 +191,4 @@ def vocabulary_output(
     if config.logits_multiplier != 1.0:  # a multiple of the hidden states is as good, and smaller than the logits
         x = x * config.logits_multiplier
     cap = config.final_logit_softcapping
-    return VocabularyOutput(enter(x, context), weight, config.vocab_size, context, bias, cap)
+    return VocabularyOutput(enter(x, context), weight, config.vocab_size, context, bias, cap, config.z_loss_coeff)

@@ -14,7 +14,7 @@ from megatron.core.parallel.context import ParallelContext
 from megatron.core.parallel.costs import Costs, Workload
 from megatron.core.parallel.sharding import Sharding
 from megatron.core.tensor_parallel.layers import make_parameter
-from megatron.core.transformer.initialization import input_init
+from megatron.core.transformer.initialization import table_init
 
 
 class RelativeBias(nn.Module):
@@ -36,8 +36,8 @@ class RelativeBias(nn.Module):
         super().__init__()
         self._context = context
         self._buckets, self._max_distance, self._bidirectional = buckets, max_distance, bidirectional
-        sharding = Sharding((buckets, config.num_attention_heads), {1: "tp"}, tied=tied)
-        self.weight = make_parameter(sharding, input_init(config), context)
+        sharding = Sharding((buckets, config.num_attention_heads), {1: "tp"}, tied=tied, kind="table")
+        self.weight = make_parameter(sharding, table_init(config), context)
 
     @override
     def forward(self, hidden: Tensor) -> Tensor:

@@ -181,7 +181,8 @@ def build_run(
     stages, models = build_stages(config, train_spec, model_context)
     scaling = delayed_scaling(models, model_context)
     parallel, sharded, stage = config.parallel, config.parallel.zero_stage > 0, config.parallel.zero_stage
-    policies = parameter_policies(named_parameters(models), config.optimizer)
+    width = config.model.width_multiplier
+    policies = parameter_policies(named_parameters(models), config.optimizer, width_multiplier=width)
     build = partial(
         build_buffers,
         list(named_parameters(models)),

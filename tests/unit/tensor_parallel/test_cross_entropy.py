@@ -88,6 +88,24 @@ def test_bf16_gradients_have_their_inputs_type(slow: bool, monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_z_loss(dtype: torch.dtype) -> None:
+    """A z-loss that weighed the softmax by something else, or went around the soft cap, trained logits that nobody
+    asked for. The loss itself stays comparable with other runs: it is the cross entropy.
+    """
+    inputs = problem(dtype)
+    wide = [each.detach().double().requires_grad_() for each in inputs[:3]]
+    hidden, weight, bias, labels, loss_weights = inputs
+    logits = 2.0 * torch.tanh(functional.linear(wide[0], wide[1][:VOCAB], wide[2][:VOCAB]) / 2.0)
+    losses = functional.cross_entropy(logits, labels, reduction="none")
+    objective = ((losses + 0.3 * logits.logsumexp(1) ** 2) * loss_weights).sum()
+    actual = linear_cross_entropy(hidden, weight, labels, loss_weights, bias=bias, cap=2.0, z_loss=0.3, **ONE_RANK)
+    close: dict[str, Any] = {"rtol": 0, "atol": {8: 1e-12, 4: 1e-5, 2: 0.2}[dtype.itemsize], "check_dtype": False}
+    torch.testing.assert_close(actual, (losses * loss_weights).sum(), **close)
+    for mine, theirs in zip(torch.autograd.grad(actual, inputs[:3]), torch.autograd.grad(objective, wide)):
+        torch.testing.assert_close(mine, theirs, **close)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 def test_capped_logits(dtype: torch.dtype) -> None:
     """Losses, argmax and every gradient are those of cap·tanh(logits / cap), which padding doesn't get."""
     inputs = problem(dtype)

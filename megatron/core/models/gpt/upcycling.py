@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable
 from dataclasses import replace
@@ -45,8 +46,9 @@ def upcycled(dense: PortableModel, *, num_experts: int, granularity: int, topk: 
         matrices = 1 + model.gated
         make: Callable[[], Tensor]
         if found[2] == "fc1":
+            std = model.init_method_std / math.sqrt(model.width_multiplier)
             router, shape = f"{found[1]}router.weight", (num_experts, model.hidden_size)
-            draw = partial(_router, router, tensor.dtype, shape, granularity, model.init_method_std, seed)
+            draw = partial(_router, router, tensor.dtype, shape, granularity, std, seed)
             tensors[router] = LazyTensor(shape, tensor.dtype, draw)
             held: tuple[int, ...] = (num_experts, matrices, width, model.hidden_size)
             make = partial(_first, tensor, matrices, granularity, copies)
