@@ -28,6 +28,8 @@ PROGRAMS = {
     "inspect-checkpoint": "tools/checkpoint/inspect_checkpoint.py",
     "convert-checkpoint": "tools/checkpoint/convert.py",
     "upcycle-checkpoint": "tools/checkpoint/upcycle.py",
+    "average-checkpoints": "tools/checkpoint/average.py",
+    "check-widths": "tools/check_widths.py",
     "evaluate": "tasks/main.py",
     "lm-eval": "tasks/lm_eval.py",
     "generate-text": "tools/text_generation_cli.py",

@@ -49,6 +49,9 @@ class CheckpointConfig(Settings):
     load_optim: bool = switch("Do not load optimizer state.", off="--no-load-optim")
     load_rng: bool = switch("Do not load random-number state.", off="--no-load-rng")
     ckpt_step: int | None = flag("Iteration to load instead of the newest.", default=None, at_least=0, at_most=COUNT)
+    load_ema: bool = switch(
+        "Take the weights from the moving average that a run with --ema-decay saved: with --finetune or --skip-train."
+    )
     finetune: bool = switch("Load weights only and start at iteration 0.")
     pretrained_checkpoint: str | None = flag(
         "Folder to take weights from when --load has no checkpoint yet.", default=None

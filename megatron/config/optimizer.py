@@ -153,6 +153,13 @@ class OptimizerConfig(Settings):
         off="--no-pin-cpu-params",
     )
     sgd_momentum: float = flag("Momentum of sgd.", default=0.9, at_least=0, below=1)
+    ema_decay: float | None = flag(
+        "Keep an exponential moving average (EMA) of the weights, which each step moves by 1 - this towards the new "
+        "ones: 4 bytes per weight, sharded and saved as master weights are. --load-ema takes it.",
+        default=None,
+        above=0,
+        below=1,
+    )
     override_opt_param_scheduler: bool = switch(
         "On resume, take the schedules from the flags where they differ from the checkpoint's.",
         name="--override-opt_param-scheduler",

@@ -12,6 +12,7 @@ class TrainedModelConfig(Settings):
 
     load: str = flag("Folder of checkpoints.")
     ckpt_step: int | None = flag("Iteration to load instead of the newest.", default=None, at_least=0, at_most=COUNT)
+    load_ema: bool = switch("Take the weights from the moving average that a run with --ema-decay saved.")
     fp32: bool = switch(
         "Compute in fp32, whatever type the model was trained in, with its fp32 master weights where the checkpoint "
         "has them. Weights take more memory than in bf16; a CPU without instructions for bf16 takes less than half the "

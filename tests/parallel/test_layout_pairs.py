@@ -25,7 +25,7 @@ FIRST_SEED = 3148  # from which on each model's pairs are of every way to split
 MODELS = {
     "gpt2": "--vocab-size 51",
     "llama": "--vocab-size 53 --position-embedding-type rope --normalization RMSNorm --swiglu --disable-bias-linear "
-    "--untie-embeddings-and-output-weights --group-query-attention --num-query-groups 2",
+    "--untie-embeddings-and-output-weights --group-query-attention --num-query-groups 2 --ema-decay 0.9",
     "bert": "--vocab-size 57",
     "t5": "--vocab-size 59 --decoder-num-layers 4 --position-embedding-type relative --normalization RMSNorm --relu "
     "--disable-bias-linear",

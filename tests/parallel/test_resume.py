@@ -29,7 +29,8 @@ from megatron.core.parallel.context import ParallelContext
 from megatron.training.loop import train_from_start_to_end
 from megatron.training.run.data import TrainingData
 from tests.end_to_end.commands import assert_same_tensors, tensors
-from tests.harness import run_ranks
+from tests.harness import RankFailure, run_ranks
+from tests.harness.sentences import check_line, expect_error
 from tests.tiers import tiers
 
 SAMPLES_AN_EPOCH = 10
@@ -128,7 +129,7 @@ CASES: dict[str, tuple[dict[str, Any], str]] = {
     "packed documents": ({}, "--packing padding-free"),
     "ZeRO, tensor and data parallel": (
         {"tp": 2, "dp": 2},
-        "--tensor-model-parallel-size 2 --use-distributed-optimizer",
+        "--tensor-model-parallel-size 2 --use-distributed-optimizer --ema-decay 0.9",
     ),
     "fp16, a loss scale that moves": (
         {"dtype": torch.float16},
@@ -136,7 +137,7 @@ CASES: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "fp16, ZeRO": (
         {"dtype": torch.float16, "dp": 2},
-        "--fp16 --initial-loss-scale 262144 --loss-scale-window 3 --use-distributed-optimizer",
+        "--fp16 --initial-loss-scale 262144 --loss-scale-window 3 --use-distributed-optimizer --ema-decay 0.9",
     ),
     "ramp-up of the batch, warm-up, cosine, rising weight decay": (
         {"dp": 2},
@@ -262,6 +263,33 @@ def test_the_checkpoints_schedule(runs: Runs) -> None:
     second = runs.run(flags, save="halves", load="halves")
     assert second.steps == {number: whole.steps[number] for number in range(CUT + 1, LENGTH + 1)}
     runs.assert_same_end("whole", "halves")
+
+
+def test_decays_forked_from_one_checkpoint(runs: Runs) -> None:
+    """Of one long run at a constant rate models of several lengths are made, each by a decay from a checkpoint; the
+    command of docs/training.md. The rate falls over the iterations of the fork, and not over those of the whole run.
+    """
+    runs.run("--lr-decay-style constant --exit-interval 4", save="stable")
+    for length in (2, 4):
+        decay = f"--lr-decay-style WSD --lr-wsd-decay-style linear --lr-wsd-decay-iters {length}"
+        flags = f"{decay} --train-iters {4 + length} --override-opt_param-scheduler --ckpt-step 4"
+        fork = runs.run(flags, save=f"fork-{length}", load="stable")
+        assert list(fork.steps) == list(range(5, 5 + length))
+        for number, line in fork.steps.items():  # the next step's, as it is printed
+            assert f"learning rate: {1e-2 * (1 - (number - 4) / length):.6E}" in line
+    assert runs.state("stable")["progress"]["iteration"] == 4
+
+
+def test_an_average_begins_where_it_is_asked_for(runs: Runs) -> None:
+    """--ema-decay on a run that had no average took zeros for one, and its first averages were half of the weights."""
+    runs.run(f"--exit-interval {CUT}", save="plain")
+    said = runs.run(f"--ema-decay 0.5 --exit-interval {CUT + 1}", save="averaged", load="plain").log
+    check_line(said, "moving average")
+    found, name = tensors(runs.last("averaged")), "decoder.layers.0.mlp.linear_fc1.weight"
+    assert torch.equal(found[f"optimizer.ema.{name}"], found[f"model.{name}"])
+    check_line(runs.run(f"--exit-interval {CUT + 2}", save="without", load="averaged").log, "--ema-decay")
+    with expect_error(RankFailure, str(runs.folder / "plain"), "--ema-decay"):
+        runs.run("--load-ema --finetune", load="plain")
 
 
 def test_the_flags_schedule(runs: Runs) -> None:

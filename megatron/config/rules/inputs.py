@@ -265,6 +265,15 @@ RULES: tuple[Rule, ...] = (
         lambda run: run.checkpoint.ckpt_step is not None and run.checkpoint.load is None,
     ),
     rule(
+        "--load-ema takes other weights than those that the optimizer goes on from; give --finetune or --skip-train as "
+        "well",
+        lambda run: (
+            run.checkpoint.load_ema
+            and not (run.checkpoint.finetune or run.training.skip_train or run.checkpoint.pretrained_checkpoint)
+            and not run.purpose.only_reads
+        ),
+    ),
+    rule(
         "--exit-on-missing-checkpoint needs --load: the folder of the checkpoint",
         lambda run: run.checkpoint.exit_on_missing_checkpoint and run.checkpoint.load is None,
     ),

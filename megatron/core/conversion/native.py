@@ -38,12 +38,16 @@ from megatron.core.conversion.portable import (
 )
 from megatron.core.files.remote_path import AnyPath
 from megatron.core.models.registry import family_of, saved_run
+from megatron.core.optimizer.weight_average import AVERAGE, lacks_average
+from megatron.errors import CheckpointError
 
 PREFIX = "model."
 
 
-def read_native(root: AnyPath, *, step: int | None = None) -> PortableModel:
+def read_native(root: AnyPath, *, step: int | None = None, averaged: bool = False) -> PortableModel:
     """The model of a checkpoint; of its tensors only the table of contents is read now.
+
+    ``averaged``: with the moving average of the weights in place of those that were trained.
 
     Raises CheckpointError when nothing usable is there, or a model of a family that this version doesn't know.
     """
@@ -56,13 +60,19 @@ def read_native(root: AnyPath, *, step: int | None = None) -> PortableModel:
     refuse_more_layers(model, run.extra, stored.model, where=where)
     expected = {name: sharding.shape for name, sharding in parameters_of(model, run.extra).items()}
     check_shapes({name: entry.shape for name, entry in stored.model.items()}, expected, where=where)
+    held = {name: PREFIX + name for name in expected}
+    if averaged:
+        averages = {name: f"optimizer.{AVERAGE}.{name}" for name in expected}
+        held |= {name: average for name, average in averages.items() if average in stored.entries}
+        if not any(name in stored.entries for name in averages.values()):
+            raise CheckpointError(lacks_average(where))
     tokenizer = with_kept_files(run.tokenizer, folder.path)
     progress = state.get("progress") or {}
     return PortableModel(
         model=model,
         groups=run.extra,
         tensors={
-            name: LazyTensor(shape, stored.model[name].dtype, partial(stored.read, PREFIX + name))
+            name: LazyTensor(shape, stored.model[name].dtype, partial(stored.read, held[name]))
             for name, shape in expected.items()
         },
         tokenizer=tokenizer,

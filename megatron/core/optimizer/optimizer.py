@@ -33,6 +33,7 @@ from megatron.core.optimizer.storage import (
     build_main_params,
 )
 from megatron.core.optimizer.update_rules import UPDATE_RULES, Step, is_narrow
+from megatron.core.optimizer.weight_average import AVERAGE, WeightAverage
 from megatron.core.parallel.context import ParallelContext
 from megatron.core.parallel.low_precision import LowPrecision
 from megatron.core.parallel.sharding import ShardedState
@@ -97,6 +98,7 @@ class _Owned:
     main_params: PlainStateStorage | MainParams | Remainders
     state: dict[str, PlainStateStorage]
     transfer: HostTransfer | None
+    average: WeightAverage | None = None
 
     @property
     def wide(self) -> torch.dtype:
@@ -127,7 +129,8 @@ class _Owned:
     def kept(self) -> dict[str, StateStorage]:
         """What checkpoints keep, by name."""
         masters = {} if isinstance(self.main_params, PlainStateStorage) else {"fp32_param": self.main_params}
-        return {**self.state, **masters}
+        averages = {} if self.average is None else {AVERAGE: self.average}
+        return {**self.state, **masters, **averages}
 
 
 class Optimizer:
@@ -172,11 +175,17 @@ class Optimizer:
         for buffer, bucket, span, is_offloaded in divided(spans, fraction):
             by = transfer if is_offloaded else None
             masters = build_main_params(buffer.own(span), by, as_remainders=config.use_precision_aware_optimizer)
-            state = self._zeros(buffer, span, CPU if is_offloaded else buffer.params.device)
-            self._owned.append(_Owned(buffer, span, bucket.entries, buffer.own_grads(span), masters, state, by))
+            home = CPU if is_offloaded else buffer.params.device
+            state, average = self._zeros(buffer, span, home), None
+            if config.ema_decay is not None:
+                wide = torch.promote_types(buffer.params.dtype, torch.float32)
+                average = WeightAverage.of(config.ema_decay, span.size, wide, home)
+            grads = buffer.own_grads(span)
+            self._owned.append(_Owned(buffer, span, bucket.entries, grads, masters, state, by, average))
         self._owned.sort(key=lambda owned: owned.transfer is not None)  # a device works through its own meanwhile
         self._step = 0
         self._trained_since: dict[str, int] = {}
+        self._averaged_since = 0
         self._seed_divisor = 1.0
         self.outer_step: Callable[[], bool] = lambda: False
         self.gather = ParamGather(buffers if sharded else [], context, low_precision, units)
@@ -287,6 +296,9 @@ class Optimizer:
             weights = owned.main_params.read(part)
             state = {name: kept.read(part) for name, kept in owned.state.items()}
             rule.apply(weights, grads, list(state.values()), step)
+            if owned.average is not None:
+                begun = max(self._averaged_since, self._step - step.number)
+                owned.average.follow(part, weights, is_first=self._step == begun + 1)
             owned.main_params.write(part, weights)
             for name, kept in owned.state.items():
                 kept.write(part, state[name])
@@ -308,11 +320,14 @@ class Optimizer:
         return self._statistics.parameter_norm()
 
     @torch.no_grad()
-    def entries(self, *, fresh: Collection[str] = (), only_masters: bool = False) -> Iterator[ShardedState]:
+    def entries(
+        self, *, fresh: Collection[str] = (), only_masters: bool = False, with_average: bool = True
+    ) -> Iterator[ShardedState]:
         """What a checkpoint keeps for each weight this rank owns; loading writes into these tensors.
 
         ``fresh``: parameters for which only master weights are yielded, because a checkpoint has no state of them.
-        ``only_masters``: for all, as for a run that loads weights but no optimizer state.
+        ``only_masters``: for all, as for a run that loads weights but no optimizer state. ``with_average``: the moving
+        average as well, if there is one.
 
         ``optimizer.exp_avg.<parameter>`` and ``optimizer.exp_avg_sq.<parameter>`` for Adam,
         ``optimizer.momentum.<parameter>`` for SGD, and for bf16 and fp16 weights ``optimizer.fp32_param.<parameter>``.
@@ -325,6 +340,8 @@ class Optimizer:
                 flat_range = (part.start - entry.span.start, part.stop - entry.span.start)
                 for name, kept in owned.kept().items():
                     if (entry.name in fresh or only_masters) and name != "fp32_param":
+                        continue
+                    if name == AVERAGE and not with_average:
                         continue
                     local, after_load = kept.stored(part.moved(-owned.span.start))
                     full_name = f"optimizer.{name}.{entry.name}"
@@ -351,7 +368,8 @@ class Optimizer:
 
     def state_dict(self) -> dict[str, Any]:
         """Numbers that are not in ``entries``: JSON-able, the same on every rank."""
-        return {"step": self._step, "trained_since": self._trained_since, "loss_scaler": self._scaler.state_dict()}
+        numbers = {"step": self._step, "trained_since": self._trained_since, "loss_scaler": self._scaler.state_dict()}
+        return numbers if self._config.ema_decay is None else numbers | {"averaged_since": self._averaged_since}
 
     def load_state_dict(self, state: Mapping[str, Any], *, fresh: Collection[str] = ()) -> None:
         """Continue from stored numbers; ``entries`` are loaded in place.
@@ -361,4 +379,5 @@ class Optimizer:
         """
         self._step = int(state["step"])
         self._trained_since = (state.get("trained_since") or {}) | dict.fromkeys(sorted(fresh), self._step)
+        self._averaged_since = int(state.get("averaged_since", self._step))
         self._scaler.load_state_dict(state["loss_scaler"])

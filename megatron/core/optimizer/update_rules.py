@@ -99,5 +99,8 @@ def is_narrow(state_name: str, config: OptimizerConfig) -> bool:
 
 
 def state_bytes(config: OptimizerConfig) -> int:
-    """Bytes for each parameter of what the update rule of ``--optimizer`` keeps between steps, beside the weights."""
-    return sum(2 if is_narrow(name, config) else 4 for name in UPDATE_RULES[config.optimizer](config).state_names)
+    """Bytes for each parameter of what an optimizer keeps between steps, beside the weights and their masters: the
+    state of ``--optimizer``'s update rule and the average of ``--ema-decay``.
+    """
+    names = UPDATE_RULES[config.optimizer](config).state_names
+    return sum(2 if is_narrow(name, config) else 4 for name in names) + 4 * (config.ema_decay is not None)

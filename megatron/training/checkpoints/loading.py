@@ -18,6 +18,7 @@ from megatron.core.conversion.chat_files import chat_of_checkpoint
 from megatron.core.conversion.kept_tokenizer import kept_files
 from megatron.core.diloco.workers import of_worker, where_to_find_worker
 from megatron.core.optimizer.schedule import Schedule, resumed_schedule
+from megatron.core.optimizer.weight_average import AVERAGE, lacks_average
 from megatron.core.parallel.collectives import gather_objects
 from megatron.core.parallel.mesh import Mesh
 from megatron.core.parallel.sharding import ShardedState
@@ -26,6 +27,8 @@ from megatron.errors import CheckpointError, ConfigError
 from megatron.planning.parameter_patterns import FreezingChange
 from megatron.training.checkpoints.published import load_published
 from megatron.training.run.run import Progress, Run
+
+_AVERAGES = f"optimizer.{AVERAGE}."
 
 
 def load(run: Run) -> None:
@@ -89,7 +92,12 @@ def _load_from(run: Run, folder: CheckpointFolder, *, weights_only: bool) -> Non
     if with_optimizer:
         check_has_optimizer(state, folder)
         change = FreezingChange.since(state["config"], run.config, run.train_spec)
-        optimizer_state = run.optimizer.entries(fresh=change.trained)
+        had_average, has_average = "averaged_since" in state["optimizer"], run.config.optimizer.ema_decay is not None
+        optimizer_state = run.optimizer.entries(fresh=change.trained, with_average=had_average)
+        if had_average and not has_average:
+            run.reporter.say("  the moving average of the weights is left behind: --ema-decay is not given")
+        elif has_average and not had_average:
+            run.reporter.say("  there is no moving average of the weights yet: it begins with the next step")
     else:
         optimizer_state = run.optimizer.master_entries()
     own = [*run.model_state(), *run.buffer_state(), *optimizer_state, *stored_scales(run, folder)]
@@ -97,11 +105,12 @@ def _load_from(run: Run, folder: CheckpointFolder, *, weights_only: bool) -> Non
     if run.outer is not None and with_optimizer and state.get("diloco") is not None:
         run.outer.resume(state["diloco"])
         shared = [*run.outer.entries(fresh=change.trained)]
+    names = where_to_find_weights(run.model_state(), averaged_in=folder if settings.load_ema else None)
     load_checkpoint(
         folder,
         [*of_worker(own, mesh), *shared],
         mesh,
-        alternatives=where_to_find_worker(own, mesh, where_to_find_weights(run.model_state()), has_own=bool(shared)),
+        alternatives=where_to_find_worker(own, mesh, names, has_own=bool(shared)),
     )
     if with_optimizer:
         run.optimizer.load_state_dict(state["optimizer"], fresh=change.trained)
@@ -167,14 +176,26 @@ def load_body(run: Run, folder: CheckpointFolder) -> None:
     )
 
 
-def where_to_find_weights(weights: Iterable[ShardedState]) -> dict[str, tuple[str, ...]]:
-    """Names to look for, best first: fp32 masters are more exact than 16-bit weights, whichever of them a file has."""
+def where_to_find_weights(
+    weights: Iterable[ShardedState], *, averaged_in: CheckpointFolder | None = None
+) -> dict[str, tuple[str, ...]]:
+    """Names to look for, best first: fp32 masters are more exact than 16-bit weights, whichever of them a file has.
+
+    ``averaged_in``: a checkpoint whose moving average of the weights is wanted in their place; parameters that it
+    didn't train have none. Raises CheckpointError where there is no average.
+    """
+    if averaged_in is not None:
+        stored = StoredTensors(averaged_in.path).entries
+        if not any(each.startswith(_AVERAGES) for each in stored):
+            raise CheckpointError(lacks_average(str(averaged_in.path)))
     found: dict[str, tuple[str, ...]] = {}
     for entry in weights:
-        master = f"optimizer.fp32_param.{entry.name.removeprefix('model.')}"
-        found[master] = (master, entry.name)
-        if entry.tensor.dtype.itemsize >= 4:
-            found[entry.name] = (master, entry.name)
+        name = entry.name.removeprefix("model.")
+        master = f"optimizer.fp32_param.{name}"
+        averages = () if averaged_in is None else (_AVERAGES + name,)
+        found[master] = (*averages, master, entry.name)
+        if averages or entry.tensor.dtype.itemsize >= 4:
+            found[entry.name] = (*averages, master, entry.name)
     return found
 
 

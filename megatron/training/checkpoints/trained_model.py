@@ -108,7 +108,8 @@ def load_model(
         if not has_gradients:
             model.requires_grad_(False)
     weights = list(model_state(*models))
-    load_checkpoint(folder, [*weights, *buffer_state(*models)], mesh, alternatives=where_to_find_weights(weights))
+    names = where_to_find_weights(weights, averaged_in=folder if settings.load_ema else None)
+    load_checkpoint(folder, [*weights, *buffer_state(*models)], mesh, alternatives=names)
     return TrainedModel(
         config=config,
         train_spec=train_spec,
@@ -199,7 +200,7 @@ def _for_inference(saved: RunConfig, choice: TrainedModelConfig, world_size: int
         saved,
         world_size=world_size,
         parallel=ParallelConfig(tensor_model_parallel_size=parts, pipeline_model_parallel_size=pipeline_stages),
-        checkpoint=CheckpointConfig(load=choice.load, ckpt_step=choice.ckpt_step),
+        checkpoint=CheckpointConfig(load=choice.load, ckpt_step=choice.ckpt_step, load_ema=choice.load_ema),
         precision=dataclasses.replace(saved.precision, bf16=False, fp16=False) if choice.fp32 else saved.precision,
         fp8=Fp8Config() if choice.fp32 else saved.fp8,
         tokenizer=_chosen_tokenizer(saved, choice),
