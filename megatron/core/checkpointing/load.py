@@ -58,7 +58,8 @@ _OF_THE_STATE = {
 }
 _OF_THE_OPTIMIZER = {
     **dict.fromkeys(("step", "averaged_since"), _Count),
-    **{"trained_since": dict[str, _Count], "loss_scaler": dict[str, float]},
+    "trained_since": dict[str, _Count],
+    "loss_scaler": dict[str, float],
 }
 _OF_A_DYNAMIC_SCALE = {"scale", "growth_tracker", "hysteresis_tracker"}
 # Names that must be there; of the state's, some may be null: a conversion has no schedule, for example.

@@ -6,6 +6,38 @@ from tests.faults.fault import Fault
 
 FAULTS = (
     Fault(
+        "tables_slowed_by_width",
+        "megatron/core/distributed/parameter_policy.py",
+        old='return _is_matrix(sharding) and sharding.kind != "table"',
+        new="return _is_matrix(sharding)",
+        suffers="With muP embeddings and the output layer learn m times too slowly.",
+        first=("unit/transformer/test_mup.py",),
+    ),
+    Fault(
+        "z_loss_of_half_the_slope",
+        "megatron/core/tensor_parallel/cross_entropy.py",
+        old="factors *= 1.0 + 2.0 * z_loss * softmax.log_z",
+        new="factors *= 1.0 + z_loss * softmax.log_z",
+        suffers="--z-loss-coeff has half of its effect.",
+        first=("unit/tensor_parallel/test_cross_entropy.py",),
+    ),
+    Fault(
+        "average_from_zero",
+        "megatron/core/optimizer/optimizer.py",
+        old="is_first=self._step == begun + 1)",
+        new="is_first=False)",
+        suffers="The moving average of --ema-decay begins at zero, and is too small for thousands of steps.",
+        first=("unit/optimizer/test_weight_average.py",),
+    ),
+    Fault(
+        "average_of_equal_parts",
+        "megatron/core/conversion/averaging.py",
+        old="total.add_(tensor.make().to(torch.float64), alpha=share)",
+        new="total.add_(tensor.make().to(torch.float64), alpha=1.0 / len(shares))",
+        suffers="tools/checkpoint/average.py ignores --weights.",
+        first=("unit/tools/test_average.py",),
+    ),
+    Fault(
         "ramp_one_step_late",
         "megatron/config/batch_ramp.py",
         old="if consumed / each >= index)",
