@@ -52,6 +52,7 @@ def write_pages(folder: Path) -> None:
         (target / page).parent.mkdir(parents=True, exist_ok=True)
         (target / page).write_text(text, encoding="utf-8")
     shutil.copy(ROOT / "docs" / "site.css", target)
+    shutil.copytree(ROOT / "docs" / "pictures", target / "pictures")
     settings = (ROOT / "docs" / "site.yml").read_text(encoding="utf-8").replace("$ROOT", str(ROOT))
     sections = {"Examples": sorted(examples().values()), "API": ["api/index.md", *map(api_page, packages())]}
     for title, listed in sections.items():

@@ -29,8 +29,8 @@ from megatron.core.parallel.context import ParallelContext
 from megatron.training.loop import train_from_start_to_end
 from megatron.training.run.data import TrainingData
 from tests.end_to_end.commands import assert_same_tensors, tensors
-from tests.harness import RankFailure, run_ranks
-from tests.harness.sentences import check_line, expect_error
+from tests.harness import run_ranks
+from tests.harness.sentences import check_line
 from tests.tiers import tiers
 
 SAMPLES_AN_EPOCH = 10
@@ -288,8 +288,6 @@ def test_an_average_begins_where_it_is_asked_for(runs: Runs) -> None:
     found, name = tensors(runs.last("averaged")), "decoder.layers.0.mlp.linear_fc1.weight"
     assert torch.equal(found[f"optimizer.ema.{name}"], found[f"model.{name}"])
     check_line(runs.run(f"--exit-interval {CUT + 2}", save="without", load="averaged").log, "--ema-decay")
-    with expect_error(RankFailure, str(runs.folder / "plain"), "--ema-decay"):
-        runs.run("--load-ema --finetune", load="plain")
 
 
 def test_the_flags_schedule(runs: Runs) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -15,7 +17,10 @@ from tests.unit.optimizer.test_optimizer import COUNT, Setup
 @pytest.mark.parametrize("offload", [False, True])
 def test_the_average_is_torchs(dtype: torch.dtype, offload: bool) -> None:
     """An average of rounded weights stops moving in bf16, and one that begins at zero is too small for long."""
-    settings = {"optimizer_cpu_offload": offload, "use_precision_aware_optimizer": dtype == torch.bfloat16}
+    settings: dict[str, Any] = {
+        "optimizer_cpu_offload": offload,
+        "use_precision_aware_optimizer": dtype == torch.bfloat16,
+    }
     setup = Setup(dtype, ema_decay=0.8, **settings)
     model: AveragedModel | None = None
     for step in range(4):
@@ -27,9 +32,9 @@ def test_the_average_is_torchs(dtype: torch.dtype, offload: bool) -> None:
             for name, parameter in setup.parameters.items()
         }
         now = nn.ParameterDict({name: nn.Parameter(each.clone()) for name, each in masters.items()})
-        model = model or AveragedModel(now, multi_avg_fn=get_ema_multi_avg_fn(0.8))
+        model = model or AveragedModel(now, multi_avg_fn=get_ema_multi_avg_fn(0.8))  # type: ignore[no-untyped-call]
         model.update_parameters(now)
-        for name, average in model.module.items():
+        for name, average in dict(model.module.named_parameters()).items():
             torch.testing.assert_close(found[f"optimizer.ema.{name}"], average.detach(), rtol=1e-6, atol=1e-7)
 
 

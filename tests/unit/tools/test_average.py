@@ -63,6 +63,8 @@ def test_models_that_differ_are_refused(run: Path, tmp_path: Path) -> None:
         main(["--load", str(run), str(tmp_path / "other"), "--save", there])
     with expect_error(CheckpointError, "--load-ema", "--ema-decay"):
         main(["--load", str(tmp_path / "other"), "--load-ema", "--save", there])
+    with expect_error(CheckpointError, "--load-ema", "--ema-decay"):
+        train(f"--load {tmp_path / 'other'} --load-ema --finetune --qk-layernorm --train-iters 1")
     with expect_error(ConfigError, "--weights", "2"):
         main(["--load", str(run), "--last", "2", "--weights", "1", "--save", there])
     with expect_error(ConfigError, "--last 9", "3"):
