@@ -383,6 +383,7 @@ def big(ranks: int = 8, **parallel: Any) -> RunConfig:
             10.125,
         ),
         ({"fp16": True}, {"use_precision_aware_optimizer": True}, 18),
+        ({"bf16": True}, {"ema_decay": 0.999}, 22),
         ({}, {"optimizer": "sgd"}, 12),
         ({}, {"optimizer": "sgd", "sgd_momentum": 0.0}, 8),
     ],
