@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -69,17 +70,24 @@ def write_shards(
     pp: int = 1,
     fused: bool = False,
     newer: bool = False,
+    ep: int = 1,
     **args: Any,
 ) -> Path:
-    """A folder of the torch format as the ranks of a Mamba model write it."""
+    """A folder of the torch format as the ranks of a Mamba model write it; experts in Transformer Engine's modules."""
     folder = root / "iter_0000500"
     folder.mkdir(parents=True)
     (root / "latest_checkpointed_iteration.txt").write_text("500\n")
-    split = {name: shards(name, value, tp) for name, value in values.items()}
-    for rank in range(tp):
+    split = {name: shards(name, value, tp) for name, value in values.items() if ".experts." not in name}
+    experts = {name: value.chunk(ep) for name, value in values.items() if ".experts." in name}
+    for rank, own in itertools.product(range(tp), range(ep)):
         for stage in range(pp):
-            held = stage_of({name: parts[rank] for name, parts in split.items()}, SETTINGS, place=stage, places=pp)
+            mine = {name: parts[rank] for name, parts in split.items()}
+            mine |= {name: parts[own] for name, parts in experts.items()}
+            held = stage_of(mine, SETTINGS, place=stage, places=pp)
             state = {}
+            for name in [each for each in held if ".experts." in each]:
+                each = held.pop(name).flatten(1, -2)
+                state |= {f"{name}{number}": matrix for number, matrix in enumerate(each)}
             for name, tensor in held.items():
                 name = name.replace("decoder.final_layernorm.", "decoder.final_norm.")
                 if fused and ".mixer.norm." not in name:
@@ -98,7 +106,8 @@ def write_shards(
                 "checkpoint_version": 3.0,
                 "model": state,
             }
-            path = folder / (f"mp_rank_{rank:02d}" + (f"_{stage:03d}" if pp > 1 else ""))
+            names = [f"mp_rank_{rank:02d}", *([f"{stage:03d}"] if pp > 1 else []), *([f"{own:03d}"] if ep > 1 else [])]
+            path = folder / "_".join(names)
             path.mkdir()
             torch.save(content, path / "model_optim_rng.pt")
     return root
@@ -148,6 +157,23 @@ def test_ours_goes_to_megatron_lm_and_back(name: str, tmp_path: Path) -> None:
     assert back.groups == read_native(tmp_path / "ours").groups
     for key, value in values.items():
         assert torch.equal(back.tensors[key].make(), value), key
+
+
+@pytest.mark.parametrize("layout", tiers(["tp 1, pp 1", "tp 1, pp 2"], first=["tp 1, pp 2"]))
+def test_experts_of_a_hybrid_over_expert_parallel_ranks(layout: str, tmp_path: Path) -> None:
+    """Layers of a pattern without experts lie in all files, and each file has a part of the others' experts: taken for
+    one another, ranks would get the first one's experts twice.
+    """
+    pattern, values = "ME*E", values_of("ME*E")
+    pp = int(layout[-1])
+    sizes = {"expert_model_parallel_size": 2, "expert_tensor_parallel_size": 1, "pipeline_model_parallel_size": pp}
+    more = {**MOE, "moe_layer_freq": [0, 1, 0, 1]}
+    write_shards(tmp_path, values, ep=2, pp=pp, fused=True, hybrid_override_pattern=pattern, **sizes, **more)
+    found = read_megatron_lm(tmp_path)
+    assert HybridConfig.among(found.groups).hybrid_layer_pattern == pattern
+    assert found.tensors.keys() == values.keys()
+    for name, value in values.items():
+        assert torch.equal(found.tensors[name].make(), value), name
 
 
 def test_a_model_without_a_pattern(tmp_path: Path) -> None:
