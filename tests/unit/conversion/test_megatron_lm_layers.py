@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from megatron.config.model import ModelConfig
 from megatron.core.conversion.convert import Conversion, convert
@@ -64,6 +65,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"activation": "quick_geglu", "activation_func_clamp_value": 0.5, "glu_linear_offset": 1.0},
         {"quick_geglu": True, "swiglu": False, "activation_func_clamp_value": 0.5, "glu_linear_offset": 1.0},
     ),
+    "gated output": ({"attention_output_gate": True}, {"attention_output_gate": True}),
     "L2 norms": ({"qk_l2_norm": True}, {"qk_l2_norm": True}),
 }
 
@@ -99,7 +101,19 @@ def test_arguments_both_ways(case: str, tmp_path: Path) -> None:
         assert all((spelled(name, theirs[name]), f"{name} = {theirs[name]}")["YaRN" in case] in note for name in named)
         again = read_megatron_lm(back)
         assert again.model == model
-        assert all(torch.equal(again.tensors[name].make(), value) for name, value in values.items())
+        for name, value in values.items():
+            expected = with_gates_behind_each_query(value, model) if "gated" in case and "_qkv" in name else value
+            assert torch.equal(again.tensors[name].make(), expected), name
+
+
+def with_gates_behind_each_query(rows: Tensor, model: ModelConfig) -> Tensor:
+    """Our order of the rows of a key head, from Megatron-LM's: all queries, all their gates, key and value."""
+    queries, found = model.num_attention_heads // model.num_query_groups, list[Tensor]()
+    for group in rows.chunk(model.num_query_groups):
+        heads = group.split(model.kv_channels)
+        found += (each for number in range(queries) for each in (heads[number], heads[queries + number]))
+        found += heads[-2:]
+    return torch.cat(found)
 
 
 def test_patterns_without_effect(tmp_path: Path) -> None:

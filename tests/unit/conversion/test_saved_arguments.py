@@ -29,7 +29,6 @@ CHANGES: dict[str, Any] = {
     "normalization": "L2Norm",
     "rope_type": "yarn",
     "rotary_base_per_layer": [1e4, 1e6],
-    "attention_output_gate": True,
     "use_mup": True,
     "spec": ["my.layers", "build"],
     "experimental_attention_variant": "dsa",

@@ -254,14 +254,18 @@ class MegatronLMModel:
         parts, ranks = [], layer.ranks
         heads, groups = self._heads // len(ranks), self._groups // len(ranks)
         is_rotated = not _marks(self.args("no_rope_freq", 0), number)
+        is_gated = self.args("attention_output_gate", False)
         for rank, shard in enumerate(ranks):
             mine = scores if scores.shape[1] == 1 else scores.chunk(len(ranks), dim=1)[rank]
             fused = _linear(x, shard, "linear_qkv", "query_key_value")
-            if heads == groups:
+            gate: Tensor | None = None
+            if heads == groups and not is_gated:
                 query, key, value = self._kinds_of(fused, 3, heads)
             else:
-                grouped = fused.view(*fused.shape[:2], groups, heads // groups + 2, self._width)
-                query, key, value = grouped[..., :-2, :].flatten(2, 3), grouped[..., -2, :], grouped[..., -1, :]
+                grouped = fused.view(*fused.shape[:2], groups, -1, self._width)
+                query, key, value = grouped[..., :-2, :], grouped[..., -2, :], grouped[..., -1, :]
+                query, gate = query.split(heads // groups, dim=-2) if is_gated else (query, None)
+                query = query.flatten(2, 3)
             if (norm := pick(shard, "q_layernorm.weight")) is not None:
                 query = self._normed(query, norm, pick(shard, "q_layernorm.bias"))
                 key = self._normed(key, need(shard, "k_layernorm.weight"), pick(shard, "k_layernorm.bias"))
@@ -271,6 +275,7 @@ class MegatronLMModel:
                 query, key = self._rotated(query), self._rotated(key)
             offset = pick(shard, "self_attention.core_attention.softmax_offset")
             mixed = self._mix(query, key, value, mine, offset=offset)
+            mixed = mixed if gate is None else mixed * torch.sigmoid(gate.flatten(2, 3))
             parts.append(_linear(mixed.flatten(2), shard, *_PROJECTION, bias=False))
         return _sum(parts, pick(ranks[0], *(f"{name}.bias" for name in _PROJECTION)))
 

@@ -24,6 +24,7 @@ norm_epsilon layernorm_epsilon apply_layernorm_1p layernorm_zero_centered_gamma
 apply_residual_connection_post_layernorm add_bias_linear add_qkv_bias swiglu quick_geglu squared_relu bias_gelu_fusion
 openai_gelu qk_layernorm untie_embeddings_and_output_weights bert_binary_head attention_dropout hidden_dropout
 window_size window_attn_skip_freq softmax_type softmax_scale qk_l2_norm no_rope_freq
+attention_output_gate
 yarn_rotary_scaling_factor yarn_original_max_position_embeddings yarn_beta_fast yarn_beta_slow yarn_mscale
 yarn_mscale_all_dim yarn_correction_range_round_to_int
 num_experts moe_layer_freq moe_ffn_hidden_size moe_shared_expert_intermediate_size moe_shared_expert_gate
@@ -47,7 +48,6 @@ OF_QUICK_GEGLU = ("activation_func_clamp_value", "glu_linear_offset")
 
 LIMITED: dict[str, tuple[str, tuple[object, ...]]] = {
     "activation_func_clamp_value": ("a clamped MLP not gated by quick GELU", ()),
-    "attention_output_gate": ("gates on the output of attention", ()),
     "enable_hyper_connections": ("hyper-connections", ()),
     "experimental_attention_variant": ("an experimental kind of attention", ()),
     "glu_linear_offset": ("an offset in an MLP not gated by quick GELU", ()),
@@ -193,6 +193,7 @@ LATEST = {
     "num_experts": "a mixture of experts",
     "multi_latent_attention": "multi-latent attention",
     "mtp_num_layers": "multi-token prediction",
+    "attention_output_gate": "gates on the output of attention",
     **dict.fromkeys(
         ("hybrid_layer_pattern", "hybrid_override_pattern", "is_hybrid_model"), "a pattern of kinds of layers"
     ),

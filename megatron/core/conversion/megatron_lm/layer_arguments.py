@@ -28,13 +28,18 @@ YARN = {
 }
 """Our field -> Megatron-LM's argument, for the settings of YaRN."""
 _PLAIN_ROTARY = {"rotary_percent": 1.0, "rotary_interleaved": False, "use_rope_scaling": False}
-FIELDS = ("window_size", "window_attn_skip_freq", "softmax_type", "softmax_scale", "qk_l2_norm", "no_rope_freq")
+FIELDS = (
+    *("window_size", "window_attn_skip_freq", "softmax_type", "softmax_scale", "qk_l2_norm", "no_rope_freq"),
+    "attention_output_gate",
+)
 """Fields of our architecture that are made here."""
 
 
 def read_attention(args: Arguments, *, num_layers: int) -> dict[str, Any]:
     """The fields that the arguments describe; CheckpointError for windows and patterns of layers that aren't any."""
     found = {name: value for name in ("softmax_type", "softmax_scale") if (value := args(name, None)) is not None}
+    if args("attention_output_gate", False):
+        found["attention_output_gate"] = True
     if args("qk_l2_norm", False):
         found |= {"qk_l2_norm": True, "qk_layernorm": False}  # core has one norm of queries and keys, and prefers this
     if args("use_rotary_position_embeddings", False) or args("position_embedding_type", "") in ("rope", "yarn"):

@@ -31,6 +31,7 @@ from megatron.core.conversion.megatron_lm.names import (
     is_of_experts,
     is_weight,
 )
+from megatron.core.conversion.megatron_lm.output_gates import GATED, gates_behind_queries
 from megatron.core.conversion.portable import LazyTensor, PortableModel, check_shapes, parameters_of
 from megatron.core.models.registry import Family, with_all_groups
 from megatron.core.parallel.sharding import Sharding
@@ -87,7 +88,8 @@ def read_megatron_lm(
     }
     shapes = {name: _shape(name, held, wanted[name]) if name in wanted else [] for name, held in stored.items()}
     check_shapes(shapes, {name: sharding.shape for name, sharding in wanted.items()}, where=str(files.folder))
-    merge = _Merge(model.num_attention_heads, model.kv_channels, files.version, vocab_size)
+    gated = gates_behind_queries(model).argsort() if model.attention_output_gate else None
+    merge = _Merge(model.num_attention_heads, model.kv_channels, files.version, vocab_size, gated)
     chat, _ = read_chat(companions_in(files.folder.parent / FOLDER), tokenizer, rows=vocab_size)
     return PortableModel(
         model=model,
@@ -285,12 +287,16 @@ def _parts_of_dist(files: DistFiles, family: Family) -> dict[str, Parts]:
 
 @dataclass(frozen=True)
 class _Merge:
-    """How parts become a tensor: what their order of query, key and value is, and where padding begins."""
+    """How parts become a tensor: what their order of query, key and value is, and where padding begins.
+
+    ``gated``: the rows of a matrix of queries with gates, in our order.
+    """
 
     heads: int
     width: int
     version: float
     vocab_size: int
+    gated: Tensor | None
 
     def join(self, name: str, stored: Parts, sharding: Sharding) -> Tensor:
         """The logical tensor."""
@@ -305,6 +311,8 @@ class _Merge:
             rows = [stacked.local_rows(len(parts)) for stacked in sharding.parts]
             parts = [each for stacked in zip(*(torch.split(part, rows, dim) for part in parts)) for each in stacked]
         whole = torch.cat(parts, dim)
+        if self.gated is not None and GATED in name:
+            return whole[self.gated]
         return whole[: self.vocab_size] if name in _BY_VOCABULARY else whole
 
     def _by_head(self, part: Tensor, kinds: int, ranks: int) -> Tensor:

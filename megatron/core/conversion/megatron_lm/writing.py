@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from megatron.config.model import ModelConfig
 from megatron.core.checkpointing.folders import TRACKER
 from megatron.core.checkpointing.storage import CheckpointWriter
 from megatron.core.checkpointing.streamed import StreamedBox, table_of, write_boxes, write_objects
@@ -21,6 +22,7 @@ from megatron.core.conversion.megatron_lm.arguments import arguments_of
 from megatron.core.conversion.megatron_lm.files import BACKEND, COMMON, RELEASE
 from megatron.core.conversion.megatron_lm.format import format_for
 from megatron.core.conversion.megatron_lm.names import LAYER, Names, components_of, depths_of, is_of_experts
+from megatron.core.conversion.megatron_lm.output_gates import GATED, gates_behind_queries
 from megatron.core.conversion.portable import LazyTensor, PortableModel, parameters_of
 from megatron.core.files.remote_path import AnyPath
 from megatron.core.models.registry import family_of
@@ -43,6 +45,7 @@ def write_megatron_lm(portable: PortableModel, root: Path, *, dist: bool, final:
     model, title, is_older = portable.model, family_of(portable.groups).title, not theirs.has_latest_layers
     unsupported = {
         f"no norms of queries and keys in a {title}": is_older and model.has_qk_norms,
+        f"no gates on the output of attention in a {title}": is_older and model.attention_output_gate,
         f"no YaRN in a {title}": is_older and model.position_embedding_type == "yarn",
         **theirs.unsupported(portable),
     }
@@ -57,7 +60,7 @@ def write_megatron_lm(portable: PortableModel, root: Path, *, dist: bool, final:
     name = f"iter_{portable.iteration:07d}" if portable.iteration else RELEASE
     common = {"args": args, "checkpoint_version": _VERSION, "iteration": portable.iteration}
     tensors = {
-        name: _in_one_matrix(name, _padded(name, tensor, portable))
+        name: _in_one_matrix(name, _with_gates(name, _padded(name, tensor, portable), portable.model))
         for name, tensor in theirs.tensors_to_write(portable).items()
     }
     folder = root / name
@@ -80,6 +83,13 @@ def _padded(name: str, tensor: LazyTensor, portable: PortableModel) -> LazyTenso
         return torch.cat([made, made.new_zeros(rows - made.shape[0], *made.shape[1:])])
 
     return LazyTensor((rows, *tensor.shape[1:]), tensor.dtype, make)
+
+
+def _with_gates(name: str, tensor: LazyTensor, model: ModelConfig) -> LazyTensor:
+    """Queries and gates in Megatron-LM's order; others as they are."""
+    if not model.attention_output_gate or GATED not in name:
+        return tensor
+    return LazyTensor(tensor.shape, tensor.dtype, lambda: tensor.make()[gates_behind_queries(model)])
 
 
 def _in_one_matrix(name: str, tensor: LazyTensor) -> LazyTensor:
