@@ -84,7 +84,7 @@ def write_shards(
             mine = {name: parts[rank] for name, parts in split.items()}
             mine |= {name: parts[own] for name, parts in experts.items()}
             held = stage_of(mine, SETTINGS, place=stage, places=pp)
-            state = {}
+            state = dict[str, Tensor]()
             for name in [each for each in held if ".experts." in each]:
                 each = held.pop(name).flatten(1, -2)
                 state |= {f"{name}{number}": matrix for number, matrix in enumerate(each)}
@@ -166,7 +166,11 @@ def test_experts_of_a_hybrid_over_expert_parallel_ranks(layout: str, tmp_path: P
     """
     pattern, values = "ME*E", values_of("ME*E")
     pp = int(layout[-1])
-    sizes = {"expert_model_parallel_size": 2, "expert_tensor_parallel_size": 1, "pipeline_model_parallel_size": pp}
+    sizes: dict[str, Any] = {
+        "expert_model_parallel_size": 2,
+        "expert_tensor_parallel_size": 1,
+        "pipeline_model_parallel_size": pp,
+    }
     more = {**MOE, "moe_layer_freq": [0, 1, 0, 1]}
     write_shards(tmp_path, values, ep=2, pp=pp, fused=True, hybrid_override_pattern=pattern, **sizes, **more)
     found = read_megatron_lm(tmp_path)

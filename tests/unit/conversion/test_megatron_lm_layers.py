@@ -110,7 +110,7 @@ def with_gates_behind_each_query(rows: Tensor, model: ModelConfig) -> Tensor:
     """Our order of the rows of a key head, from Megatron-LM's: all queries, all their gates, key and value."""
     queries, found = model.num_attention_heads // model.num_query_groups, list[Tensor]()
     for group in rows.chunk(model.num_query_groups):
-        heads = group.split(model.kv_channels)
+        heads = torch.split(group, model.kv_channels)
         found += (each for number in range(queries) for each in (heads[number], heads[queries + number]))
         found += heads[-2:]
     return torch.cat(found)

@@ -264,7 +264,7 @@ class MegatronLMModel:
             else:
                 grouped = fused.view(*fused.shape[:2], groups, -1, self._width)
                 query, key, value = grouped[..., :-2, :], grouped[..., -2, :], grouped[..., -1, :]
-                query, gate = query.split(heads // groups, dim=-2) if is_gated else (query, None)
+                query, gate = torch.split(query, heads // groups, dim=-2) if is_gated else (query, None)
                 query = query.flatten(2, 3)
             if (norm := pick(shard, "q_layernorm.weight")) is not None:
                 query = self._normed(query, norm, pick(shard, "q_layernorm.bias"))
