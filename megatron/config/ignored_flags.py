@@ -143,7 +143,10 @@ tokens travel to experts before and after each layer of them, not beside another
     moe-allgather-overlap-comm moe-alltoall-overlap-comm
 kernels are launched one by one, without CUDA graphs; results are the same
     cuda-graph-* enable-cuda-graph external-cuda-graph cuda-graph-impl optimizer-cuda-graph
-optimizer state is always sharded over all data-parallel ranks, which takes the least memory
+weights of ZeRO 3 are gathered layer by layer, and the next layer's meanwhile; results are the same
+    megatron-fsdp-version fsdp-double-buffer fsdp-manual-registration
+    keep-fp8-transpose-cache-when-using-custom-fsdp keep-fp8-transpose-cache
+state is always sharded over all data-parallel ranks, which takes the least memory
     num-distributed-optimizer-instances
 activations are offloaded by layer, not by module: see --cpu-offloading
     fine-grained-activation-offloading offload-modules

@@ -134,13 +134,18 @@ _OTHERS = {
     "warmup": taken_as("it is a fraction of the decay", lr_warmup_fraction=None),
     "zero-stage": LegacyFlag(
         "refused",
-        "the stages are 0, 1, 2 and 3",
+        "the stages are 0, 1, 2 and 3, as in --data-parallel-sharding-strategy",
         values={
             "0": taken_as(data_parallel_sharding_strategy="no_shard"),
             "1": _SHARDED_OPTIMIZER,
             "2": taken_as(data_parallel_sharding_strategy="optim_grads"),
             "3": taken_as(data_parallel_sharding_strategy="optim_grads_params"),
         },
+    ),
+    "megatron-fsdp-main-grads-dtype megatron-fsdp-grad-comm-dtype": LegacyFlag(
+        "refused",
+        "gradients are kept and sent in fp32 or, with --bf16, in bf16; give auto, fp32 or bf16",
+        values={"bf16": taken_as(grad_reduce_in_bf16=True)},
     ),
     "attention-head-type": LegacyFlag(
         "refused",
@@ -181,6 +186,10 @@ _OTHERS = {
 
 _HARMLESS = {
     "zero-stage": "0",
+    "megatron-fsdp-main-params-dtype": "fp32 auto",
+    "megatron-fsdp-main-grads-dtype": "auto fp32",
+    "megatron-fsdp-grad-comm-dtype": "auto fp32",
+    "outer-dp-sharding-strategy": "no_shard",
     "attention-head-type": "multihead",
     "pp-partition-method": "type:transformer",
     "transformer-impl": "local",

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal
+from typing import Literal, get_args
 
 from megatron.config.flags import COUNT, Settings, flag, switch
 
 CpCommType = Literal["p2p", "all_gather", "a2a", "a2a+p2p"]
 PipelineScheduleName = Literal["1f1b", "gpipe", "interleaved", "zb-h1", "zb-v"]
+ShardingStrategy = Literal["no_shard", "optim", "optim_grads", "optim_grads_params"]
 GroupName = Literal["tp", "cp", "pp", "dp", "dp_cp", "tp_cp", "ep", "ep_tp", "ep_dp"]
+
+SHARDING_STRATEGIES: tuple[ShardingStrategy, ...] = get_args(ShardingStrategy)
+"""Their numbers are the stages of ZeRO."""
 
 MODEL_PARALLEL_FIELDS = (
     "tensor_model_parallel_size",
@@ -104,10 +108,15 @@ class ParallelConfig(Settings):
         "data, pipeline."
     )
     use_distributed_optimizer: bool = switch("Shard optimizer state over the data-parallel ranks (ZeRO 1).")
-    data_parallel_sharding_strategy: Literal["no_shard", "optim", "optim_grads", "optim_grads_params"] | None = flag(
+    data_parallel_sharding_strategy: ShardingStrategy | None = flag(
         "What data-parallel ranks divide among them: nothing, optimizer state (ZeRO 1), gradients as well (ZeRO 2), "
-        "and weights as well (ZeRO 3); unless given: what --use-distributed-optimizer says.",
+        "and weights as well (ZeRO 3); unless given: what --use-distributed-optimizer, --use-torch-fsdp2 and "
+        "--use-megatron-fsdp say.",
         default=None,
+    )
+    use_torch_fsdp2: bool = switch("ZeRO 3. It is done with flat buffers here, as every other stage is.")
+    use_megatron_fsdp: bool = switch(
+        "ZeRO 3, or the stage of --data-parallel-sharding-strategy.", aliases=("--use-custom-fsdp",)
     )
     overlap_grad_reduce: bool = switch("Reduce gradients bucket by bucket during the backward pass.")
     overlap_param_gather: bool = switch("Gather updated parameters bucket by bucket during the next forward pass.")
@@ -160,9 +169,9 @@ class ParallelConfig(Settings):
     @property
     def zero_stage(self) -> int:
         """What data-parallel ranks divide: 0 nothing, 1 optimizer state, 2 gradients as well, 3 weights as well."""
-        if self.data_parallel_sharding_strategy is None:
-            return int(self.use_distributed_optimizer)
-        return ("no_shard", "optim", "optim_grads", "optim_grads_params").index(self.data_parallel_sharding_strategy)
+        if self.data_parallel_sharding_strategy is not None:
+            return SHARDING_STRATEGIES.index(self.data_parallel_sharding_strategy)
+        return 3 if self.use_torch_fsdp2 or self.use_megatron_fsdp else int(self.use_distributed_optimizer)
 
     @property
     def num_workers(self) -> int:

@@ -3,12 +3,7 @@
 When a feature lands, its flags become fields of a group and its entry here is deleted.
 """
 
-ZERO = (
-    "ZeRO 2 and 3 are not available yet: gradients and weights are not sharded over data-parallel ranks; "
-    "--use-distributed-optimizer shards optimizer state (ZeRO 1), --tensor-model-parallel-size divides weights"
-)
-
-REFUSED = f"""
+REFUSED = """
 weights are initialized from a normal distribution; --init-method-std sets its standard deviation
     init-method-xavier-uniform
 there is no ONNX export; leave it out
@@ -95,10 +90,18 @@ give --load FOLDER: the run resumes from the newest checkpoint there
     resume resume-from resume-from-checkpoint
 encoder and decoder share the model-parallel sizes; leave it out
     encoder-tensor-model-parallel-size encoder-pipeline-model-parallel-size
-{ZERO}
-    fsdp-* megatron-fsdp-* use-torch-fsdp2 use-custom-fsdp use-megatron-fsdp
-    keep-fp8-transpose-cache-when-using-custom-fsdp keep-fp8-transpose-cache outer-dp-sharding-strategy
-    enable-full-sharding-in-hsdp fsdp2-config-path torch-fsdp2-no-reshard-after-forward
+ZeRO 2 and 3 divide gradients and weights over all data-parallel ranks; dividing inside groups of them, with copies
+between the groups, is not available yet: leave it out
+    outer-dp-sharding-strategy enable-full-sharding-in-hsdp
+master weights are fp32; leave it out, or give --use-precision-aware-optimizer, which stores them in 17 bits
+    megatron-fsdp-main-params-dtype
+ZeRO is chosen by --data-parallel-sharding-strategy, not by a file; leave it out
+    fsdp2-config-path
+weights of ZeRO 3 are gathered for each pass through a layer, and keeping them in between is not available yet; give
+--data-parallel-sharding-strategy optim_grads, which keeps them
+    torch-fsdp2-no-reshard-after-forward
+it is no setting of Megatron-FSDP that is known here; leave it out
+    fsdp-* megatron-fsdp-*
 give --window-size with the keys before and after a query
     cp-window-size sliding-window-size
 give --position-embedding-type yarn, longrope or dynamic_ntk with --rotary-scaling-factor and

@@ -26,12 +26,14 @@ from megatron.config.rules import (
     remarking,
     schedule,
     training,
+    zero,
 )
 from megatron.config.run import RunConfig
 from megatron.errors import ConfigError
 
 RULES: tuple[Rule, ...] = (
     *layout.RULES,
+    *zero.RULES,
     *context.RULES,
     *pipeline.RULES,
     *model.RULES,

@@ -36,6 +36,12 @@ FAULTS = (
         new="total.add_(tensor.make().to(torch.float64), alpha=1.0 / len(shares))",
         suffers="tools/checkpoint/average.py ignores --weights.",
         first=("unit/tools/test_average.py",),
+        "fsdp_divides_nothing",
+        "megatron/config/parallel.py",
+        old="return 3 if self.use_torch_fsdp2 or self.use_megatron_fsdp else",
+        new="return 3 if self.use_torch_fsdp2 else",
+        suffers="--use-megatron-fsdp keeps weights and gradients whole on each rank.",
+        first=("unit/config/test_zero.py",),
     ),
     Fault(
         "ramp_one_step_late",

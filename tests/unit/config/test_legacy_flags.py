@@ -10,7 +10,6 @@ from megatron.config.command import CommandConfig
 from megatron.config.flags import flags_of
 from megatron.config.legacy_flags import LEGACY_FLAGS, legacy_flag
 from megatron.config.moe import MoEConfig
-from megatron.config.refused_flags import ZERO
 from megatron.config.run import CORE_GROUPS
 from megatron.config.typed_spellings import as_typed, errors_as_typed
 from megatron.core.models.registry import owner_of
@@ -292,7 +291,15 @@ def test_other_dashes_are_meant_as_flags(typed: str) -> None:
         ("--mtp-use-repeated-layer", "that part of multi-token prediction is not available; leave it out"),
         ("--fp8-output-proj", "logits are computed in bf16; leave it out"),
         ("--fp4-format e2m1", "fp4 is not available yet; train with --fp8-format e4m3 --fp8-recipe mxfp8"),
-        ("--use-megatron-fsdp", ZERO),
+        (
+            "--fsdp2-config-path x",
+            "ZeRO is chosen by --data-parallel-sharding-strategy, not by a file; leave it out",
+        ),
+        (
+            "--torch-fsdp2-no-reshard-after-forward",
+            "weights of ZeRO 3 are gathered for each pass through a layer, and keeping them in between is not "
+            "available yet; give --data-parallel-sharding-strategy optim_grads, which keeps them",
+        ),
         ("--glu-activation reglu", "the gated MLPs are --swiglu and --geglu"),
         ("--retro-add-retriever", "retrieval models are not available: they are outside this project"),
         ("--img-h 224", "a vision model is not available: only language models are trained here"),

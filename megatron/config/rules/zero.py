@@ -1,0 +1,22 @@
+"""Rules about what data-parallel ranks divide among them."""
+
+from __future__ import annotations
+
+from megatron.config.family import Rule
+from megatron.config.run import RunConfig
+
+
+def one_strategy(run: RunConfig) -> str | None:
+    """Flags that name a strategy name the same one."""
+    parallel, strategy = run.parallel, run.parallel.data_parallel_sharding_strategy
+    asked = f"--data-parallel-sharding-strategy {strategy}"
+    if parallel.use_torch_fsdp2 and parallel.use_megatron_fsdp:
+        return "--use-torch-fsdp2 and --use-megatron-fsdp are mutually exclusive; keep one"
+    if parallel.use_torch_fsdp2 and strategy not in (None, "optim_grads_params"):
+        return f"--use-torch-fsdp2 divides weights over data-parallel ranks, and {asked} doesn't; leave one of them out"
+    if parallel.use_distributed_optimizer and strategy == "no_shard":
+        return f"--use-distributed-optimizer divides optimizer state, and {asked} doesn't; leave one of them out"
+    return None
+
+
+RULES: tuple[Rule, ...] = (one_strategy,)

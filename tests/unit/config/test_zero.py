@@ -1,0 +1,37 @@
+"""Every flag that names a stage of ZeRO, of Megatron-LM, its forks and DeepSpeed, and the stage that it means."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.unit.config.command_lines import parse
+
+STAGES = {
+    "": 0,
+    "--zero-stage 0": 0,
+    "--use-distributed-optimizer": 1,
+    "--zero-stage 1": 1,
+    "--data-parallel-sharding-strategy optim": 1,
+    "--use-distributed-optimizer --data-parallel-sharding-strategy optim_grads": 2,
+    "--zero-stage 2": 2,
+    "--use-megatron-fsdp --data-parallel-sharding-strategy optim_grads": 2,
+    "--zero-stage 3": 3,
+    "--use-megatron-fsdp": 3,
+    "--use-custom-fsdp": 3,
+    "--use-torch-fsdp2": 3,
+    "--use-distributed-optimizer --use-torch-fsdp2": 3,
+    "--use-megatron-fsdp --megatron-fsdp-main-params-dtype fp32 --outer-dp-sharding-strategy no_shard": 3,
+    "--use-megatron-fsdp --fsdp-double-buffer --megatron-fsdp-version 2": 3,
+}
+
+
+@pytest.mark.parametrize("flags", STAGES)
+def test_a_flag_means_its_stage(flags: str) -> None:
+    """A spelling of ZeRO was taken for another stage, or for none: weights were whole where they should be divided."""
+    assert parse(flags, ranks=2).parallel.zero_stage == STAGES[flags]
+
+
+def test_a_format_of_megatron_fsdp_is_honoured() -> None:
+    """Gradients were asked for in bf16 and sent in fp32."""
+    run = parse("--bf16 --use-megatron-fsdp --megatron-fsdp-grad-comm-dtype bf16", ranks=2)
+    assert run.precision.grad_reduce_in_bf16
