@@ -36,6 +36,8 @@ FAULTS = (
         new="total.add_(tensor.make().to(torch.float64), alpha=1.0 / len(shares))",
         suffers="tools/checkpoint/average.py ignores --weights.",
         first=("unit/tools/test_average.py",),
+    ),
+    Fault(
         "fsdp_divides_nothing",
         "megatron/config/parallel.py",
         old="return 3 if self.use_torch_fsdp2 or self.use_megatron_fsdp else",
