@@ -203,7 +203,7 @@ def layers_in_memory(context: ParallelContext, flags: str) -> dict[str, list[set
 
     def inside(module: Any, inputs: Any, output: Tensor) -> None:
         note("forward")
-        output.register_hook(lambda grad: note("backward"))
+        output.register_hook(lambda grad: note("backward"))  # type: ignore[no-untyped-call]
 
     for layer in layers:
         layer.get_submodule("mlp").register_forward_hook(inside)

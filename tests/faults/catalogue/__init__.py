@@ -2,11 +2,23 @@
 
 from __future__ import annotations
 
-from tests.faults.catalogue import data, delta_nets, mamba, model, public_reports, ranks, service, state_space, training
+from tests.faults.catalogue import (
+    data,
+    delta_nets,
+    mamba,
+    model,
+    public_reports,
+    ranks,
+    service,
+    sharding_stages,
+    state_space,
+    training,
+)
 from tests.faults.fault import Fault
 
 FAULTS: tuple[Fault, ...] = (
     *ranks.FAULTS,
+    *sharding_stages.FAULTS,
     *model.FAULTS,
     *mamba.FAULTS,
     *delta_nets.FAULTS,

@@ -1,0 +1,77 @@
+"""Faults in ZeRO 2 and 3: what is gathered, freed and summed, and when."""
+
+from __future__ import annotations
+
+from tests.faults.fault import Fault
+
+_MEMORY = "megatron/core/distributed/unit_memory.py"
+_UNITS = "megatron/core/distributed/units.py"
+_TABLE = "equivalence/test_sharding_stages.py"
+_HELD = "parallel/test_sharding_stages.py"
+
+FAULTS = (
+    Fault(
+        "only_the_last_microbatch_counts",
+        _MEMORY,
+        old="bucket_buffer.own_grads(bucket_buffer.shard(bucket)).add_(handle.wait())",
+        new="bucket_buffer.own_grads(bucket_buffer.shard(bucket)).copy_(handle.wait())",
+        suffers="With ZeRO 2 and accumulation a step is that of its last microbatch.",
+        first=(_TABLE,),
+    ),
+    Fault(
+        "gradients_of_the_microbatch_before_count_again",
+        _MEMORY,
+        old="            bucket.grads.flat.zero_()\n",
+        new="            pass\n",
+        suffers="With ZeRO 2 gradients begin with whatever was in their memory.",
+        first=(_TABLE,),
+    ),
+    Fault(
+        "late_gradients_stay_on_their_rank",
+        "megatron/core/distributed/grad_sync.py",
+        old="        self.units.finish()\n",
+        new="        self.units.settle()\n",
+        suffers="With ZeRO 2 the gradient of a weight that is read before its layer is added to the next step's.",
+        first=("parallel/test_plain_modules.py::come_after",),
+    ),
+    Fault(
+        "embedding_and_head_are_summed_once_a_step",
+        _UNITS,
+        old="            for unit in (*reversed(layers), *outside):\n",
+        new="            for unit in reversed(layers):\n",
+        suffers="With ZeRO 2 whole gradients of embedding and head stay in memory for a step.",
+        first=("parallel/test_communication.py",),
+    ),
+    Fault(
+        "loaded_weights_meet_gathered_ones",
+        "megatron/training/run/run.py",
+        old="            self.optimizer.gather.units.release_all()  # loading makes them stale\n",
+        new="",
+        suffers="With ZeRO 3 and pipelines loaded weights take effect after the first step.",
+        first=(_HELD + "::take_effect",),
+    ),
+    Fault(
+        "weights_stay_whole_after_a_layer",
+        _UNITS,
+        old="            if not self._in_backward:  # a layer that is computed again is about to be needed\n",
+        new="            if self._in_backward:\n",
+        suffers="With ZeRO 3 all weights are whole after a forward pass.",
+        first=(_HELD,),
+    ),
+    Fault(
+        "prefetch_goes_the_wrong_way",
+        _UNITS,
+        old="zip([None, *layers[:-1]], layers, [*layers[1:], None])",
+        new="zip([*layers[1:], None], layers, [None, *layers[:-1]])",
+        suffers="With ZeRO 3 the layer that was just freed is gathered again, and the next one late.",
+        first=(_HELD + "::one_layer",),
+    ),
+    Fault(
+        "gathered_weights_are_not_awaited",
+        _MEMORY,
+        old="        for home in here:\n            self._gathered[home.bucket].wait()\n",
+        new="",
+        suffers="With ZeRO 3 a layer computes with weights that are on their way.",
+        first=("parallel/test_poisoned.py",),
+    ),
+)
