@@ -56,9 +56,9 @@ FAULTS = (
     Fault(
         "zero_2_taken_for_1",
         "megatron/config/deepspeed.py",
-        old="if stage not in (0, 1) else []",
-        new="if stage not in (0, 1, 2) else []",
-        suffers="A DeepSpeed file that asks for ZeRO 2 is accepted and trains without any.",
+        old='"optim_grads" if stage == 2 else',
+        new='"optim" if stage == 2 else',
+        suffers="A DeepSpeed file that asks for ZeRO 2 is accepted and trains with ZeRO 1.",
         first=("unit/config/test_deepspeed.py",),
     ),
     Fault(

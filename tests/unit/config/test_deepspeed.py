@@ -44,6 +44,13 @@ def test_it_gives_what_no_flag_gives(tmp_path: Path) -> None:
     assert run.notes[1] == f"--deepspeed_config {path}: zero_optimization, steps_per_print have no effect"
 
 
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_its_stage_is_the_runs(stage: int, tmp_path: Path) -> None:
+    """A file that asked for ZeRO 2 would train with more memory than it planned."""
+    run, _ = parse_with(tmp_path, {"zero_optimization": {"stage": stage}})
+    assert run.parallel.zero_stage == stage
+
+
 def test_it_may_agree_or_leave_things_open(tmp_path: Path) -> None:
     """What flags say as well is no remark, and ``auto`` asks for nothing."""
     config = {"train_micro_batch_size_per_gpu": 2, "train_batch_size": "auto", "zero_optimization": {"stage": 0}}
