@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import pytest
 
 from tests.unit.config.command_lines import parse
@@ -35,3 +38,10 @@ def test_a_format_of_megatron_fsdp_is_honoured() -> None:
     """Gradients were asked for in bf16 and sent in fp32."""
     run = parse("--bf16 --use-megatron-fsdp --megatron-fsdp-grad-comm-dtype bf16", ranks=2)
     assert run.precision.grad_reduce_in_bf16
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_deepspeeds_file_names_the_stage(tmp_path: Path, stage: int) -> None:
+    """A file of DeepSpeed that asked for ZeRO 2 got another stage."""
+    (tmp_path / "ds.json").write_text(json.dumps({"zero_optimization": {"stage": stage}}))
+    assert parse(f"--deepspeed_config {tmp_path / 'ds.json'}", ranks=2).parallel.zero_stage == stage
