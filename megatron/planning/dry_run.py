@@ -134,6 +134,7 @@ def _memory(memory: MemoryEstimate, *, only_reads: bool) -> list[str]:
     parts = {
         "weights": memory.weights,
         "gradients": memory.gradients,
+        "weights and gradients that are whole for a while": memory.whole,
         "copies of weights in FP8": memory.copies,
         "fp32 master weights": memory.main_params,
         "optimizer moments": memory.moments,

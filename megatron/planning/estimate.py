@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from torch import nn
 
@@ -25,6 +26,7 @@ from megatron.core.parallel.sharding import sharded_parameters, sharding_of
 from megatron.core.pipeline_parallel.settings import PipelineSettings
 from megatron.planning.model import planned_context, stage_model, stage_models, whole_model
 from megatron.planning.schedule import most_held, schedule_facts
+from megatron.planning.unit_memory import whole_at_once
 
 _SHARED_BYTES = 8  # of a parameter: the weight that workers share, and its outer momentum
 _SENT_BYTES = 16  # of a parameter on its way: differences, as a message, what arrives, and its sum
@@ -52,6 +54,7 @@ class MemoryEstimate:
     one layer (or of one recomputed run of layers), needs in addition. ``copies``: of weights in FP8, one for each
     direction in which products sum over them; of those that are gathered in FP8 one is among the weights.
     ``uncounted``: see ``Costs``. ``offloaded``: what is in main memory instead, and ``activations_offloaded`` with it.
+    ``whole``: weights and gradients that are whole for a while only (ZeRO 2 and 3).
     ``updating``: copies that the optimizer makes of a part of its numbers at a time, or what ranks send each other of
     gradients or workers of weights, or weights in FP8 made whole for a checkpoint.
     ``shared``: what workers of DiLoCo share: weights in fp32, and their outer momentum.
@@ -67,6 +70,7 @@ class MemoryEstimate:
     uncounted: frozenset[str] = frozenset()
     offloaded: int = 0
     updating: int = 0
+    whole: int = 0
     activations_offloaded: int = 0
     shared: int = 0
 
@@ -78,7 +82,7 @@ class MemoryEstimate:
     @property
     def total(self) -> int:
         """The peak in bytes."""
-        return self.states + self.copies + max(self.kept + self.working, self.updating)
+        return self.states + self.copies + max(self.kept + self.working + self.whole, self.updating)
 
 
 def parameter_sizes(run: RunConfig, train_spec: TrainSpec) -> dict[str, int]:
@@ -203,9 +207,14 @@ def _rank_memory(
     here = owned - int(owned * optimizer.optimizer_offload_fraction * optimizer.optimizer_cpu_offload)
     outer = 0 if run.parallel.diloco_workers is None else _SHARED_BYTES
     received, overlaps = _received_gradients(run, trained), run.parallel.overlap_grad_reduce
+    stage, of_gradient = run.parallel.zero_stage, 2 if run.precision.grad_reduce_in_bf16 else 4
+    if stage == 3 and not run.purpose.only_reads:
+        parameters = sum(-(-each.numel() // _shards(run, each)) for each in held)
+    whole = whole_at_once(run, train_spec, pipeline_rank, partial(_shards, run))
     return MemoryEstimate(
         weights=parameters * width - gathered * (width - 1) + own * width,
-        gradients=trained * (2 if run.precision.grad_reduce_in_bf16 else 4),
+        gradients=(owned if stage >= 2 else trained) * of_gradient,
+        whole=whole.weights * width + (whole.gradients + whole.sums) * of_gradient,
         main_params=here * _master_bits(run, width) // 8,
         moments=here * state_bytes(run.optimizer),
         updating=max(

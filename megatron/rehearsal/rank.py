@@ -26,6 +26,7 @@ from megatron.core.checkpointing.sharded_view import Staging, sharded_views
 from megatron.core.datasets import mock as mock_data
 from megatron.core.distributed import buffers
 from megatron.core.distributed.parameter_policy import matches
+from megatron.core.distributed.transient import TransientTensor
 from megatron.core.inference.request import Request
 from megatron.core.models.train_spec import TrainSpec
 from megatron.core.parallel.context import ParallelContext
@@ -87,6 +88,7 @@ def rehearse(task: Task, *, failed: Callable[[Exception], None]) -> Rehearsed:
         pretending(waits, failed, (recorder.see, held.see)) as mode,
         recorder.recording(),
         _answers(config, train_spec),
+        mock.patch.object(TransientTensor, TransientTensor._resize.__name__, _counted_by(held)),
         mock.patch.object(initialize, initialize._drawn_rows.__name__, _rows_at_once),
         mock.patch.object(mock_data, "_NUM_DOCUMENTS", min(mock_data._NUM_DOCUMENTS, 100 * config.data.seq_length)),
     ):
@@ -106,9 +108,10 @@ def rehearse(task: Task, *, failed: Callable[[Exception], None]) -> Rehearsed:
             del microbatches
             states = held.held
         of_step, in_step, highest = recorder.operations[begun:], Counter(waits.places), held.highest
-        own = [each for buffer in run.buffers for each in (buffer.params, buffer.codes, buffer.shards)]
+        buffers = [*run.buffers, *run.frozen]
+        own = [each for buffer in buffers for each in (buffer.params, buffer.codes, buffer.shards)]
         weights = _bytes([*own, *(each for model in run.models for each in model.parameters())])
-        gradients = _bytes([buffer.grads for buffer in run.buffers])
+        gradients = _bytes([each for buffer in buffers for each in (buffer.grads, buffer.grad_shards)])
         if run.config.training.eval_iters:
             for name in data.evaluated("valid")[:1]:
                 found = data.evaluation_batches("valid", evaluation=0, name=name)
@@ -131,6 +134,17 @@ def rehearse(task: Task, *, failed: Callable[[Exception], None]) -> Rehearsed:
         highest=highest,
         save=save,
     )
+
+
+def _counted_by(memory: Memory) -> Callable[[TransientTensor, int], None]:
+    """The change of a transient tensor's size, which ``memory`` sees."""
+    resize = TransientTensor._resize
+
+    def counted(tensor: TransientTensor, size: int) -> None:
+        resize(tensor, size)
+        memory.see_resized(tensor.flat)
+
+    return counted
 
 
 def _bytes(tensors: Sequence[Tensor | None]) -> int:

@@ -292,7 +292,7 @@ class Memory:
 
     def __init__(self) -> None:
         self.held = self.highest = 0
-        self._known: set[int] = set()
+        self._sizes: dict[int, int] = {}
 
     def see(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> None:
         """An operator that has run, which may have made tensors."""
@@ -300,14 +300,16 @@ class Memory:
             if not isinstance(each, Tensor) or each.device.type != DEVICE_TYPE:
                 continue
             storage = each.untyped_storage()
-            key, size = storage._cdata, storage.nbytes()
-            if key in self._known:
-                continue
-            self._known.add(key)
-            self.held += size
-            self.highest = max(self.highest, self.held)
-            weakref.finalize(storage, self._release, key, size)
+            if storage._cdata not in self._sizes:
+                self.see_resized(each)
+                weakref.finalize(storage, self._release, storage._cdata)
 
-    def _release(self, key: int, size: int) -> None:
-        self._known.discard(key)
-        self.held -= size
+    def see_resized(self, x: Tensor) -> None:
+        """A tensor whose storage has got another size."""
+        storage = x.untyped_storage()
+        self.held += storage.nbytes() - self._sizes.get(storage._cdata, 0)
+        self._sizes[storage._cdata] = storage.nbytes()
+        self.highest = max(self.highest, self.held)
+
+    def _release(self, key: int) -> None:
+        self.held -= self._sizes.pop(key)

@@ -44,7 +44,8 @@ class TransientTensor:
     def __init__(self, flat: Tensor, *, owner: str = "", parameters: Mapping[str, nn.Parameter] | None = None) -> None:
         self.flat, self.is_allocated = flat, True
         self._storage, self._bytes = flat.untyped_storage(), flat.untyped_storage().nbytes()
-        self._parameters = tuple((parameters or {}).values())
+        # A rehearsal's have a class of their own, and nothing to read.
+        self._parameters = tuple(each for each in (parameters or {}).values() if type(each) is nn.Parameter)
         for name, parameter in (parameters or {}).items():
             parameter.missing = f"the weight {name} was read while {owner} is released"  # type: ignore[attr-defined]
 
@@ -52,7 +53,7 @@ class TransientTensor:
         """Give it memory of any content; whether it had none."""
         if self.is_allocated:
             return False
-        self._storage.resize_(self._bytes)
+        self._resize(self._bytes)
         for parameter in self._parameters:
             parameter.__class__ = nn.Parameter
         self.is_allocated = True
@@ -61,10 +62,13 @@ class TransientTensor:
     def free(self) -> None:
         """Take its memory away."""
         if self.is_allocated:
-            self._storage.resize_(0)
+            self._resize(0)
             for parameter in self._parameters:
                 parameter.__class__ = ReleasedParameter
             self.is_allocated = False
+
+    def _resize(self, size: int) -> None:
+        self._storage.resize_(size)
 
 
 class ReleasedParameter(nn.Parameter):
