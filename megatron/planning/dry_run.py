@@ -134,7 +134,7 @@ def _memory(memory: MemoryEstimate, *, only_reads: bool) -> list[str]:
     parts = {
         "weights": memory.weights,
         "gradients": memory.gradients,
-        "weights and gradients that are whole for a while": memory.whole,
+        "whole weights and gradients for a while": memory.whole,
         "copies of weights in FP8": memory.copies,
         "fp32 master weights": memory.main_params,
         "optimizer moments": memory.moments,
@@ -143,7 +143,7 @@ def _memory(memory: MemoryEstimate, *, only_reads: bool) -> list[str]:
         "working memory, at most" if only_reads else "working memory of loss and backward pass": memory.working,
         "together": memory.total,
     }
-    width = max(map(len, parts))
+    width = max(len(name) for name, size in parts.items() if size)
     lines = [f"{name:<{width}}  {gigabytes(size):>10}" for name, size in parts.items() if size]
     if memory.offloaded:
         lines.append(f"and {gigabytes(memory.offloaded)} of optimizer state in main memory")

@@ -170,7 +170,7 @@ def _with_border(tensors: Any, passed: Callable[[], None], of: Unit | None = Non
 
 
 class _Border(torch.autograd.Function):
-    """Its inputs; calls ``passed`` in the backward pass when all their gradients are there."""
+    """Identity of tensors that calls ``passed`` in the backward pass, when all their gradients are there."""
 
     @staticmethod
     @override

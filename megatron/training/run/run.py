@@ -17,15 +17,10 @@ from megatron.core.diloco.mean import mean_over_workers
 from megatron.core.diloco.outer_step import OuterStep
 from megatron.core.distributed.buffers import (
     FlatBuffer,
-    build_buffers,
-    counted_weights,
-    frozen_parts,
     sharded_weights,
 )
 from megatron.core.distributed.grad_sync import GradSync
-from megatron.core.distributed.parameter_policy import parameter_policies
-from megatron.core.distributed.unit_memory import ShardedUnits, UnitWeights
-from megatron.core.distributed.units import UnitBorders, units_of
+from megatron.core.distributed.units import UnitBorders
 from megatron.core.models.train_spec import ModelChunk, TrainSpec
 from megatron.core.ops.matmul import is_fusion_faster
 from megatron.core.optimizer.optimizer import Optimizer
@@ -44,7 +39,7 @@ from megatron.core.pipeline_parallel.actions import Action
 from megatron.core.pipeline_parallel.runner import Runner
 from megatron.core.pipeline_parallel.settings import PipelineSettings
 from megatron.core.tensor_parallel.delayed_scaling import DelayedScaling
-from megatron.core.tensor_parallel.fp8_linear import delayed_scaling, weight_quantizers
+from megatron.core.tensor_parallel.fp8_linear import delayed_scaling
 from megatron.core.tokenizers.base import Tokenizer
 from megatron.core.tokenizers.build import build_tokenizer
 from megatron.core.tokenizers.chat_settings import ChatSettings, learned_after
@@ -66,6 +61,7 @@ from megatron.training.run.fp8 import check_fp8, describe_fp8
 from megatron.training.run.pipeline import Plans, routes
 from megatron.training.run.stages import buffer_state, build_stages, layout_of, model_state, named_parameters
 from megatron.training.run.stop import ExitWatch
+from megatron.training.run.training_state import build_training_state
 
 
 @dataclass
@@ -180,60 +176,11 @@ def build_run(
     model_context = build_model_context(config, context, splits_backward=plans.settings.splits_backward)
     stages, models = build_stages(config, train_spec, model_context)
     scaling = delayed_scaling(models, model_context)
-    parallel, sharded, stage = config.parallel, config.parallel.zero_stage > 0, config.parallel.zero_stage
-    width = config.model.width_multiplier
-    policies = parameter_policies(named_parameters(models), config.optimizer, width_multiplier=width)
-    build = partial(
-        build_buffers,
-        list(named_parameters(models)),
-        context,
-        grad_dtype=gradient_dtype(config, context),
-        bucket_size=parallel.ddp_bucket_size,
-        pads_buckets=parallel.ddp_pad_buckets_for_high_nccl_busbw,
-        registers=parallel.use_nccl_ub,
-        quantizers=weight_quantizers(models) if config.fp8.fp8_param_gather else None,
-        policies=policies,
-        units={each: unit.name for model in models for unit in units_of(model) for each in unit.parameters},
-        zero_stage=stage,
-        seed=config.training.seed,
-    )
-    buffers = build()
-    frozen = build(of_frozen=True) if stage == 3 else []
-    grad_sync = GradSync(
-        buffers,
-        context,
-        sharded=sharded,
-        overlap=parallel.overlap_grad_reduce,
-        sums_in_fp32=parallel.ddp_reduce_scatter_with_fp32_accumulation,
-        weight_gradients=model_context.weight_gradients,
-    )
-    weights = UnitWeights(
-        [*buffers, *frozen],
-        context.mesh,
-        keeps=context.mesh.size("pp") > 1,
-        prefetches=parallel.overlap_param_gather,
-        low_precision=model_context.low_precision,
-    )
-    borders = UnitBorders(
-        models if stage > 1 else [], ShardedUnits(weights, grad_sync.units), model_context.weight_gradients
-    )
-    optimizer = Optimizer(
-        buffers,
-        config.optimizer,
-        config.precision,
-        context,
-        sharded=sharded,
-        count_zeros=config.reporting.log_num_zeros_in_grad,
-        frozen=counted_weights(frozen) if stage == 3 else frozen_parts(named_parameters(models), policies, context),
-        low_precision=model_context.low_precision,
-        units=weights,
-    )
-    for model in models if parallel.overlap_param_gather else ():
-        optimizer.gather.overlap_forward(model)
+    state = build_training_state(config, models, model_context)
 
     @contextmanager
     def around(action: Action) -> Iterator[None]:
-        with reporter.timers(f"{action.pass_name}-compute", level=2), borders.during(action.chunk, action.kind):
+        with reporter.timers(f"{action.pass_name}-compute", level=2), state.borders.during(action.chunk, action.kind):
             yield
 
     return Run(
@@ -244,12 +191,12 @@ def build_run(
         exit_watch=build_exit_watch(config, context, time.monotonic() if started is None else started),
         tokenizer=tokenizer,
         models=models,
-        buffers=buffers,
-        frozen=frozen,
-        borders=borders,
-        grad_sync=grad_sync,
-        optimizer=optimizer,
-        outer=build_outer_step(config, optimizer, context),
+        buffers=state.buffers,
+        frozen=state.frozen,
+        borders=state.borders,
+        grad_sync=state.grad_sync,
+        optimizer=state.optimizer,
+        outer=build_outer_step(config, state.optimizer, context),
         schedule=build_schedule(config),
         runner=Runner(
             [
@@ -257,7 +204,7 @@ def build_run(
                 for model, stage in zip(models, stages)
             ],
             transport=Transport(context.mesh, context.device, routes=routes(plans.settings.placement)),
-            last_backward=lambda chunk: grad_sync.last_backward(),
+            last_backward=lambda chunk: state.grad_sync.last_backward(),
             weight_gradients=model_context.weight_gradients,
             low_precision=model_context.low_precision,
             device=context.device,
@@ -312,13 +259,6 @@ def build_schedule(config: RunConfig) -> Schedule | None:
         train_samples=config.train_samples,
         samples_per_iteration=config.training.global_batch_size,
     )
-
-
-def gradient_dtype(config: RunConfig, context: ParallelContext) -> torch.dtype:
-    """Dtype in which gradients are accumulated and reduced: fp32 for 16-bit weights unless bf16 is asked for."""
-    if context.dtype == torch.bfloat16 and config.precision.grad_reduce_in_bf16:
-        return torch.bfloat16
-    return torch.promote_types(context.dtype, torch.float32)
 
 
 def build_reporter(config: RunConfig, train_spec: TrainSpec, context: ParallelContext) -> Reporter:
