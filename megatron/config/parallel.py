@@ -13,7 +13,7 @@ ShardingStrategy = Literal["no_shard", "optim", "optim_grads", "optim_grads_para
 GroupName = Literal["tp", "cp", "pp", "dp", "dp_cp", "tp_cp", "ep", "ep_tp", "ep_dp"]
 
 SHARDING_STRATEGIES: tuple[ShardingStrategy, ...] = get_args(ShardingStrategy)
-"""Their numbers are the stages of ZeRO."""
+"""Sharding strategies by stage of ZeRO."""
 
 MODEL_PARALLEL_FIELDS = (
     "tensor_model_parallel_size",
