@@ -148,6 +148,20 @@ def test_error_after_the_keeper_of_the_store_has_left_is_not_shown_again() -> No
     late.stop()
 
 
+def test_the_first_rank_to_fail_has_time_to_show_its_error() -> None:
+    """Rank 0 waited for a killed one as long as its main thread may take, and was ended before it said a word."""
+    store: Any = HashStore()
+    left: list[int] = []
+    patience = replace(QUICK, stall=600.0, leave=1.5)
+    first = Liveness(store, Mesh.of(dp=2, rank=0), patience, leave=left.append)
+    first.start()
+    assert first.call_off("RuntimeError: connection closed", exit_code=1)
+    first.linger()
+    time.sleep(0.5)
+    assert not left
+    first.stop()
+
+
 def test_an_interrupted_rank_reports_it_unless_another_has() -> None:
     """Ctrl-C on a rank other than 0 ended the run without a word about what is kept."""
     store: Any = HashStore()

@@ -129,7 +129,8 @@ class Liveness:
         """The run is called off: end, after a stall with a report of this rank."""
         if order["reason"] != "stall":
             self._store.add(_FINISHED, 1)
-            if not self._done.wait(self._patience.leave):
+            lingers = self._patience.leave if order["rank"] == self._mesh.world_rank else 0.0  # then it shows the error
+            if not self._done.wait(lingers + self._patience.leave):
                 self._leave(exit_code=order["exit_code"])
             return
         me, activity = self._mesh.world_rank, self._mesh.activity
