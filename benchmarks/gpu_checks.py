@@ -25,7 +25,8 @@ from megatron.core.ops.compiled import compile_bodies
 from megatron.core.ops.norm import layer_norm, rms_norm
 from megatron.core.ops.quantize import E4M3, E5M2, blockwise, mxfp8, tensorwise
 from megatron.core.ops.rotary import Rotary, apply_rotary
-from megatron.core.optimizer.update_rules import AdamW, Step
+from megatron.core.optimizer.element_rules import AdamW
+from megatron.core.optimizer.update_rule import Step
 from megatron.core.parallel.context import ParallelContext
 from megatron.core.parallel.environment import LaunchEnvironment
 from megatron.core.parallel.launch import choose_device

@@ -17,7 +17,7 @@ from megatron.config.pipeline import Stage, model_stages
 from megatron.config.run import RunConfig
 from megatron.core.distributed.buffers import usual_bucket_size
 from megatron.core.distributed.grad_sync import IN_FLIGHT, TIED_CHUNK
-from megatron.core.distributed.parameter_policy import matches
+from megatron.core.distributed.parameter_policy import matches, parameter_policies
 from megatron.core.models.train_spec import TrainSpec
 from megatron.core.optimizer.optimizer import CHUNK
 from megatron.core.optimizer.update_rules import state_bytes
@@ -192,13 +192,16 @@ def stage_flops(run: RunConfig, train_spec: TrainSpec, stage: Stage) -> float:
 def _rank_memory(
     run: RunConfig, train_spec: TrainSpec, pipeline_rank: int, by_stage: Sequence[Costs], *, kept: int
 ) -> MemoryEstimate:
-    held = _held(run, train_spec, pipeline_rank).values()
+    named = _held(run, train_spec, pipeline_rank)
+    held = named.values()
     parameters = sum(each.numel() for each in held)
     trained = 0 if run.purpose.only_reads else sum(each.numel() for each in held if each.requires_grad)
     mine = [costs for costs, stage in zip(by_stage, model_stages(run)) if stage.rank == pipeline_rank]
     width = planned_context(run).dtype.itemsize
-    owned = sum(-(-each.numel() // _shards(run, each)) for each in held if each.requires_grad)
-    owned = 0 if run.purpose.only_reads else owned
+    kept_by = {} if run.purpose.only_reads else parameter_policies(named.items(), run.optimizer)
+    sizes = {name: -(-named[name].numel() // _shards(run, named[name])) for name in kept_by if named[name].requires_grad}
+    owned = sum(sizes.values())
+    states = sum(size * state_bytes(kept_by[name].update_rule, run.optimizer) for name, size in sizes.items())
     optimizer, in_fp8 = run.optimizer, _in_fp8(run, train_spec, pipeline_rank)
     in_bytes = [each for each in in_fp8 if each.requires_grad and _shards(run, each) > 1]
     in_bytes = in_bytes if run.fp8.fp8_param_gather and not run.purpose.only_reads else []
@@ -206,6 +209,7 @@ def _rank_memory(
     copies = 2 * sum(each.numel() for each in in_fp8) - gathered
     here = owned - int(owned * optimizer.optimizer_offload_fraction * optimizer.optimizer_cpu_offload)
     outer = 0 if run.parallel.diloco_workers is None else _SHARED_BYTES
+    away = states * (owned - here) // max(owned, 1)
     received, overlaps = _received_gradients(run, trained), run.parallel.overlap_grad_reduce
     stage, of_gradient = run.parallel.zero_stage, 2 if run.precision.grad_reduce_in_bf16 else 4
     if stage == 3 and not run.purpose.only_reads:
@@ -216,7 +220,7 @@ def _rank_memory(
         gradients=(owned if stage >= 2 else trained) * of_gradient,
         whole=whole.weights * width + (whole.gradients + whole.sums) * of_gradient,
         main_params=here * _master_bits(run, width) // 8,
-        moments=here * state_bytes(run.optimizer),
+        moments=states - away,
         updating=max(
             min(here, CHUNK) * _copied_bytes(run),
             received,
@@ -224,7 +228,7 @@ def _rank_memory(
             owned // run.diloco.diloco_fragments * _SENT_BYTES if run.parallel.num_workers > 1 else 0,
             0 if run.purpose.only_reads else _tied_gradients(run, train_spec, pipeline_rank),
         ),
-        offloaded=(owned - here) * (state_bytes(run.optimizer) + (4 if width < 4 else 0) + outer),
+        offloaded=away + (owned - here) * ((4 if width < 4 else 0) + outer),
         shared=here * outer,
         kept=0 if run.purpose.only_reads else kept,
         working=max(costs.working for costs in mine) + received * overlaps,

@@ -32,7 +32,8 @@ from megatron.core.optimizer.storage import (
     StochasticallyRounded,
     build_main_params,
 )
-from megatron.core.optimizer.update_rules import UPDATE_RULES, Step, is_narrow
+from megatron.core.optimizer.update_rule import Step
+from megatron.core.optimizer.update_rules import ROUNDED_STOCHASTICALLY, UPDATE_RULES, is_narrow
 from megatron.core.optimizer.weight_average import AVERAGE, WeightAverage
 from megatron.core.parallel.context import ParallelContext
 from megatron.core.parallel.low_precision import LowPrecision
@@ -199,7 +200,7 @@ class Optimizer:
             dtype = torch.bfloat16 if narrow else wide
             zeros = torch.zeros(span.size, dtype=dtype, device=device)
             state[name] = PlainStateStorage(zeros, wide)
-            if narrow and name == "exp_avg_sq":
+            if narrow and name in ROUNDED_STOCHASTICALLY:
                 state[name] = StochasticallyRounded(zeros, wide, partial(self._rounding_key, number), span.start)
         return state
 
@@ -289,7 +290,7 @@ class Optimizer:
                 Span(start, min(start + size, whole.stop)),
             )
             for begun, whole in self._begun_together(owned)
-            for size in (whole.size if owned.is_direct else chunk,)
+            for size in (whole.size if owned.is_direct and rule.is_fused else chunk,)
             for start in range(whole.start, whole.stop, size)
         ]
         for (step, part), grads in zip(chunks, owned.gradients([part for _, part in chunks])):
@@ -329,8 +330,8 @@ class Optimizer:
         ``only_masters``: for all, as for a run that loads weights but no optimizer state. ``with_average``: the moving
         average as well, if there is one.
 
-        ``optimizer.exp_avg.<parameter>`` and ``optimizer.exp_avg_sq.<parameter>`` for Adam,
-        ``optimizer.momentum.<parameter>`` for SGD, and for bf16 and fp16 weights ``optimizer.fp32_param.<parameter>``.
+        ``optimizer.<state>.<parameter>`` for each of the update rule's ``state_names``, and for bf16 and fp16 weights
+        ``optimizer.fp32_param.<parameter>``.
         """
         for owned in self._owned:
             for entry in owned.entries:
@@ -375,7 +376,7 @@ class Optimizer:
         """Continue from stored numbers; ``entries`` are loaded in place.
 
         ``fresh``: parameters of the whole model whose state starts from zero. Their steps are counted from here:
-        without bias correction Adam's first steps would be several times too large.
+        without bias correction the first steps of rules like Adam would be several times too large.
         """
         self._step = int(state["step"])
         self._trained_since = (state.get("trained_since") or {}) | dict.fromkeys(sorted(fresh), self._step)

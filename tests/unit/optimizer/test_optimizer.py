@@ -15,7 +15,7 @@ from megatron.config.precision import PrecisionConfig
 from megatron.core.distributed.buffers import FlatBuffer, build_buffers
 from megatron.core.distributed.grad_sync import GradSync
 from megatron.core.distributed.parameter_policy import parameter_policies
-from megatron.core.optimizer import update_rules
+from megatron.core.optimizer import element_rules
 from megatron.core.optimizer.grad_norm import nonfinite_gradients
 from megatron.core.optimizer.optimizer import Optimizer
 from megatron.core.parallel.context import ParallelContext
@@ -261,7 +261,7 @@ def test_fused_kernels_of_gpus_get_what_they_need(optimizer: str, monkeypatch: p
     check, and they write scaled gradients back, so that nobody may read gradients after an update.
     """
     name, steps = {"adam": "adamw", "sgd": "sgd"}[optimizer], []
-    kernel = getattr(update_rules, name)
+    kernel = getattr(element_rules, name)
 
     def on_a_gpu(weights: list[Tensor], grads: list[Tensor], *others: Any, **settings: Any) -> None:
         kernel(weights, grads, *others, **settings)
@@ -276,7 +276,7 @@ def test_fused_kernels_of_gpus_get_what_they_need(optimizer: str, monkeypatch: p
         for each in (expected, setup):
             with monkeypatch.context() as patched:
                 if each is setup:
-                    patched.setattr(update_rules, name, on_a_gpu)
+                    patched.setattr(element_rules, name, on_a_gpu)
                 each.set_grads(seed)
                 each.optimizer.update(count=COUNT, lr=0.1, weight_decay=0.1)
     assert steps

@@ -15,7 +15,7 @@ from megatron.config import Fp8Config, ModelConfig, OptimizerConfig, ParallelCon
 from megatron.core.models.bert.config import BertConfig
 from megatron.core.models.registry import family_of
 from megatron.core.models.train_spec import TrainSpec
-from megatron.core.optimizer.update_rules import AdamW
+from megatron.core.optimizer.element_rules import AdamW
 from megatron.core.parallel.low_precision import LowPrecision
 from megatron.core.parallel.mesh import Mesh
 from megatron.core.parallel.model_context import ModelContext
