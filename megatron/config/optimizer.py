@@ -7,21 +7,27 @@ from typing import Literal
 
 from typing_extensions import override
 
-from megatron.config.flags import COUNT, Settings, derive, flag, switch
+from megatron.config.flags import COUNT, derive, flag, flag_of, switch
+from megatron.config.update_rules import MATRIX_RULES, STATE_FLAGS, UpdateRuleSettings
 
 
-class OptimizerConfig(Settings):
+class OptimizerConfig(UpdateRuleSettings):
     """The optimizer, and learning rate and weight decay over the run."""
 
-    optimizer: Literal["adam", "sgd"] = flag(
-        "adam (AdamW) or sgd with momentum.",
+    optimizer: Literal["adam", "sgd", "muon", "lion", "ademamix", "adafactor", "soap"] = flag(
+        "adam (AdamW), sgd with momentum, lion or ademamix; muon, adafactor or soap for the matrices of layers, with "
+        "--muon-scalar-optimizer for everything else.",
         default="adam",
         renamed_values={
             "adamw": ("adam", ""),
             "fusedadamw": ("adam", ""),
             "hybridadam": ("adam", "--optimizer-cpu-offload keeps its state in main memory"),
+            "dist_muon": ("muon", "--use-distributed-optimizer divides its state among data-parallel ranks"),
         },
-        refused_values=dict.fromkeys(("muon", "dist_muon"), "the Muon optimizer is not available yet; use adam"),
+        refused_values={
+            "adaptive_muon": "Muon with second moments of its updates is not available yet; use muon",
+            "shampoo": "it is not available; use soap, which is Adam in Shampoo's eigenvectors",
+        },
     )
     lr: float | None = flag("Peak learning rate.", default=None, at_least=0)
     min_lr: float = flag("Learning rate at the end of the decay.", default=0.0, at_least=0)
@@ -67,7 +73,9 @@ class OptimizerConfig(Settings):
     lr_warmup_samples: int = flag("Samples of linear warm-up.", default=0, at_least=0, at_most=COUNT)
     lr_warmup_init: float = flag("Learning rate at the start of the warm-up.", default=0.0, at_least=0)
     weight_decay: float = flag(
-        "Weight decay of matrices: decoupled with adam, added to the gradient (L2) with sgd.", default=0.01, at_least=0
+        "Weight decay of matrices: added to the gradient (L2) with sgd, decoupled with all other optimizers.",
+        default=0.01,
+        at_least=0,
     )
     start_weight_decay: float = flag(
         "Weight decay at the start of training, with --weight-decay-incr-style linear or cosine.",
@@ -104,7 +112,7 @@ class OptimizerConfig(Settings):
     adam_beta2: float = flag("Adam's decay of the second moment.", default=0.999, at_least=0, below=1)
     adam_eps: float = flag("Adam's epsilon.", default=1e-8, at_least=0)
     use_precision_aware_optimizer: bool = switch(
-        "With adam: store moments in the formats of the --…-dtype flags, and the fp32 master weights as exact "
+        "Store Adam's moments in the formats of the --…-dtype flags, and the fp32 master weights as exact "
         "remainders of the bf16 weights: 2.125 bytes per weight instead of 4."
     )
     main_params_dtype: Literal["fp32"] = flag(
@@ -170,6 +178,19 @@ class OptimizerConfig(Settings):
         name="--use-checkpoint-opt_param-scheduler",
         aliases=("--use-checkpoint-opt-param-scheduler",),
     )
+
+    @property
+    def scalar_rule(self) -> str:
+        """Name of the update rule of what isn't a matrix of a layer."""
+        return self.muon_scalar_optimizer if self.optimizer in MATRIX_RULES else self.optimizer
+
+    @property
+    def state_flags(self) -> str:
+        """The flags that decide which state checkpoints have: another run continues it if it has the same."""
+        words = {name: getattr(self, name) for name, rules in STATE_FLAGS.items() if self.optimizer in rules}
+        given = [f"{flag_of(name)} {value}" for name, value in words.items() if not isinstance(value, bool)]
+        off = [flag_of(name.replace("split", "no_split")) for name, value in words.items() if value is False]
+        return " ".join([f"--optimizer {self.optimizer}", *given, *off])
 
     @override
     def __post_init__(self) -> None:

@@ -183,8 +183,8 @@ that part of the generation engine is not available; leave it out
     inference-dynamic-batching-*
 fp4 is not available yet; train with --fp8-format e4m3 --fp8-recipe mxfp8
     fp4-*
-the Muon optimizer is not available yet; use --optimizer adam
-    muon-*
+symmetric products of Muon's steps are computed whole; leave it out
+    muon-use-syrk
 retrieval models are not available: they are outside this project
     qa-data-dev qa-data-test faiss-use-gpu faiss-match faiss-topk-retrievals eval-micro-batch-size train-with-neg
     train-hard-neg val-av-rank-hard-neg val-av-rank-other-neg ict-head-size biencoder-projection-dim

@@ -23,7 +23,7 @@ from megatron.planning.estimate import (
 from megatron.planning.fitting import what_fits
 from megatron.planning.mixers import mixer_lines
 from megatron.planning.model import latents_sent
-from megatron.planning.parameter_patterns import check_patterns
+from megatron.planning.parameter_patterns import check_patterns, check_update_rule
 from megatron.planning.schedule import schedule_facts
 from megatron.planning.stages import with_stages
 
@@ -38,6 +38,7 @@ def dry_run_report(run: RunConfig, train_spec: TrainSpec, *, files: Sequence[str
     """
     run = with_stages(run.with_vocab_size(vocabulary_size(run, built_size)), train_spec)
     check_patterns(run, train_spec)
+    check_update_rule(run, train_spec)
     memory = memory_estimate(run, train_spec)
     title = f"memory of {'one' if run.parallel.pipeline_model_parallel_size == 1 else 'the fullest'} rank, estimated"
     sections = {

@@ -7,7 +7,7 @@ Weights, gradients and optimizer state are exact up to the padding of buckets. A
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -17,10 +17,12 @@ from megatron.config.pipeline import Stage, model_stages
 from megatron.config.run import RunConfig
 from megatron.core.distributed.buffers import usual_bucket_size
 from megatron.core.distributed.grad_sync import IN_FLIGHT, TIED_CHUNK
-from megatron.core.distributed.parameter_policy import matches, parameter_policies
+from megatron.core.distributed.parameter_policy import Policies, matches, parameter_policies
 from megatron.core.models.train_spec import TrainSpec
+from megatron.core.optimizer.matrix_updates import matrices_of
 from megatron.core.optimizer.optimizer import CHUNK
-from megatron.core.optimizer.update_rules import state_bytes
+from megatron.core.optimizer.update_rule import MatrixRule
+from megatron.core.optimizer.update_rules import UPDATE_RULES, state_bytes
 from megatron.core.parallel.costs import Costs, costs_of
 from megatron.core.parallel.sharding import sharded_parameters, sharding_of
 from megatron.core.pipeline_parallel.settings import PipelineSettings
@@ -199,9 +201,12 @@ def _rank_memory(
     mine = [costs for costs, stage in zip(by_stage, model_stages(run)) if stage.rank == pipeline_rank]
     width = planned_context(run).dtype.itemsize
     kept_by = {} if run.purpose.only_reads else parameter_policies(named.items(), run.optimizer)
-    sizes = {name: -(-named[name].numel() // _shards(run, named[name])) for name in kept_by if named[name].requires_grad}
+    sizes = {
+        name: -(-named[name].numel() // _shards(run, named[name])) for name in kept_by if named[name].requires_grad
+    }
     owned = sum(sizes.values())
     states = sum(size * state_bytes(kept_by[name].update_rule, run.optimizer) for name, size in sizes.items())
+    of_matrices = _matrix_state(run, {name: named[name] for name in sizes}, kept_by)
     optimizer, in_fp8 = run.optimizer, _in_fp8(run, train_spec, pipeline_rank)
     in_bytes = [each for each in in_fp8 if each.requires_grad and _shards(run, each) > 1]
     in_bytes = in_bytes if run.fp8.fp8_param_gather and not run.purpose.only_reads else []
@@ -220,7 +225,7 @@ def _rank_memory(
         gradients=(owned if stage >= 2 else trained) * of_gradient,
         whole=whole.weights * width + (whole.gradients + whole.sums) * of_gradient,
         main_params=here * _master_bits(run, width) // 8,
-        moments=states - away,
+        moments=states - away + of_matrices,
         updating=max(
             min(here, CHUNK) * _copied_bytes(run),
             received,
@@ -235,6 +240,16 @@ def _rank_memory(
         copies=copies,
         uncounted=frozenset().union(*(costs.uncounted for costs in mine)),
     )
+
+
+def _matrix_state(run: RunConfig, trained: Mapping[str, nn.Parameter], policies: Policies) -> int:
+    """Bytes that rules of matrices keep for those of a stage, an equal part of them on each of its ranks."""
+    config, found = run.optimizer, 0
+    for name, parameter in trained.items():
+        rule = UPDATE_RULES[policies[name].update_rule](config)
+        for matrix in matrices_of(parameter, config) if isinstance(rule, MatrixRule) else ():
+            found += 4 * sum(math.prod(shape) for shape in rule.matrix_state(matrix.shape).values())
+    return found // (run.world_size // run.parallel.pipeline_model_parallel_size)
 
 
 def _received_gradients(run: RunConfig, trained: int) -> int:

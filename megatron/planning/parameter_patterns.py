@@ -12,10 +12,13 @@ from typing import Any
 
 from megatron.config.optimizer import pattern_and_factor
 from megatron.config.run import RunConfig
-from megatron.core.distributed.parameter_policy import matches
+from megatron.config.update_rules import MATRIX_RULES
+from megatron.core.distributed.parameter_policy import is_layer_matrix, matches
 from megatron.core.models.train_spec import TrainSpec
+from megatron.core.parallel.sharding import sharded_parameters
 from megatron.errors import CheckpointError, ConfigError
 from megatron.planning.estimate import parameter_sizes
+from megatron.planning.model import whole_model
 from megatron.small_files import check_kinds
 
 _MOST_NAMED = 8
@@ -46,6 +49,21 @@ def check_patterns(run: RunConfig, train_spec: TrainSpec) -> None:
                 f"--lr-multipliers {pair} has no effect: earlier pairs match all its parameters; move it before them"
             )
         rest -= concerned
+
+
+def check_update_rule(run: RunConfig, train_spec: TrainSpec) -> None:
+    """Raise ConfigError for a rule of matrices where no layer has a matrix that is trained."""
+    named = sharded_parameters(whole_model(run, train_spec)) if run.optimizer.optimizer in MATRIX_RULES else None
+    frozen = run.optimizer.freeze
+    if named is None or any(
+        parameter.requires_grad and is_layer_matrix(name, sharding) and not matches(name, frozen)
+        for name, parameter, sharding in named
+    ):
+        return
+    raise ConfigError(
+        f"--optimizer {run.optimizer.optimizer} updates the matrices of layers, that is, two-dimensional weights in "
+        f"numbered modules, and {'--freeze leaves' if frozen else 'the model has'} none to train; use --optimizer adam"
+    )
 
 
 def _check_matches(flag: str, pattern: str, names: set[str]) -> None:

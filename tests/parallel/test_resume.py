@@ -180,6 +180,11 @@ CASES: dict[str, tuple[dict[str, Any], str]] = {
         "--bf16 --hybrid-layer-pattern M* --mamba-num-groups 1 --mamba-head-dim 4 --mamba-state-dim 4 "
         "--position-embedding-type none --tensor-model-parallel-size 2 --use-distributed-optimizer",
     ),
+    "Muon, bf16, ZeRO, offloaded in part": (
+        {"dtype": torch.bfloat16, "tp": 2, "dp": 2},
+        "--bf16 --optimizer muon --muon-nesterov --tensor-model-parallel-size 2 --use-distributed-optimizer "
+        "--use-precision-aware-optimizer --exp-avg-dtype bf16 --optimizer-cpu-offload --optimizer-offload-fraction 0.6",
+    ),
     "a whole stage and a tied copy frozen, bf16, ZeRO": (
         {"dtype": torch.bfloat16, "pp": 2, "dp": 2},
         "--bf16 --pipeline-model-parallel-size 2 --use-distributed-optimizer --overlap-grad-reduce "
@@ -252,6 +257,36 @@ def test_scales_of_fp8_are_those_of_any_layout(runs: Runs) -> None:
     assert "lacks scales" not in runs.run(DELAYED, save="on", load="four", world=bf16).log
     shorter = DELAYED.replace("len 3", "len 2")
     assert "lacks scales" in runs.run(shorter, save="shorter", load="four", world=bf16).log
+
+
+@pytest.mark.parametrize("rule", tiers(("muon", "adafactor", "soap", "ademamix"), first=["muon", "soap"]))
+def test_state_of_matrices_continues_at_any_layout(rule: str, runs: Runs) -> None:
+    """Who owns a matrix depends on the layout, and what a checkpoint keeps of it must not."""
+    common = (
+        f"--optimizer {rule} --swiglu --attention-dropout 0 --hidden-dropout 0 --adam-eps 1e-6 --micro-batch-size 2"
+    )
+    ranks = "--tensor-model-parallel-size 2 --sequence-parallel --use-distributed-optimizer"
+    one, four = (
+        ({"dtype": torch.float64}, ""),
+        ({"dtype": torch.float64, "tp": 2, "dp": 2, "sequence_parallel": True}, ranks),
+    )
+    whole = runs.run(common, save="whole", world=one[0])
+    for name, (first, then) in {"up": (one, four), "down": (four, one)}.items():
+        runs.run(f"{common} {first[1]} --exit-interval {CUT}", save=name, world=first[0])
+        last = runs.run(f"{common} {then[1]}", save=name, load=name, world=then[0])
+        assert last.steps.keys() == set(whole.steps) - {1, 2, 3}
+        found, expected = tensors(runs.last(name)), tensors(runs.last("whole"))
+        assert found.keys() == expected.keys()
+        for each, value in expected.items():
+            torch.testing.assert_close(found[each], value, rtol=1e-9, atol=1e-9, msg=each)
+
+
+def test_another_optimizer_does_not_continue_the_state(runs: Runs) -> None:
+    """Muon would take AdamW's moments of the embeddings and begin its own average anew, without a word."""
+    runs.run(f"--exit-interval {CUT}", save="adam")
+    with pytest.raises(Exception, match="was trained with --optimizer adam, whose optimizer state --optimizer muon"):
+        runs.run("--optimizer muon", load="adam")
+    assert "iteration" in runs.run("--optimizer muon --no-load-optim", load="adam").log
 
 
 def test_the_checkpoints_schedule(runs: Runs) -> None:

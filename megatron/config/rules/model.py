@@ -15,6 +15,7 @@ from megatron.config.rules.positions import beyond_positions
 from megatron.config.rules.sentence import rule
 from megatron.config.rules.sizes import divisors, divisors_near, multiples_near, some
 from megatron.config.run import RunConfig
+from megatron.config.update_rules import COEFFICIENTS, MATRIX_RULES
 from megatron.errors import ConfigError
 
 
@@ -127,6 +128,24 @@ def formats_need_the_precision_aware_optimizer(run: RunConfig) -> str | None:
     if config.use_precision_aware_optimizer or not asked:
         return None
     return f"{subject(asked, 'needs', 'need')} --use-precision-aware-optimizer; add it"
+
+
+HAVE_MOMENTS = frozenset({"adam", "ademamix"})
+"""Update rules with the moments whose formats flags give."""
+
+
+def newton_schulz_steps(run: RunConfig) -> str | None:
+    """Muon takes whole passes over its coefficients; the last of polar_express repeats."""
+    config = run.optimizer
+    kind, steps = config.muon_coefficient_type, config.muon_num_ns_steps
+    passes = len(COEFFICIENTS[kind])
+    if config.optimizer != "muon" or steps % passes == 0 or (kind == "polar_express" and steps > passes):
+        return None
+    fits = f"{passes} or more" if kind == "polar_express" else f"a multiple of {passes}"
+    return (
+        f"--muon-num-ns-steps {steps} does not fit --muon-coefficient-type {kind}, whose {passes} steps have a "
+        f"coefficient each; give {fits}, or --muon-coefficient-type simple"
+    )
 
 
 def future_tokens_are_plainly_embedded(run: RunConfig) -> str | None:
@@ -274,7 +293,13 @@ RULES: tuple[Rule, ...] = (
     rule(
         "--use-precision-aware-optimizer is not available with --optimizer {run.optimizer.optimizer}; use --optimizer "
         "adam",
-        lambda run: run.optimizer.use_precision_aware_optimizer and run.optimizer.optimizer != "adam",
+        lambda run: run.optimizer.use_precision_aware_optimizer and run.optimizer.scalar_rule not in HAVE_MOMENTS,
+    ),
+    newton_schulz_steps,
+    rule(
+        "--optimizer {run.optimizer.optimizer} orthogonalizes or factors matrices in a range of numbers that --fp16 "
+        "gradients leave; use --bf16",
+        lambda run: run.precision.fp16 and run.optimizer.optimizer in MATRIX_RULES,
     ),
     formats_need_the_precision_aware_optimizer,
     rule(

@@ -13,6 +13,7 @@ from megatron.config.rules.sentence import rule
 from megatron.config.rules.sizes import LENGTHS, length_in
 from megatron.config.run import RunConfig
 from megatron.config.typed_spellings import typed_spelling
+from megatron.config.update_rules import MATRIX_RULES
 
 # fields, the reason why they have no effect, and whether they have one
 NEEDS: tuple[tuple[str, str, Callable[[RunConfig], object]], ...] = (
@@ -106,6 +107,33 @@ NEEDS: tuple[tuple[str, str, Callable[[RunConfig], object]], ...] = (
         " without --diloco-workers",
         lambda run: run.parallel.diloco_workers is not None,
     ),
+    (
+        "muon_momentum muon_nesterov muon_num_ns_steps muon_coefficient_type muon_scale_mode muon_extra_scale_factor "
+        "muon_tp_mode muon_fp32_matmul_prec",
+        " without --optimizer muon",
+        lambda run: run.optimizer.optimizer == "muon",
+    ),
+    (
+        "muon_split_qkv muon_split_gate_up muon_scalar_optimizer",
+        " without --optimizer muon, adafactor or soap",
+        lambda run: run.optimizer.optimizer in MATRIX_RULES,
+    ),
+    ("lion_beta1 lion_beta2", " without --optimizer lion", lambda run: run.optimizer.scalar_rule == "lion"),
+    (
+        "ademamix_alpha ademamix_beta3 ademamix_warmup_iters",
+        " without --optimizer ademamix",
+        lambda run: run.optimizer.optimizer == "ademamix",
+    ),
+    (
+        "adafactor_decay adafactor_clip_threshold adafactor_scale_parameter",
+        " without --optimizer adafactor",
+        lambda run: run.optimizer.optimizer == "adafactor",
+    ),
+    (
+        "soap_shampoo_beta soap_precondition_frequency",
+        " without --optimizer soap",
+        lambda run: run.optimizer.optimizer == "soap",
+    ),
     ("expert_tensor_parallel_size", " without --num-experts", lambda run: run.divides_over_expert_ranks),
     ("extra_vocab_size", " with --vocab-size", lambda run: run.tokenizer.vocab_size is None),
     (
@@ -178,7 +206,7 @@ def decay_of_sgd(run: RunConfig) -> str | None:
         return None
     return (
         f"--optimizer sgd: --weight-decay {decay:g} times the weight is added to its gradient (L2 regularization) and "
-        "goes through the momentum, as in Megatron-LM; only adam decouples it"
+        "goes through the momentum, as in Megatron-LM; the other optimizers decouple it"
     )
 
 

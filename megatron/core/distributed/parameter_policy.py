@@ -60,7 +60,7 @@ def parameter_policies(
             decays=_is_matrix(sharding) or decays_too,
             is_decoupled=is_decoupled,
             lr_multiplier=factor * of_width,
-            update_rule=config.optimizer,
+            update_rule=config.optimizer if is_layer_matrix(name, sharding) else config.scalar_rule,
             eps_multiplier=1 / width_multiplier if _is_between_widths(sharding) else 1.0,
         )
     return policies
@@ -84,6 +84,17 @@ def _rate_of_width(sharding: Sharding, update_rule: str, width_multiplier: float
 
 def _is_between_widths(sharding: Sharding) -> bool:
     return _is_matrix(sharding) and sharding.kind != "table"
+
+
+def is_layer_matrix(name: str, sharding: Sharding) -> bool:
+    """Whether a parameter is the weight of a product in a layer: no table, head, bias, norm or convolution.
+
+    Layers are what lies in a numbered module, such as ``decoder.layers.3``. Experts stack several matrices.
+    """
+    in_layer = sharding.kind != "table" and any(part.isdecimal() for part in name.split("."))
+    dims = 2 if sharding.split.get(0) != "ep" else len(sharding.shape)
+    is_weight = name.endswith(".weight") and sharding.tied is None and sharding.pad_multiple is None
+    return in_layer and is_weight and len(sharding.shape) == dims and _is_matrix(sharding)
 
 
 def _is_matrix(sharding: Sharding) -> bool:

@@ -77,3 +77,61 @@ class SGD:
             nesterov=False,
             maximize=False,
         )
+
+
+class Lion:
+    """The sign of a mix of the gradient and its average (arXiv:2302.06675), with decoupled weight decay."""
+
+    is_fused = False
+
+    def __init__(self, config: OptimizerConfig) -> None:
+        self._beta1, self._beta2 = config.lion_beta1, config.lion_beta2
+
+    @property
+    def state_names(self) -> tuple[str, ...]:
+        """Name of the average of gradients."""
+        return ("lion_momentum",)
+
+    def apply(self, weights: Tensor, grads: Tensor, state: list[Tensor], step: Step) -> None:
+        """Move 1-D ``weights`` in place; all tensors are of one dtype and equally long."""
+        (average,) = state
+        grads = step.unscaled(grads)
+        update = torch.lerp(grads, average, self._beta1).sign_()
+        average.lerp_(grads, 1.0 - self._beta2)
+        weights.mul_(1.0 - step.lr * step.weight_decay).add_(update, alpha=-step.lr)
+
+
+class AdEMAMix:
+    """AdamW whose first moment is joined by a slow average of gradients (arXiv:2409.03137)."""
+
+    is_fused = False
+
+    def __init__(self, config: OptimizerConfig) -> None:
+        self._config = config
+
+    @property
+    def state_names(self) -> tuple[str, ...]:
+        """Names of Adam's moments and of the slow average."""
+        return ("exp_avg", "exp_avg_sq", "exp_avg_slow")
+
+    def slow_average(self, number: int) -> tuple[float, float]:
+        """Weight α and decay β₃ in step ``number``: α grows linearly, the half-life of β₃ linearly from that of β₁."""
+        config = self._config
+        done = min(number / config.ademamix_warmup_iters, 1.0) if config.ademamix_warmup_iters else 1.0
+        start, end = math.log(config.adam_beta1) if config.adam_beta1 else -math.inf, math.log(config.ademamix_beta3)
+        if done == 1.0 or start == -math.inf:
+            return config.ademamix_alpha * done, config.ademamix_beta3
+        decay = math.exp(start * end / ((1.0 - done) * end + done * start))
+        return config.ademamix_alpha * done, min(decay, config.ademamix_beta3)
+
+    def apply(self, weights: Tensor, grads: Tensor, state: list[Tensor], step: Step) -> None:
+        """Move 1-D ``weights`` in place; all tensors are of one dtype and equally long."""
+        config, (fast, squares, slow) = self._config, state
+        grads = step.unscaled(grads)
+        alpha, beta3 = self.slow_average(step.number)
+        fast.lerp_(grads, 1.0 - config.adam_beta1)
+        slow.lerp_(grads, 1.0 - beta3)
+        squares.mul_(config.adam_beta2).addcmul_(grads, grads, value=1.0 - config.adam_beta2)
+        root = (squares / (1.0 - config.adam_beta2**step.number)).sqrt_().add_(config.adam_eps)
+        update = (fast / (1.0 - config.adam_beta1**step.number)).add_(slow, alpha=alpha).div_(root)
+        weights.mul_(1.0 - step.lr * step.weight_decay).add_(update, alpha=-step.lr)

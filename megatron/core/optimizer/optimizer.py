@@ -20,9 +20,11 @@ from megatron.config.optimizer import OptimizerConfig
 from megatron.config.precision import PrecisionConfig
 from megatron.core.distributed.buffers import ALIGNMENT, FlatBuffer, ParamEntry, Span
 from megatron.core.distributed.param_gather import ParamGather
+from megatron.core.distributed.parameter_policy import ParameterPolicy
 from megatron.core.distributed.unit_memory import UnitWeights
 from megatron.core.optimizer.grad_norm import GradientStatistics, ModelStatistics
 from megatron.core.optimizer.loss_scaler import build_loss_scaler
+from megatron.core.optimizer.matrix_updates import MatrixBucket, MatrixUpdates
 from megatron.core.optimizer.offload import CPU, HostTransfer, divided
 from megatron.core.optimizer.storage import (
     MainParams,
@@ -32,8 +34,8 @@ from megatron.core.optimizer.storage import (
     StochasticallyRounded,
     build_main_params,
 )
-from megatron.core.optimizer.update_rule import Step
-from megatron.core.optimizer.update_rules import ROUNDED_STOCHASTICALLY, UPDATE_RULES, is_narrow
+from megatron.core.optimizer.update_rule import ElementRule, MatrixRule, Step
+from megatron.core.optimizer.update_rules import ROUNDED_STOCHASTICALLY, UPDATE_RULES, UpdateRule, is_narrow
 from megatron.core.optimizer.weight_average import AVERAGE, WeightAverage
 from megatron.core.parallel.context import ParallelContext
 from megatron.core.parallel.low_precision import LowPrecision
@@ -95,6 +97,7 @@ class _Owned:
     buffer: FlatBuffer
     span: Span
     entries: tuple[ParamEntry, ...]
+    rule: UpdateRule
     grads: Tensor
     main_params: PlainStateStorage | MainParams | Remainders
     state: dict[str, PlainStateStorage]
@@ -132,6 +135,31 @@ class _Owned:
         masters = {} if isinstance(self.main_params, PlainStateStorage) else {"fp32_param": self.main_params}
         averages = {} if self.average is None else {AVERAGE: self.average}
         return {**self.state, **masters, **averages}
+
+
+@dataclass(frozen=True)
+class _Rates:
+    """Numbers of one step for all parameters: gradient sums are divided by ``divisor``."""
+
+    divisor: float
+    lr: float
+    decoupled_lr: float
+    weight_decay: float
+
+    def of(self, policy: ParameterPolicy) -> tuple[float, float]:
+        """Learning rate and weight decay of parameters with a policy."""
+        rate = self.decoupled_lr if policy.is_decoupled else self.lr
+        return rate * policy.lr_multiplier, self.weight_decay if policy.decays else 0.0
+
+
+def _chunk_of(owned: _Owned) -> int:
+    """Elements of which a step makes copies at a time."""
+    return _CPU_CHUNK if owned.grads.device.type == "cpu" else CHUNK
+
+
+def _cut(whole: Span, size: int) -> Iterator[Span]:
+    """The span in parts of ``size`` elements, the last one shorter."""
+    return (Span(start, min(start + size, whole.stop)) for start in range(whole.start, whole.stop, size))
 
 
 class Optimizer:
@@ -181,8 +209,9 @@ class Optimizer:
             if config.ema_decay is not None:
                 wide = torch.promote_types(buffer.params.dtype, torch.float32)
                 average = WeightAverage.of(config.ema_decay, span.size, wide, home)
-            grads = buffer.own_grads(span)
-            self._owned.append(_Owned(buffer, span, bucket.entries, grads, masters, state, by, average))
+            rule, grads = self._rules[buffer.policy.update_rule], buffer.own_grads(span)
+            self._owned.append(_Owned(buffer, span, bucket.entries, rule, grads, masters, state, by, average))
+        self._matrices = MatrixUpdates(buffers, self._matrix_rule, config, context, sharded=sharded)
         self._owned.sort(key=lambda owned: owned.transfer is not None)  # a device works through its own meanwhile
         self._step = 0
         self._trained_since: dict[str, int] = {}
@@ -203,6 +232,10 @@ class Optimizer:
             if narrow and name in ROUNDED_STOCHASTICALLY:
                 state[name] = StochasticallyRounded(zeros, wide, partial(self._rounding_key, number), span.start)
         return state
+
+    def _matrix_rule(self, buffer: FlatBuffer) -> MatrixRule | None:
+        rule = self._rules[buffer.policy.update_rule]
+        return rule if isinstance(rule, MatrixRule) else None
 
     def _rounding_key(self, buffer: int) -> int:
         return self._step * 0x9E3779B1 + buffer * 0x85EBCA77
@@ -263,46 +296,99 @@ class Optimizer:
             return UpdateResult(grad_norm, skipped=True, num_zeros=sums.num_zeros)
         clip = self._clip_grad / (grad_norm + 1e-6) if self._clip_grad > 0 else 1.0
         self._step += 1
+        rates = _Rates(divisor / min(clip, 1.0), lr, lr if decoupled_lr is None else decoupled_lr, weight_decay)
         for owned in self._owned:
-            policy = owned.buffer.policy
-            rate = decoupled_lr if policy.is_decoupled and decoupled_lr is not None else lr
-            rate *= policy.lr_multiplier
-            decay = weight_decay if policy.decays else 0.0
-            self._move(owned, divisor / min(clip, 1.0), lr=rate, weight_decay=decay)
+            if not isinstance(owned.rule, MatrixRule):
+                self._move(owned, owned.rule, rates)
+        self._matrices.run(
+            partial(self._directions, rates=rates),
+            self._masters,
+            lambda entry: self._step - self._trained_since.get(entry.name, 0),
+            partial(self._move_matrices, rates=rates),
+        )
         self.outer_step()
         self.gather.start()
         return UpdateResult(grad_norm, skipped=False, num_zeros=sums.num_zeros)
 
-    def _move(self, owned: _Owned, divisor: float, *, lr: float, weight_decay: float) -> None:
+    def _move(self, owned: _Owned, rule: ElementRule, rates: _Rates) -> None:
         """Step on one span; dividing the gradients costs no pass of its own."""
-        policy = owned.buffer.policy
-        rule, scale = self._rules[policy.update_rule], None
+        for step, part, grads in self._parts(owned, rates, at_once=rule.is_fused):
+            weights = owned.main_params.read(part)
+            state = {name: kept.read(part) for name, kept in owned.state.items()}
+            rule.apply(weights, grads, list(state.values()), step)
+            self._follow(owned, part, weights, step.number)
+            owned.main_params.write(part, weights)
+            for name, kept in owned.state.items():
+                kept.write(part, state[name])
+
+    def _directions(self, bucket: MatrixBucket, *, rates: _Rates) -> Tensor:
+        """What the matrix rule transforms, for the span of a bucket."""
+        flat = self._empty(bucket)
+        for owned in self._owned_of(bucket):
+            for step, part, grads in self._parts(owned, rates, at_once=False):
+                state = {name: kept.read(part) for name, kept in owned.state.items()}
+                here = part.moved(owned.span.start - bucket.span.start)
+                here.of(flat).copy_(bucket.rule.direction(grads, list(state.values()), step))
+                for name, kept in owned.state.items():
+                    kept.write(part, state[name])
+        return flat
+
+    def _masters(self, bucket: MatrixBucket) -> Tensor:
+        """Master weights of the span of a bucket."""
+        flat = self._empty(bucket)
+        for owned in self._owned_of(bucket):
+            for part in _cut(Span(0, owned.span.size), _chunk_of(owned)):
+                part.moved(owned.span.start - bucket.span.start).of(flat).copy_(owned.main_params.read(part))
+        return flat
+
+    def _move_matrices(self, bucket: MatrixBucket, updates: Tensor, *, rates: _Rates) -> None:
+        """Decay the weights of the span of a bucket and subtract the updates."""
+        lr, weight_decay = rates.of(bucket.buffer.policy)
+        for owned in self._owned_of(bucket):
+            for number, part in self._numbered_parts(owned):
+                weights = owned.main_params.read(part)
+                update = part.moved(owned.span.start - bucket.span.start).of(updates).to(weights.device)
+                weights.mul_(1.0 - lr * weight_decay).add_(update, alpha=-lr)
+                self._follow(owned, part, weights, number)
+                owned.main_params.write(part, weights)
+
+    def _follow(self, owned: _Owned, part: Span, weights: Tensor, number: int) -> None:
+        """Move the moving average of the weights, if there is one, after step ``number`` of a part."""
+        if owned.average is not None:
+            begun = max(self._averaged_since, self._step - number)
+            owned.average.follow(part, weights, is_first=self._step == begun + 1)
+
+    def _numbered_parts(self, owned: _Owned) -> Iterator[tuple[int, Span]]:
+        """Parts of an owned span, each with the number of its parameters' step."""
+        for begun, whole in self._begun_together(owned):
+            for part in _cut(whole, _chunk_of(owned)):
+                yield self._step - begun, part
+
+    def _owned_of(self, bucket: MatrixBucket) -> Iterator[_Owned]:
+        """The owned spans within that of a bucket."""
+        return (each for each in self._owned if each.buffer is bucket.buffer and each.span.overlap(bucket.span))
+
+    def _empty(self, bucket: MatrixBucket) -> Tensor:
+        wide = torch.promote_types(bucket.buffer.params.dtype, torch.float32)
+        return torch.empty(bucket.span.size, dtype=wide, device=bucket.buffer.params.device)
+
+    def _parts(self, owned: _Owned, rates: _Rates, *, at_once: bool) -> Iterator[tuple[Step, Span, Tensor]]:
+        """Parts of an owned span with their steps and gradient sums. ``at_once``: as large as they can be."""
+        divisor, scale = rates.divisor, None
+        lr, weight_decay = rates.of(owned.buffer.policy)
         if owned.wide == torch.float64:
             owned.grads.div_(divisor)  # the kernels take their scale in fp32, too coarse here
         else:
             device = owned.grads.device if owned.transfer is None else CPU
             # Filled in on the device: a copy from the host would wait for everything queued there.
             scale = torch.full((), divisor, dtype=torch.float32, device=device)
-        chunk = _CPU_CHUNK if owned.grads.device.type == "cpu" else CHUNK
         chunks = [
-            (
-                Step(self._step - begun, lr, weight_decay, scale, policy.eps_multiplier),
-                Span(start, min(start + size, whole.stop)),
-            )
+            (Step(self._step - begun, lr, weight_decay, scale, owned.buffer.policy.eps_multiplier), part)
             for begun, whole in self._begun_together(owned)
-            for size in (whole.size if owned.is_direct and rule.is_fused else chunk,)
-            for start in range(whole.start, whole.stop, size)
+            for part in _cut(whole, whole.size if owned.is_direct and at_once else _chunk_of(owned))
         ]
         for (step, part), grads in zip(chunks, owned.gradients([part for _, part in chunks])):
-            weights = owned.main_params.read(part)
-            state = {name: kept.read(part) for name, kept in owned.state.items()}
-            rule.apply(weights, grads, list(state.values()), step)
-            if owned.average is not None:
-                begun = max(self._averaged_since, self._step - step.number)
-                owned.average.follow(part, weights, is_first=self._step == begun + 1)
-            owned.main_params.write(part, weights)
-            for name, kept in owned.state.items():
-                kept.write(part, state[name])
+            yield step, part, grads
 
     def _begun_together(self, owned: _Owned) -> Iterator[tuple[int, Span]]:
         """The parts of an owned span whose training began at the same step, with that step; usually one."""
@@ -333,6 +419,9 @@ class Optimizer:
         ``optimizer.<state>.<parameter>`` for each of the update rule's ``state_names``, and for bf16 and fp16 weights
         ``optimizer.fp32_param.<parameter>``.
         """
+        for matrix in (each for bucket in self._matrices.buckets for each in bucket.owned):
+            if matrix.entry.name not in fresh and not only_masters:
+                yield from matrix.entries()
         for owned in self._owned:
             for entry in owned.entries:
                 part = entry.span.overlap(owned.span)

@@ -5,11 +5,22 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from megatron.config.optimizer import OptimizerConfig
-from megatron.core.optimizer.element_rules import SGD, AdamW
+from megatron.core.optimizer.adafactor import Adafactor
+from megatron.core.optimizer.element_rules import SGD, AdamW, AdEMAMix, Lion
+from megatron.core.optimizer.muon import Muon
+from megatron.core.optimizer.soap import Soap
 from megatron.core.optimizer.update_rule import ElementRule, MatrixRule
 
 UpdateRule = ElementRule | MatrixRule
-UPDATE_RULES: Mapping[str, Callable[[OptimizerConfig], UpdateRule]] = {"adam": AdamW, "sgd": SGD}
+UPDATE_RULES: Mapping[str, Callable[[OptimizerConfig], UpdateRule]] = {
+    "adam": AdamW,
+    "sgd": SGD,
+    "lion": Lion,
+    "ademamix": AdEMAMix,
+    "muon": Muon,
+    "adafactor": Adafactor,
+    "soap": Soap,
+}
 """The update rules by their names in ``--optimizer`` and in a parameter's policy."""
 
 

@@ -26,10 +26,14 @@ class SharedRows:
 
     With more ranks than groups, the ranks of a group divide its first rows and each hold its last ones: a key/value
     head that serves query heads of several ranks. The gradient of shared rows is partial on each of them.
+
+    ``matrices``: the runs of rows of every group, (number of the logical matrix that they belong to, rows); none: all
+    rows are one matrix.
     """
 
     groups: int
     rows: int
+    matrices: tuple[tuple[int, int], ...] = ()
 
     def runs(self, rows: int, *, ranks: int, rank: int) -> list[RowRun]:
         """Rows of ``rows`` that a rank holds, in local order. Raises UndividedError where ranks can't."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -91,16 +92,20 @@ class Attention(nn.Module):
             bias=config.add_attention_output_bias,
         )
 
-    def _columns(self, outputs: int, *, shared_rows: int = 0) -> ColumnParallelLinear:
-        """A matmul to ``outputs``, of which the last ``shared_rows`` of each key/value head serve all its queries."""
-        config = self._config
+    def _columns(self, outputs: int, *, queries: Sequence[int] = (), keys: bool = False) -> ColumnParallelLinear:
+        """A matmul to ``outputs``. ``keys``: keys and values are the last rows of each key/value head and serve all its
+        queries. ``queries``: numbers of the matrices to which the other rows of a head belong, in turn.
+        """
+        config, width = self._config, self._config.kv_channels
+        first = max(queries, default=-1) + 1
+        heads = tuple((matrix, width) for matrix in (*queries, first, first + 1))
         return ColumnParallelLinear(
             config.hidden_size,
             outputs,
             self._context,
             init=input_init(config),
             bias=config.add_qkv_bias,
-            shared=SharedRows(groups=config.num_query_groups, rows=shared_rows) if shared_rows else None,
+            shared=SharedRows(config.num_query_groups, 2 * width, heads) if keys else None,
         )
 
     def _clipped(self, projected: Tensor) -> Tensor:
@@ -307,11 +312,12 @@ class SelfAttention(Attention):
     def __init__(self, place: BranchPlace) -> None:
         super().__init__(place, causal=place.stack.causal)
         config, context, number = place.stack.model, place.context, place.number
-        rows = 2 * config.kv_channels
         self._rotary = rotary_of(config, number)
         self._is_gated = config.attention_output_gate
-        queries = self._width * (2 if self._is_gated else 1)
-        self.linear_qkv = self._columns(queries + config.num_query_groups * rows, shared_rows=rows)
+        query = (0, 1) if self._is_gated else (0,)
+        queries = query * (config.num_attention_heads // config.num_query_groups)
+        rows = len(queries) + 2
+        self.linear_qkv = self._columns(config.num_query_groups * rows * config.kv_channels, queries=queries, keys=True)
         self._window = config.window_of(number)
         if config.position_embedding_type == "alibi":
             heads, mesh = alibi_slopes(config.num_attention_heads), context.mesh
@@ -390,9 +396,9 @@ class CrossAttention(Attention):
 
     def __init__(self, place: BranchPlace) -> None:
         super().__init__(place, causal=False, purpose="cross scores")
-        config, rows = place.stack.model, 2 * place.stack.model.kv_channels
+        config = place.stack.model
         self.linear_q = self._columns(self._width)
-        self.linear_kv = self._columns(config.num_query_groups * rows, shared_rows=rows)
+        self.linear_kv = self._columns(2 * config.num_query_groups * config.kv_channels, keys=True)
         self._add_head_norms()
         self._add_output()
 

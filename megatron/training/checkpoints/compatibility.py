@@ -21,6 +21,7 @@ from megatron.errors import CheckpointError, ConfigError
 from megatron.training.checkpoints.loading import (
     check_has_optimizer,
     check_same_model,
+    check_same_update_rules,
     checkpoint_to_load,
     loads_optimizer,
     saved_config,
@@ -92,6 +93,7 @@ def check_continues(
                 f"{config.optimizer.optimizer} continues from: give the optimizer that saved it, or load the weights "
                 "alone with --no-load-optim or --finetune"
             )
+        check_same_update_rules(state, folder, config.optimizer)
     if not weights_only and state["schedule"] is not None:
         _check_schedule(config, state["schedule"], is_known=ranks_known)
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 import shlex
 import sys
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, get_type_hints
 
 from megatron.config.checkpoint import CheckpointConfig, keeps_meaning
 from megatron.config.flags import flags_of, group_name
+from megatron.config.optimizer import OptimizerConfig
 from megatron.config.run import RunConfig, group_from_json
+from megatron.config.update_rules import STATE_FLAGS
 from megatron.core.checkpointing.agreement import run_on_first
 from megatron.core.checkpointing.find import CheckpointFolder, find_checkpoint, is_unused
 from megatron.core.checkpointing.load import MODEL_NAME, load_checkpoint, read_run_state
@@ -25,6 +27,7 @@ from megatron.core.parallel.sharding import ShardedState
 from megatron.core.tokenizers.base import Tokenizer
 from megatron.errors import CheckpointError, ConfigError
 from megatron.planning.parameter_patterns import FreezingChange
+from megatron.small_files import check_kinds
 from megatron.training.checkpoints.published import load_published
 from megatron.training.run.run import Progress, Run
 
@@ -91,6 +94,7 @@ def _load_from(run: Run, folder: CheckpointFolder, *, weights_only: bool) -> Non
     with_optimizer = loads_optimizer(run.config, weights_only=weights_only)
     if with_optimizer:
         check_has_optimizer(state, folder)
+        check_same_update_rules(state, folder, run.config.optimizer)
         change = FreezingChange.since(state["config"], run.config, run.train_spec)
         had_average, has_average = "averaged_since" in state["optimizer"], run.config.optimizer.ema_decay is not None
         optimizer_state = run.optimizer.entries(fresh=change.trained, with_average=had_average)
@@ -233,6 +237,23 @@ def check_has_optimizer(state: Mapping[str, Any], folder: CheckpointFolder) -> N
         raise CheckpointError(
             f"{folder.path} holds no optimizer state (it was converted, or saved with --no-save-optim): "
             "pass --no-load-optim to go on with a fresh optimizer, or --finetune to start anew from its weights"
+        )
+
+
+def check_same_update_rules(state: Mapping[str, Any], folder: CheckpointFolder, config: OptimizerConfig) -> None:
+    """Raise CheckpointError when other update rules, or with other matrices, made the checkpoint's optimizer state.
+
+    A run saved before a flag existed had its default.
+    """
+    then, names = state["config"].get("optimizer") or {}, ("optimizer", *STATE_FLAGS)
+    kept = {name: then[name] for name in names if name in then}
+    kinds = get_type_hints(OptimizerConfig)
+    check_kinds(kept, {name: kinds[name] for name in names}, where="the checkpoint's settings", error=CheckpointError)
+    there, here = OptimizerConfig(**kept).state_flags, config.state_flags
+    if there != here and config.optimizer != "sgd":  # which has no state, or one of its own
+        raise CheckpointError(
+            f"{folder.path} was trained with {there}, whose optimizer state {here} can't continue: give the "
+            "checkpoint's flags, or load the weights alone with --no-load-optim or --finetune"
         )
 
 

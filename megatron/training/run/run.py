@@ -45,7 +45,7 @@ from megatron.core.tokenizers.build import build_tokenizer
 from megatron.core.tokenizers.chat_settings import ChatSettings, learned_after
 from megatron.planning.estimate import active_parameters, flops_per_sample, frozen_parameters, whole_costs
 from megatron.planning.mixers import mixer_backends
-from megatron.planning.parameter_patterns import check_patterns
+from megatron.planning.parameter_patterns import check_patterns, check_update_rule
 from megatron.planning.stages import with_stages
 from megatron.training.reporting.curves import Curves, open_writers
 from megatron.training.reporting.flops import SpeedScale, device_peak
@@ -231,6 +231,7 @@ def build_outer_step(config: RunConfig, optimizer: Optimizer, context: ParallelC
 def check_feasible(config: RunConfig, train_spec: TrainSpec, context: ParallelContext) -> None:
     """Raise ConfigError for what the model has no parameter for, or this device can't compute or hold."""
     check_patterns(config, train_spec)
+    check_update_rule(config, train_spec)
     check_fp8(config, context.device)
     check_memory(config, train_spec, context)
 

@@ -216,7 +216,7 @@ REMARKS = [
         "--optimizer sgd --weight-decay 0.1",
         "",
         "--optimizer sgd: --weight-decay 0.1 times the weight is added to its gradient (L2 regularization) and goes "
-        "through the momentum, as in Megatron-LM; only adam decouples it",
+        "through the momentum, as in Megatron-LM; the other optimizers decouple it",
     ),
     (
         "--lr-decay-iters 6",
