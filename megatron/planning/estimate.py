@@ -247,8 +247,9 @@ def _matrix_state(run: RunConfig, trained: Mapping[str, nn.Parameter], policies:
     config, found = run.optimizer, 0
     for name, parameter in trained.items():
         rule = UPDATE_RULES[policies[name].update_rule](config)
-        for matrix in matrices_of(parameter, config) if isinstance(rule, MatrixRule) else ():
-            found += 4 * sum(math.prod(shape) for shape in rule.matrix_state(matrix.shape).values())
+        if isinstance(rule, MatrixRule):
+            states = (rule.matrix_state(matrix.shape).values() for matrix in matrices_of(parameter, config))
+            found += 4 * sum(math.prod(shape) for each in states for shape in each)
     return found // (run.world_size // run.parallel.pipeline_model_parallel_size)
 
 
