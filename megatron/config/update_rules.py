@@ -60,7 +60,7 @@ class UpdateRuleSettings(Settings):
         },
     )
     muon_fp32_matmul_prec: Literal["medium", "high", "highest"] = flag(
-        "Products of the Newton-Schulz steps: medium multiplies in bf16 on GPUs, high and highest in fp32.",
+        "Products of the Newton-Schulz steps: medium multiplies in bf16, high and highest in fp32.",
         default="medium",
         renamed_values={"low": ("medium", "")},
     )

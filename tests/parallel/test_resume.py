@@ -246,6 +246,26 @@ def test_scales_of_fp8_are_those_of_any_layout(runs: Runs) -> None:
     more = f"--attention-dropout 0 --hidden-dropout 0 --exit-interval {CUT}"
     runs.run(f"{DELAYED} {more}", save="one", world=bf16)
     runs.run(f"{flags} {more}", save="four", world=world)
+    one, four = (
+        {name: value for name, value in tensors(runs.last(name)).items() if name.startswith("fp8.")}
+        for name in ("one", "four")
+    )
+    assert len(one) == 2 * 4 * 3 * 2 and one.keys() == four.keys()
+    for name, value in one.items():
+        torch.testing.assert_close(four[name], value, rtol=0.3, atol=0.0)
+        assert "scale" not in name or value.item() != 1.0
+    assert "lacks scales" not in runs.run(DELAYED, save="on", load="four", world=bf16).log
+    shorter = DELAYED.replace("len 3", "len 2")
+    assert "lacks scales" in runs.run(shorter, save="shorter", load="four", world=bf16).log
+
+
+@pytest.mark.parametrize("rule", tiers(("muon", "adafactor", "soap", "ademamix"), first=["muon", "soap"]))
+def test_state_of_matrices_continues_at_any_layout(rule: str, runs: Runs) -> None:
+    """Who owns a matrix depends on the layout, and what a checkpoint keeps of it must not."""
+    common = (
+        f"--optimizer {rule} --swiglu --attention-dropout 0 --hidden-dropout 0 --adam-eps 1e-6 --micro-batch-size 2"
+    )
+    ranks = "--tensor-model-parallel-size 2 --sequence-parallel --use-distributed-optimizer"
     wide: dict[str, Any] = {"dtype": torch.float64}
     one, four = (wide, ""), (wide | {"tp": 2, "dp": 2, "sequence_parallel": True}, ranks)
     whole = runs.run(common, save="whole", world=wide)

@@ -62,7 +62,7 @@ class Muon:
                     stack,
                     kind=config.muon_coefficient_type,
                     steps=config.muon_num_ns_steps,
-                    in_bf16=config.muon_fp32_matmul_prec == "medium" and stack.device.type != "cpu",
+                    in_bf16=config.muon_fp32_matmul_prec == "medium",
                 )
                 for place, factor in zip(group, factors.to(stack.dtype).mul_(scale)):
                     updates[place] = factor

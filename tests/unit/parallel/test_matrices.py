@@ -25,7 +25,13 @@ SHARDINGS: dict[str, Sharding] = {
     "experts, gate and up": Sharding((4, 2, 4, 3), {0: "ep", 2: "etp"}, reduce=("edp",)),
     "experts, down": Sharding((4, 3, 4), {0: "ep", 2: "etp"}, reduce=("edp",)),
 }
-WORLDS = ({}, {"tp": 2}, {"tp": 4}, {"tp": 2, "ep": 2, "etp": 1}, {"tp": 2, "dp": 2, "ep": 2})
+WORLDS: tuple[dict[str, int], ...] = (
+    {},
+    {"tp": 2},
+    {"tp": 4},
+    {"tp": 2, "ep": 2, "etp": 1},
+    {"tp": 2, "dp": 2, "ep": 2},
+)
 
 
 def logical(sharding: Sharding, matrix: LogicalMatrix) -> torch.Tensor:
