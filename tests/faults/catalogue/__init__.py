@@ -7,6 +7,7 @@ from tests.faults.catalogue import (
     delta_nets,
     mamba,
     model,
+    optimizers,
     public_reports,
     ranks,
     service,
@@ -25,6 +26,7 @@ FAULTS: tuple[Fault, ...] = (
     *data.FAULTS,
     *service.FAULTS,
     *training.FAULTS,
+    *optimizers.FAULTS,
     *public_reports.FAULTS,
     *state_space.FAULTS,
 )

@@ -10,11 +10,19 @@ import torch
 from torch import Tensor
 
 from megatron.config.optimizer import OptimizerConfig
+from megatron.config.precision import PrecisionConfig
+from megatron.core.distributed.buffers import FlatBuffer, build_buffers
+from megatron.core.distributed.parameter_policy import is_layer_matrix, parameter_policies
 from megatron.core.optimizer.adafactor import Adafactor
 from megatron.core.optimizer.element_rules import AdEMAMix, Lion
+from megatron.core.optimizer.matrix_updates import dealt, matrix_cost
 from megatron.core.optimizer.muon import Muon, coefficients_of, orthogonalized, update_scale
+from megatron.core.optimizer.optimizer import Optimizer
 from megatron.core.optimizer.soap import Soap
 from megatron.core.optimizer.update_rule import MatrixRule, Step
+from megatron.core.parallel.context import ParallelContext
+from megatron.core.parallel.low_precision import LowPrecision
+from megatron.core.parallel.sharding import Sharding
 
 SHAPES = ((12, 20), (20, 12), (16, 16))
 LR, DECAY = 0.02, 0.1
@@ -88,6 +96,74 @@ def test_muon_takes_torchs_steps(scale: str, settings: dict[str, str | float], i
     )
     for one, other, start in zip(ours, theirs, weights):
         assert (one - other).norm() < 0.02 * (one - start).norm()
+
+
+def optimizer_of(
+    parameters: dict[str, torch.nn.Parameter], config: OptimizerConfig
+) -> tuple[Optimizer, list[FlatBuffer]]:
+    context = ParallelContext.single(dtype=torch.float64)
+    named = parameters.items()
+    policies = parameter_policies(named, config)
+    buffers = build_buffers(named, context, grad_dtype=torch.float64, bucket_size=300, policies=policies)
+    low = LowPrecision()
+    return Optimizer(buffers, config, PrecisionConfig(), context, low_precision=low, sharded=False), buffers
+
+
+def test_matrices_of_layers_and_the_rest_take_the_steps_of_two_rules() -> None:
+    """The mean of the gradients, decay that is no part of the update, and AdamW for tables, norms and biases."""
+    config = OptimizerConfig(optimizer="muon", muon_nesterov=True, clip_grad=0.0)
+    start = dict(zip(("layers.0.weight", "layers.1.weight", "embedding.weight"), gradients(1)[0]))
+    start["layers.1.bias"] = torch.ones(12, dtype=torch.float64)
+    parameters = {name: torch.nn.Parameter(value.clone()) for name, value in start.items()}
+    for parameter in parameters.values():
+        parameter.sharding = Sharding(tuple(parameter.shape))  # type: ignore[attr-defined]
+    optimizer, _ = optimizer_of(parameters, config)
+    grads = gradients(3)
+    for each in grads:
+        for name, grad in zip(parameters, [*each, torch.ones(12).double()]):
+            parameters[name].main_grad.copy_(8.0 * grad)  # type: ignore[attr-defined]
+        optimizer.update(count=8.0, lr=LR, weight_decay=DECAY)
+    moved = take_steps(Muon(config), [*start.values()][:2], [each[:2] for each in grads])
+    both = [[each[2], torch.ones(12).double()] for each in grads]
+
+    def adam(given: list[Tensor]) -> torch.optim.Optimizer:
+        groups = [{"params": given[:1]}, {"params": given[1:], "weight_decay": 0.0}]
+        return torch.optim.AdamW(groups, lr=LR, weight_decay=DECAY)
+
+    rest = torch_steps(adam, [start["embedding.weight"], start["layers.1.bias"]], both)
+    for parameter, expected in zip(parameters.values(), [*moved, *rest]):
+        torch.testing.assert_close(parameter.detach(), expected, rtol=1e-9, atol=1e-9)
+    kept = {entry.name for entry in optimizer.entries()}
+    assert "optimizer.momentum_buffer.layers.0.weight" in kept and "optimizer.exp_avg.embedding.weight" in kept
+    assert not any("exp_avg" in name for name in kept if name.endswith("layers.0.weight"))
+
+
+def test_ranks_share_the_work_by_its_cost() -> None:
+    """The work of all matrices on one rank would take as long as if no rank had helped."""
+    loads = [0.0] * 4
+    owners = dealt([[(64, 64)] * 5, [(16, 64)] * 8, [(64, 256)]], loads)
+    assert max(loads) == matrix_cost((64, 256))  # nobody has more than the costliest matrix
+    assert owners[2] == [0] and {owner for stack in owners for owner in stack} == {0, 1, 2, 3}
+    before = min(loads)
+    dealt([[(8, 8)]], loads)
+    assert min(loads) >= before
+
+
+@pytest.mark.parametrize(
+    ("name", "sharding", "expected"),
+    [
+        ("decoder.layers.0.mlp.linear_fc1.weight", Sharding((8, 4), {0: "tp"}), True),
+        ("decoder.layers.0.mlp.experts.linear_fc1.weight", Sharding((4, 2, 8, 4), {0: "ep", 2: "etp"}), True),
+        ("decoder.layers.0.mlp.experts.linear_fc1.bias", Sharding((4, 8), {0: "ep"}), False),
+        ("decoder.layers.0.mixer.conv1d.weight", Sharding((8, 1, 4), {0: "tp"}), False),
+        ("decoder.layers.0.norm.weight", Sharding((8,)), False),
+        ("embedding.word_embeddings.weight", Sharding((64, 8), {0: "tp"}, pad_multiple=128), False),
+        ("embedding.position_embeddings.weight", Sharding((16, 8)), False),
+        ("mtp.layers.0.embedding.weight", Sharding((64, 8), {0: "tp"}, tied="embedding"), False),
+    ],
+)
+def test_which_parameters_are_matrices_of_layers(name: str, sharding: Sharding, expected: bool) -> None:
+    assert is_layer_matrix(name, sharding) == expected
 
 
 @pytest.mark.parametrize(
