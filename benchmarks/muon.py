@@ -33,7 +33,7 @@ from megatron.core.parallel.sharding import Sharding
 from tests.harness.ranks import run_ranks
 
 RANKS = 8
-SETTINGS = {"lr": 1e-3, "weight_decay": 0.1}
+LR, DECAY = 1e-3, 0.1
 
 
 def matrices(hidden: int, layers: int) -> list[torch.nn.Parameter]:
@@ -61,7 +61,7 @@ def time_ours(context: ParallelContext, hidden: int, layers: int, steps: int) ->
     seconds = []
     for _ in range(steps + 1):
         start = time.process_time()
-        optimizer.update(count=1.0, **SETTINGS)
+        optimizer.update(count=1.0, lr=LR, weight_decay=DECAY)
         seconds.append(time.process_time() - start)
     return seconds[1:]
 
@@ -70,13 +70,13 @@ def time_torch(context: ParallelContext, hidden: int, layers: int, steps: int) -
     """Seconds of the processor in each of some steps of torch's optimizer."""
     torch.set_num_threads(1)
     parameters = matrices(hidden, layers)
-    optimizer = torch.optim.Muon(parameters, **SETTINGS)
+    optimizer = torch.optim.Muon(parameters, lr=LR, weight_decay=DECAY)
     for parameter in parameters:
         parameter.grad = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(2))
     seconds = []
     for _ in range(steps + 1):
         start = time.process_time()
-        optimizer.step()
+        optimizer.step()  # type: ignore[no-untyped-call]
         seconds.append(time.process_time() - start)
     return seconds[1:]
 
