@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -127,7 +128,7 @@ def test_matrices_of_layers_and_the_rest_take_the_steps_of_two_rules() -> None:
     both = [[each[2], torch.ones(12).double()] for each in grads]
 
     def adam(given: list[Tensor]) -> torch.optim.Optimizer:
-        groups = [{"params": given[:1]}, {"params": given[1:], "weight_decay": 0.0}]
+        groups: list[dict[str, Any]] = [{"params": given[:1]}, {"params": given[1:], "weight_decay": 0.0}]
         return torch.optim.AdamW(groups, lr=LR, weight_decay=DECAY)
 
     rest = torch_steps(adam, [start["embedding.weight"], start["layers.1.bias"]], both)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -25,7 +26,7 @@ SHARDINGS: dict[str, Sharding] = {
     "experts, gate and up": Sharding((4, 2, 4, 3), {0: "ep", 2: "etp"}, reduce=("edp",)),
     "experts, down": Sharding((4, 3, 4), {0: "ep", 2: "etp"}, reduce=("edp",)),
 }
-WORLDS: tuple[dict[str, int], ...] = (
+WORLDS: tuple[dict[str, Any], ...] = (
     {},
     {"tp": 2},
     {"tp": 4},
