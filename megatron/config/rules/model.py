@@ -297,6 +297,11 @@ RULES: tuple[Rule, ...] = (
     ),
     newton_schulz_steps,
     rule(
+        "--use-mup is not available with --optimizer {run.optimizer.optimizer}, whose matrices need other factors of "
+        "the width; use --optimizer adam",
+        lambda run: run.model.use_mup and run.optimizer.optimizer in MATRIX_RULES,
+    ),
+    rule(
         "--optimizer {run.optimizer.optimizer} orthogonalizes or factors matrices in a range of numbers that --fp16 "
         "gradients leave; use --bf16",
         lambda run: run.precision.fp16 and run.optimizer.optimizer in MATRIX_RULES,

@@ -132,6 +132,6 @@ class AdEMAMix:
         fast.lerp_(grads, 1.0 - config.adam_beta1)
         slow.lerp_(grads, 1.0 - beta3)
         squares.mul_(config.adam_beta2).addcmul_(grads, grads, value=1.0 - config.adam_beta2)
-        root = (squares / (1.0 - config.adam_beta2**step.number)).sqrt_().add_(config.adam_eps)
+        root = (squares / (1.0 - config.adam_beta2**step.number)).sqrt_().add_(config.adam_eps * step.eps_multiplier)
         update = (fast / (1.0 - config.adam_beta1**step.number)).add_(slow, alpha=alpha).div_(root)
         weights.mul_(1.0 - step.lr * step.weight_decay).add_(update, alpha=-step.lr)

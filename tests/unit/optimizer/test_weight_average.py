@@ -41,4 +41,4 @@ def test_the_average_is_torchs(dtype: torch.dtype, offload: bool) -> None:
 def test_its_bytes_are_counted() -> None:
     """A run that was planned without its average ran out of memory: 4 bytes per weight beside Adam's 8."""
     configs = [Setup(torch.float32, ema_decay=decay).optimizer._config for decay in (None, 0.9)]
-    assert [state_bytes(config) for config in configs] == [8, 12]
+    assert [state_bytes("adam", config) for config in configs] == [8, 12]
