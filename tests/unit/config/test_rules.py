@@ -207,6 +207,12 @@ def test_good_settings(changes: str, without: str, ranks: int) -> None:
 
 FP8 = "--bf16 --fp8-format e4m3"
 REMARKS = [
+    ("--muon-momentum 0.95", "", "--muon-momentum: no effect without --optimizer muon"),
+    ("--muon-no-split-qkv", "", "--muon-no-split-qkv: no effect without --optimizer muon, adafactor or soap"),
+    ("--lion-beta1 0.9", "", "--lion-beta1: no effect without --optimizer lion"),
+    ("--ademamix-alpha 5", "", "--ademamix-alpha: no effect without --optimizer ademamix"),
+    ("--adafactor-decay 0.7", "", "--adafactor-decay: no effect without --optimizer adafactor"),
+    ("--soap-shampoo-beta 0.9", "", "--soap-shampoo-beta: no effect without --optimizer soap"),
     (
         "--diloco-sync-interval 50",
         "",
