@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-COLORS = ("#2a6fb0", "#c8553d", "#3d8b5f", "#8a5aa8", "#b8862b")
+COLORS = ("#2a6fb0", "#c8553d", "#3d8b5f", "#8a5aa8", "#b8862b", "#4a4a4a")
 INK, FAINT = "#222222", "#dddddd"
 
 
