@@ -102,6 +102,45 @@ def test_a_weight_that_is_read_before_its_layer_is_called() -> None:
         run_ranks(read_early, "optim_grads_params", dp=2)
 
 
+class Recurrent(nn.Module):
+    """Two layers with one weight; with ``in_place`` each changes its input."""
+
+    def __init__(self, *, in_place: bool) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 2)
+        self.layers = nn.ModuleList(nn.Sequential(nn.ReLU(inplace=in_place), nn.Linear(8, 8)) for _ in range(2))
+        self.layers[1].get_submodule("1").weight = self.layers[0].get_parameter("1.weight")
+
+    @override
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        """The mean loss of a batch."""
+        hidden = self.first(x)
+        for layer in self.layers:
+            hidden = layer(hidden)
+        return cross_entropy(self.last(hidden), y)
+
+
+def recurrent(context: ParallelContext, strategy: str, in_place: bool) -> Trained:
+    flags = f"--data-parallel-sharding-strategy {strategy}"
+    return trained(context, Recurrent(in_place=in_place), Points(), flags)
+
+
+def test_layers_that_share_a_weight() -> None:
+    """With ZeRO 3 it came and went with the first of them, and the second couldn't read it."""
+    (alone, weights), *_ = run_ranks(recurrent, "no_shard", True)
+    for losses, state in run_ranks(recurrent, "optim_grads_params", False, dp=2):
+        assert losses == pytest.approx(alone, rel=1e-5)
+        for name, value in state.items():
+            torch.testing.assert_close(value, weights[name], rtol=1e-4, atol=1e-5)
+
+
+def test_a_layer_that_changes_its_input() -> None:
+    """torch's own words are about views and custom functions, which nobody finds in their model."""
+    with pytest.raises(RanksError, match=r"changes the input or output of a layer in place, as nn\.ReLU\(inplace=True"):
+        run_ranks(recurrent, "optim_grads", True, dp=2)
+
+
 def test_replicas_have_the_buffers_of_the_first() -> None:
     """Checkpoints hold one copy, so a resumed run would not go on as the ranks were."""
     (_, first), (_, second) = run_ranks(replica, "--check-weight-hash-across-dp-replicas-interval 1", True, dp=2)

@@ -5,6 +5,7 @@ A unit is a layer, or a module outside of layers that holds parameters itself: a
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -39,12 +40,18 @@ class Unit:
 def units_of(model: nn.Module) -> list[Unit]:
     """The units of a chunk, in the order in which their parameters are registered; together they hold each once.
 
-    Layers are the members of the outermost ``ModuleList`` or ``ModuleDict``. Tied parameters are a unit each.
+    Layers are the members of the outermost ``ModuleList`` or ``ModuleDict``. Tied parameters are a unit each, and those
+    that a layer has in common with another one, or with a module outside of layers.
     """
     layers = dict(_layers(model, ""))
+    within = {module for layer in layers.values() for module in layer.modules()}
+    owners = Counter(each for layer in layers.values() for each in layer.parameters())
+    for module in model.modules():
+        owners.update(set(module.parameters(recurse=False)) if module not in within else ())
     groups: dict[str, tuple[nn.Module | None, list[nn.Parameter]]] = {}
     for name, parameter in model.named_parameters():
         tied = getattr(parameter, "sharding", None) and sharding_of(parameter).tied
+        tied = tied or (name if owners[parameter] > 1 else None)
         place = next((layer for layer in layers if name.startswith(f"{layer}.")), None)
         unit = tied or place or name.rpartition(".")[0] or name
         layer = None if tied or place is None else layers[place]
@@ -110,7 +117,8 @@ class UnitBorders:
         self._completed.clear()
         for unit in outside if kind != "W" else ():
             self._memory.acquire(unit, None)
-        yield
+        with _explained():
+            yield
         if kind in ("B", "W"):
             for unit in (*reversed(layers), *outside):
                 if unit not in self._completed:
@@ -143,6 +151,21 @@ class UnitBorders:
     def _complete(self, unit: Unit) -> None:
         self._completed.add(unit)
         self._memory.complete(unit)
+
+
+@contextmanager
+def _explained() -> Iterator[None]:
+    """Name the cause and the ways out where torch says what it does of an output of ``_Border``."""
+    try:
+        yield
+    except RuntimeError as error:
+        if f"of {_Border.__name__} is a view and is being modified inplace" not in str(error):
+            raise
+        raise ParallelError(
+            "the model changes the input or output of a layer in place, as nn.ReLU(inplace=True) and x += y do: with "
+            "--data-parallel-sharding-strategy optim_grads and optim_grads_params make a new tensor of it, or use optim",
+            exit_code=RESTART_CANNOT_HELP,
+        ) from error
 
 
 def _with_border(tensors: Any, passed: Callable[[], None], of: Unit | None = None) -> Any:

@@ -86,9 +86,10 @@ def check_replicas_agree(state: Iterable[ShardedState], context: ParallelContext
     entries = {entry.name: entry for entry in state}
     mine: dict[str, bytes] = {}
     for name, entry in entries.items():
-        data = entry.tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
-        mine[name] = hashlib.blake2b(data.tobytes(), digest_size=16).digest()
-        del data  # a copy, from a GPU
+        # A copy: memory that numpy has seen can't be freed any more as that of ZeRO 3 is.
+        data = entry.tensor.detach().to("cpu", copy=True).contiguous().view(-1).view(torch.uint8).numpy()
+        mine[name] = hashlib.blake2b(data, digest_size=16).digest()
+        del data
     everyone = gather_objects(mine, context.mesh)
     for name, digest in mine.items():
         for rank in context.mesh.members(*entries[name].sharding.reduce):
