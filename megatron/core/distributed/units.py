@@ -162,8 +162,8 @@ def _explained() -> Iterator[None]:
         if f"of {_Border.__name__} is a view and is being modified inplace" not in str(error):
             raise
         raise ParallelError(
-            "the model changes the input or output of a layer in place, as nn.ReLU(inplace=True) and x += y do: with "
-            "--data-parallel-sharding-strategy optim_grads and optim_grads_params make a new tensor of it, or use optim",
+            "the model changes the input or output of a layer in place, as nn.ReLU(inplace=True) and x += y do: make "
+            "new tensors there, or leave --data-parallel-sharding-strategy optim_grads and optim_grads_params out",
             exit_code=RESTART_CANNOT_HELP,
         ) from error
 

@@ -88,7 +88,7 @@ def check_replicas_agree(state: Iterable[ShardedState], context: ParallelContext
     for name, entry in entries.items():
         # A copy: memory that numpy has seen can't be freed any more as that of ZeRO 3 is.
         data = entry.tensor.detach().to("cpu", copy=True).contiguous().view(-1).view(torch.uint8).numpy()
-        mine[name] = hashlib.blake2b(data, digest_size=16).digest()
+        mine[name] = hashlib.blake2b(data.data, digest_size=16).digest()
         del data
     everyone = gather_objects(mine, context.mesh)
     for name, digest in mine.items():

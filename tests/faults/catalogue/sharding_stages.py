@@ -74,4 +74,20 @@ FAULTS = (
         suffers="With ZeRO 3 a layer computes with weights that are on their way.",
         first=("parallel/test_poisoned.py",),
     ),
+    Fault(
+        "shared_weight_goes_with_a_layer",
+        _UNITS,
+        old="        tied = tied or (name if owners[parameter] > 1 else None)\n",
+        new="",
+        suffers="With ZeRO 3 a weight that two layers share is freed before the second reads it.",
+        first=("parallel/test_plain_modules.py::share_a_weight",),
+    ),
+    Fault(
+        "replicas_are_compared_in_place",
+        "megatron/training/run/agreement.py",
+        old='entry.tensor.detach().to("cpu", copy=True)',
+        new="entry.tensor.detach().cpu()",
+        suffers="With ZeRO 3 a run ends in the step after its replicas were compared.",
+        first=(_HELD + "::no_memory",),
+    ),
 )
