@@ -120,8 +120,8 @@ FAULTS = (
     Fault(
         "masters_rounded_on_loading",
         "megatron/training/checkpoints/loading.py",
-        old="found[master] = (master, entry.name)",
-        new="found[master] = (entry.name, master)",
+        old="found[master] = (*averages, master, entry.name)",
+        new="found[master] = (*averages, entry.name, master)",
         suffers="A bf16 run resumes from weights rounded to 16 bits.",
         first=("parallel/test_resume.py::two_halves",),
     ),
