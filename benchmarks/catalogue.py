@@ -66,6 +66,7 @@ CATALOGUE = {
     "startup": Benchmark("none: a time that feels immediate", "time over its target", at_most=1.0),
     "state_space": Benchmark("transformers' Mamba-2 mixer", "speed between projections over its best", at_least=2.0),
     "training_step": Benchmark("transformers, and of GPT plain PyTorch", "speed over the best peer's", at_least=1.2),
+    "zero": Benchmark("ZeRO 1, and torch's FSDP2", "time of a step over ZeRO 1's, memory over FSDP2's", at_most=1.1),
 }  # fmt: skip
 
 

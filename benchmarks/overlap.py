@@ -46,6 +46,7 @@ MODEL = (
 )
 _WHOLE = "--micro-batch-size 4"  # a single backward pass, in which all gradients come
 _ZERO = f"{_WHOLE} --use-distributed-optimizer"
+_ZERO_3 = f"{_WHOLE} --data-parallel-sharding-strategy optim_grads_params"
 _PP = "--pipeline-model-parallel-size 2"
 CASES: dict[str, tuple[dict[str, Any], str]] = {
     "DP 2": ({"dp": 2}, _WHOLE),
@@ -53,6 +54,11 @@ CASES: dict[str, tuple[dict[str, Any], str]] = {
     "ZeRO 1": ({"dp": 2}, _ZERO),
     "ZeRO 1, --overlap-grad-reduce": ({"dp": 2}, f"{_ZERO} --overlap-grad-reduce"),
     "ZeRO 1, both, --overlap-param-gather": ({"dp": 2}, f"{_ZERO} --overlap-grad-reduce --overlap-param-gather"),
+    "ZeRO 3": ({"dp": 2}, _ZERO_3),
+    "ZeRO 3, --overlap-grad-reduce, --overlap-param-gather": (
+        {"dp": 2},
+        f"{_ZERO_3} --overlap-grad-reduce --overlap-param-gather",
+    ),
     "PP 2, --no-overlap-p2p-communication": ({"pp": 2}, f"{_PP} --no-overlap-p2p-communication"),
     "PP 2, --overlap-p2p-communication": ({"pp": 2}, f"{_PP} --overlap-p2p-communication"),
     "interleaved, --no-overlap-p2p-communication": (
@@ -66,6 +72,7 @@ WITHOUT = {
     "DP 2, --overlap-grad-reduce": "DP 2",
     "ZeRO 1, --overlap-grad-reduce": "ZeRO 1",
     "ZeRO 1, both, --overlap-param-gather": "ZeRO 1",
+    "ZeRO 3, --overlap-grad-reduce, --overlap-param-gather": "ZeRO 3",
     "PP 2, --overlap-p2p-communication": "PP 2, --no-overlap-p2p-communication",
     "interleaved, --overlap-p2p-communication": "interleaved, --no-overlap-p2p-communication",
 }

@@ -97,9 +97,6 @@ master weights are fp32; leave it out, or give --use-precision-aware-optimizer, 
     megatron-fsdp-main-params-dtype
 ZeRO is chosen by --data-parallel-sharding-strategy, not by a file; leave it out
     fsdp2-config-path
-weights of ZeRO 3 are gathered for each pass through a layer, and keeping them in between is not available yet; give
---data-parallel-sharding-strategy optim_grads, which keeps them
-    torch-fsdp2-no-reshard-after-forward
 it is no setting of Megatron-FSDP that is known here; leave it out
     fsdp-* megatron-fsdp-*
 give --window-size with the keys before and after a query

@@ -46,7 +46,6 @@ def whole_at_once(
     chunks = [units_of(model) for model in stage_models(run, train_spec, pipeline_rank=pipeline_rank)]
     if run.purpose.only_reads:
         return WholeAtOnce()
-    keeps = run.parallel.pipeline_model_parallel_size > 1
     in_flight = IN_FLIGHT if run.parallel.overlap_grad_reduce else 0
     found = [
         WholeAtOnce(
@@ -56,9 +55,11 @@ def whole_at_once(
         )
         for units in chunks
     ]
-    everything = sum(size(unit, trained=False) for unit in dict.fromkeys(unit for units in chunks for unit in units))
+    weights = max(each.weights for each in found)
+    if run.parallel.keeps_gathered_weights:
+        weights = sum(size(unit, trained=False) for units in chunks for unit in units)
     return WholeAtOnce(
-        weights=0 if stage == 2 else everything if keeps else max(each.weights for each in found),
+        weights=0 if stage == 2 else weights,
         gradients=max(each.gradients for each in found),
         sums=max(each.sums for each in found),
     )

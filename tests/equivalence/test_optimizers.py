@@ -21,6 +21,8 @@ from tests.equivalence.flags import (
     TP4,
     ZB_H1,
     ZERO,
+    ZERO_2,
+    ZERO_3,
     ZERO_OVERLAPPED,
 )
 from tests.equivalence.test_equivalence import check
@@ -50,6 +52,8 @@ LAYOUTS: dict[str, str] = {
     "tp2 sp": f"--world-size 2 {TP2} {SP} --micro-batch-size 4",
     "dp2": "--world-size 2",
     "dp2 zero": f"--world-size 2 {ZERO}",
+    "dp2 zero 2": f"--world-size 2 {ZERO_2} --micro-batch-size 2",
+    "tp2 dp2 zero 3": f"--world-size 4 {TP2} {ZERO_3} --overlap-grad-reduce --overlap-param-gather",
     "cp2 zero": f"--world-size 2 {CP2} {ZERO}",
     "pp2": f"--world-size 2 {PP2} --micro-batch-size 4",
     "tp4 dp2 zero, small buckets": f"--world-size 8 {TP4} {SP} {ZERO} --ddp-bucket-size 1000",

@@ -19,4 +19,14 @@ def one_strategy(run: RunConfig) -> str | None:
     return None
 
 
-RULES: tuple[Rule, ...] = (one_strategy,)
+def kept_weights_are_gathered(run: RunConfig) -> str | None:
+    """Weights that are kept after they were gathered are those of ZeRO 3."""
+    if not run.parallel.torch_fsdp2_no_reshard_after_forward or run.parallel.zero_stage == 3:
+        return None
+    return (
+        "--torch-fsdp2-no-reshard-after-forward keeps weights that ZeRO 3 gathers: give --use-torch-fsdp2 or "
+        "--data-parallel-sharding-strategy optim_grads_params, too, or leave it out"
+    )
+
+
+RULES: tuple[Rule, ...] = (one_strategy, kept_weights_are_gathered)

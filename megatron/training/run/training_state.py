@@ -67,7 +67,7 @@ def build_training_state(config: RunConfig, models: Sequence[nn.Module], context
     weights = UnitWeights(
         [*buffers, *frozen],
         context.mesh,
-        keeps=context.mesh.size("pp") > 1,
+        keeps=parallel.keeps_gathered_weights,
         prefetches=parallel.overlap_param_gather,
         low_precision=context.low_precision,
     )

@@ -295,11 +295,6 @@ def test_other_dashes_are_meant_as_flags(typed: str) -> None:
             "--fsdp2-config-path x",
             "ZeRO is chosen by --data-parallel-sharding-strategy, not by a file; leave it out",
         ),
-        (
-            "--torch-fsdp2-no-reshard-after-forward",
-            "weights of ZeRO 3 are gathered for each pass through a layer, and keeping them in between is not "
-            "available yet; give --data-parallel-sharding-strategy optim_grads, which keeps them",
-        ),
         ("--glu-activation reglu", "the gated MLPs are --swiglu and --geglu"),
         ("--retro-add-retriever", "retrieval models are not available: they are outside this project"),
         ("--img-h 224", "a vision model is not available: only language models are trained here"),
