@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from pathlib import Path
 
@@ -31,6 +32,15 @@ def test_every_part_of_the_project_has_faults() -> None:
     assert len(FAULTS) == len({fault.name for fault in FAULTS}) >= 120
     assert len(public_reports.FAULTS) >= 10
     assert all(fault.report.startswith("https://") for fault in public_reports.FAULTS)
+
+
+def test_contributing_tells_their_number() -> None:
+    """It went on telling of 156 when there were 190."""
+    told = re.search(
+        r"`tests/faults/catalogue` holds (\d+) mistakes", (REPOSITORY / "CONTRIBUTING.md").read_text("utf-8")
+    )
+    assert told is not None
+    assert int(told[1]) == len(FAULTS), "correct the number in CONTRIBUTING.md"
 
 
 def test_affected_parts_exist() -> None:
