@@ -61,6 +61,11 @@ def main(argv: Sequence[str]) -> int:
             f"every rank is a process of this machine, and {config.world_size} are too many: give at most --world-size "
             f"{MOST_RANKS}"
         )
+    if config.parallel.diloco_workers is not None:
+        raise ConfigError(
+            f"--diloco-workers {config.parallel.diloco_workers}: workers train apart, so no single rank takes their "
+            "steps; leave it out to compare the layout of a worker"
+        )
     print(f"== {describe(config)} against one rank, {parity.steps} steps in fp64", flush=True)
     return report(config, parity.steps)
 

@@ -128,7 +128,12 @@ def _hiding(settings: _Settings, fields: Collection[str], changed: Mapping[str, 
 def remarks(run: RunConfig) -> list[str]:
     """Remarks about valid settings that have no effect or an unexpected one."""
     unused = [f"{', '.join(flags)}: no effect{reason}" for flags, reason in remarking.without_effect(run)]
-    rules = (*remarking.RULES, *diloco.REMARKS, *(rule for group in _own_groups(run) for rule in group.remarks()))
+    rules = (
+        *remarking.RULES,
+        *zero.REMARKS,
+        *diloco.REMARKS,
+        *(rule for group in _own_groups(run) for rule in group.remarks()),
+    )
     return unused + [sentence for rule in rules if (sentence := rule(run))]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from megatron.config.family import Rule
+from megatron.config.rules.sentence import rule
 from megatron.config.run import RunConfig
 
 
@@ -30,3 +31,11 @@ def kept_weights_are_gathered(run: RunConfig) -> str | None:
 
 
 RULES: tuple[Rule, ...] = (one_strategy, kept_weights_are_gathered)
+
+REMARKS: tuple[Rule, ...] = (
+    rule(
+        "--use-nccl-ub registers what stays in memory: not the whole gradients of ZeRO 2 and 3, nor the whole weights "
+        "of ZeRO 3, which come and go",
+        lambda run: run.parallel.use_nccl_ub and run.parallel.zero_stage > 1,
+    ),
+)

@@ -28,6 +28,7 @@ from megatron.config.rules import (
     remarks,
     schedule,
     training,
+    zero,
 )
 from megatron.core.models.bert import config as bert_rules
 from megatron.core.models.bert.config import GROUPS, BertConfig, TokenTypesConfig
@@ -207,6 +208,12 @@ def test_good_settings(changes: str, without: str, ranks: int) -> None:
 
 FP8 = "--bf16 --fp8-format e4m3"
 REMARKS = [
+    (
+        "--use-nccl-ub --data-parallel-sharding-strategy optim_grads",
+        "",
+        "--use-nccl-ub registers what stays in memory: not the whole gradients of ZeRO 2 and 3, nor the whole weights "
+        "of ZeRO 3, which come and go",
+    ),
     ("--muon-momentum 0.95", "", "--muon-momentum: no effect without --optimizer muon"),
     ("--muon-no-split-qkv", "", "--muon-no-split-qkv: no effect without --optimizer muon, adafactor or soap"),
     ("--lion-beta1 0.9", "", "--lion-beta1: no effect without --optimizer lion"),
@@ -429,7 +436,7 @@ def test_iterations_of_a_batch_size_schedule() -> None:
 
 def test_every_remark_is_tested() -> None:
     """A remark that no settings cause may be dead."""
-    of_others = (*TaskConfig(task="RACE").remarks(), *bert_rules.REMARKS)
+    of_others = (*TaskConfig(task="RACE").remarks(), *bert_rules.REMARKS, *zero.REMARKS)
     assert len(REMARKS) == len(remarking.RULES) + len(of_others) + len(remarking.NEEDS) + 1  # two of one flag
     assert len({remark for *_, remark in REMARKS}) == len(REMARKS)
 

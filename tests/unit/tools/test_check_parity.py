@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from megatron.core.models.registry import FAMILIES
+from megatron.errors import ConfigError
 from megatron.planning.shrinking import SMALL_VOCABULARY, shrunk, without_files
-from tests.harness.runs import tiny_config
-from tools.check_parity import describe
+from tests.harness.runs import TINY_RUN, tiny_config
+from tests.harness.sentences import expect_error
+from tools.check_parity import describe, main
 
 
 def test_it_names_every_stack_and_part() -> None:
@@ -15,3 +17,10 @@ def test_it_names_every_stack_and_part() -> None:
     line = describe(shrunk(without_files(run, vocab_size=SMALL_VOCABULARY, steps=3)))
     assert line.startswith("pipeline 3 x data 2 x expert 2: 2 encoder and 2 decoder layers of ")
     assert "4 experts of 64 in 4 layers, 2 for each token" in line
+
+
+def test_workers_that_train_apart_are_refused() -> None:
+    """It reported wrong gradients: workers read samples of their own, and differ until they meet."""
+    flags = f"{TINY_RUN} --train-iters 3 --mock-data --tokenizer-type NullTokenizer --world-size 2 --diloco-workers 2"
+    with expect_error(ConfigError, "--diloco-workers 2"):
+        main(flags.split())
