@@ -46,10 +46,13 @@ def whole_at_once(
     chunks = [units_of(model) for model in stage_models(run, train_spec, pipeline_rank=pipeline_rank)]
     if run.purpose.only_reads:
         return WholeAtOnce()
+    # Layers that are computed again together are whole until all of them had their backward pass.
+    again = run.training.recompute_num_layers or 1 if run.training.recompute_method == "uniform" else 1
+    layers = max(1 + run.parallel.overlap_param_gather, again)
     in_flight = IN_FLIGHT if run.parallel.overlap_grad_reduce else 0
     found = [
         WholeAtOnce(
-            weights=_at_once(units, lambda unit: size(unit, trained=False), 1 + run.parallel.overlap_param_gather),
+            weights=_at_once(units, lambda unit: size(unit, trained=False), layers),
             gradients=_at_once(units, lambda unit: size(unit, trained=True), 1 + in_flight),
             sums=max((size(unit, trained=True, divided=True) for unit in units), default=0) * max(in_flight, 1),
         )

@@ -15,8 +15,11 @@ from torch import Tensor, UntypedStorage
 from torch.utils._python_dispatch import TorchDispatchMode
 from typing_extensions import override
 
+from megatron.core.distributed.units import units_of
 from megatron.core.parallel.context import ParallelContext
 from megatron.errors import ParallelError
+from megatron.planning.model import stage_models
+from megatron.planning.unit_memory import whole_at_once
 from megatron.training.checkpoints.loading import load
 from megatron.training.checkpoints.saving import Saver
 from megatron.training.evaluation.evaluate import evaluate
@@ -25,7 +28,7 @@ from megatron.training.run.run import Run
 from megatron.training.run.stages import named_parameters
 from megatron.training.step import forward_backward, train_step
 from tests.harness import run_ranks
-from tests.harness.runs import tiny_run
+from tests.harness.runs import GPT, tiny_config, tiny_run
 
 STAGES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
 DATA = "--mock-data --tokenizer-type NullTokenizer --hidden-dropout 0 --attention-dropout 0"
@@ -208,7 +211,8 @@ def layers_in_memory(context: ParallelContext, flags: str) -> dict[str, list[set
 
     def inside(module: Any, inputs: Any, output: Tensor) -> None:
         note("forward")
-        output.register_hook(lambda grad: note("backward"))  # type: ignore[no-untyped-call]
+        if output.requires_grad:  # unless it will be computed again
+            output.register_hook(lambda grad: note("backward"))  # type: ignore[no-untyped-call]
 
     for layer in layers:
         layer.get_submodule("mlp").register_forward_hook(inside)
@@ -224,3 +228,18 @@ def test_one_layer_is_gathered_before_it_is_needed() -> None:
     for seen in run_ranks(layers_in_memory, "--overlap-grad-reduce --overlap-param-gather", dp=2):
         assert seen["forward"] == [{0, 1}, {1, 2}, {2, 3}, {3}]
         assert seen["backward"] == [{2, 3}, {1, 2}, {0, 1}, {0}]
+
+
+def test_layers_that_are_computed_again_together_are_counted() -> None:
+    """The memory estimate of ZeRO 3 with recomputed runs of layers counted one layer of them."""
+    recomputed = "--recompute-granularity full --recompute-method uniform --recompute-num-layers"
+    for number in (1, 2):
+        found = run_ranks(layers_in_memory, f"{recomputed} {number}", dp=2)
+        flags = f"{DATA} --data-parallel-sharding-strategy optim_grads_params --num-layers 4 {recomputed} {number}"
+        config = tiny_config(flags, ranks=2)
+        (model,) = stage_models(config, GPT.train_spec, pipeline_rank=0)
+        sizes = {unit.name: sum(each.numel() for each in unit.parameters) for unit in units_of(model)}
+        outside = sum(size for name, size in sizes.items() if "layers." not in name)
+        most = max(len(whole) for seen in found for whole in seen["forward"])
+        counted = whole_at_once(config, GPT.train_spec, 0, lambda parameter: 2).weights
+        assert most == number and counted == outside + number * sizes["decoder.layers.0"]
