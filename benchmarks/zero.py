@@ -98,7 +98,7 @@ def _ours(context: ParallelContext, flags: str) -> Callable[[], object]:
 
 
 def _theirs(context: ParallelContext, flags: str) -> Callable[[], object]:
-    """The same model and loss under FSDP2, with torch's fused AdamW; nothing but the model is ours."""
+    """Steps of the same model and loss under FSDP2, with torch's fused AdamW; nothing but the model is ours."""
     config = parse_run(flags.split(), world_size=context.mesh.world_size, extra_groups=GPT_GROUPS)
     spec = GPTSpec()
     config = config.with_vocab_size(build_tokenizer(config.tokenizer).vocab_size)

@@ -64,12 +64,16 @@ VARIANTS: dict[str, str] = {
     "quick geglu, clamped, offset": (
         f"{LLAMA} --activation quick_geglu --activation-func-clamp-value 0.3 --glu-linear-offset 1.0"
     ),
+    "bert, windows": f"bert: {SMALL} --window-size 4 2 --window-attn-skip-freq [1,0]",
     "bert, windows, muP, z-loss": (
         f"bert: {SMALL} --window-size 4 2 --window-attn-skip-freq [1,0] --use-mup --mup-base-hidden-size 8 "
         "--mup-embedding-mult 3.0 --z-loss-coeff 0.3"
     ),
     "bert, norm of the embedding instead of the first": (
         f"bert: {SMALL} --embedding-norm --no-first-attention-norm --norm-parameters weight"
+    ),
+    "squared relu, no positions, qkv bias": (
+        f"{SMALL} --activation squared_relu --position-embedding-type none --disable-bias-linear --add-qkv-bias"
     ),
     "squared relu, no positions, qkv bias, muP": (
         f"{SMALL} --activation squared_relu --position-embedding-type none --disable-bias-linear --add-qkv-bias "
@@ -92,8 +96,7 @@ VARIANTS: dict[str, str] = {
     ),
     "multipliers, capped logits, llama 3 scaling": (
         f"{LLAMA} --use-rope-scaling --original-max-position-embeddings 8 --embedding-multiplier 5.0 "
-        "--residual-multiplier 0.3 --logits-multiplier 2.0 --final-logit-softcapping 1.5 --z-loss-coeff 0.3 "
-        "--apply-layernorm-1p"
+        "--residual-multiplier 0.3 --logits-multiplier 2.0 --final-logit-softcapping 1.5 --apply-layernorm-1p"
     ),
     "yarn, layers without rotary positions, another base in windows": (
         f"{LLAMA} --num-layers 4 --position-embedding-type yarn --original-max-position-embeddings 4 "
@@ -113,6 +116,7 @@ VARIANTS: dict[str, str] = {
     "latent attention without latent queries and norms, wide values, windows, sinks": (
         f"{LATENT} --v-head-dim 12 --window-size 3 0 --window-attn-skip-freq 2 --softmax-type learnable"
     ),
+    "future tokens, documents": f"{LLAMA} {LATER} --reset-attention-mask",
     "future tokens, documents, z-loss": f"{LLAMA} {LATER} --reset-attention-mask --z-loss-coeff 0.2",
     "future tokens, tied, norms after, latent attention": (
         f"{LATENT_TIED} {LATER} --norm-placement both --q-lora-rank 14"

@@ -31,7 +31,11 @@ from tests.equivalence.test_equivalence import DRAWING, VARIANTS, check, draws_t
 from tests.equivalence.training import train_alone, train_at
 from tests.tiers import pairs
 
-LATER = ("future tokens, documents, z-loss", "future tokens, tied, norms after, latent attention")
+LATER = (
+    "future tokens, documents",
+    "future tokens, documents, z-loss",
+    "future tokens, tied, norms after, latent attention",
+)
 LATENT = "latent attention, yarn with a factor of scores, documents"
 BERT = ("bert", "bert, residuals behind norms")
 

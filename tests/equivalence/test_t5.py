@@ -39,6 +39,7 @@ OTHERS: dict[str, str] = {
     "untied, residuals behind norms": (
         f"t5: {SMALL} --apply-residual-connection-post-layernorm --untie-embeddings-and-output-weights"
     ),
+    "rotary, few groups, qk norm": f"t5: {LLAMA_TIED} --num-query-groups 2 --qk-layernorm",
     "rotary, few groups, qk norm, muP, z-loss": (
         f"t5: {LLAMA_TIED} --num-query-groups 2 --qk-layernorm --use-mup --mup-base-hidden-size 8 --z-loss-coeff 0.3"
     ),
@@ -150,7 +151,12 @@ def test_untied_output(layout: str) -> None:
 @pytest.mark.parametrize(
     ("variant", "layout"),
     pairs(
-        ["megatron", "untied, residuals behind norms", "rotary, few groups, qk norm, muP, z-loss"],
+        [
+            "megatron",
+            "untied, residuals behind norms",
+            "rotary, few groups, qk norm",
+            "rotary, few groups, qk norm, muP, z-loss",
+        ],
         ["tp4 sp", "cp2 tp2 sp dp2 zero recompute", "pp2 zb-v", *EXCHANGING],
         rich=("pp2 zb-v", "cp4 heads", "cp2 tp2 heads"),
         slow=("tp4 sp", "cp2 tp2 sp dp2 zero recompute", "cp4 heads and rings"),

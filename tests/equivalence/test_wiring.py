@@ -17,7 +17,7 @@ from megatron.core.parallel.weight_gradients import WeightGradients
 from megatron.core.tensor_parallel.delayed_scaling import DelayedScaling
 from megatron.errors import ParallelError
 from megatron.training.evaluation.parity import Observed
-from megatron.training.run import run, stages
+from megatron.training.run import run, stages, training_state
 from tests.equivalence import test_fp8, test_freezing
 from tests.equivalence.flags import FUSED, PP2, SMALL, TP2, VEE, ZB_H1, ZERO_OVERLAPPED
 from tests.equivalence.test_equivalence import check
@@ -30,8 +30,9 @@ Fault = Callable[[], AbstractContextManager[Any]]
 
 def built_with(name: str, **changes: Any) -> AbstractContextManager[Any]:
     """``build_run`` with other arguments for one of its parts."""
-    usual = getattr(run, name)
-    return mock.patch.object(run, name, lambda *given, **options: usual(*given, **{**options, **changes}))
+    place = training_state if hasattr(training_state, name) else run
+    usual = getattr(place, name)
+    return mock.patch.object(place, name, lambda *given, **options: usual(*given, **{**options, **changes}))
 
 
 def without(owner: type | Any, name: str) -> AbstractContextManager[Any]:

@@ -83,6 +83,7 @@ CHANGES: dict[str, Any] = {
     "norm_parameters": ("weight", "none"),
     "clip_qkv": 4.0,
     **dict.fromkeys(("embedding_multiplier", "residual_multiplier", "logits_multiplier"), 0.5),
+    "position_embedding_multiplier": 0.5,
     "final_logit_softcapping": 30.0,
     "untie_embeddings_and_output_weights": "other",
     "num_query_groups": 1,

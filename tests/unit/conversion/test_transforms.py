@@ -44,6 +44,8 @@ def test_shapes_need_no_compiler(interleaved: bool, monkeypatch: pytest.MonkeyPa
     for _, published in formats():
         for model_type in published.types:
             for row in published.table(model_type, settings):
+                if model_type == "olmo_hybrid" and len(row.theirs) > 1:
+                    continue  # these number the rows of one size
                 for shape in ((ROWS,), (ROWS, 32)):
                     parts = row.transform.split(torch.empty(shape, device="meta"), settings)
                     assert sum(part.numel() for part in parts) == torch.Size(shape).numel(), row
