@@ -73,7 +73,6 @@ def _by_reason(text: str) -> Iterator[tuple[str, str]]:
 
 
 _MULTI_QUERY = taken_as(group_query_attention=True, num_query_groups=1)
-_SHARDED_OPTIMIZER = taken_as(use_distributed_optimizer=True)
 
 _SAME_VALUE = {
     "micro_batch_size": "batch-size",
@@ -137,7 +136,7 @@ _OTHERS = {
         "the stages are 0, 1, 2 and 3, as in --data-parallel-sharding-strategy",
         values={
             "0": taken_as(data_parallel_sharding_strategy="no_shard"),
-            "1": _SHARDED_OPTIMIZER,
+            "1": taken_as(data_parallel_sharding_strategy="optim"),
             "2": taken_as(data_parallel_sharding_strategy="optim_grads"),
             "3": taken_as(data_parallel_sharding_strategy="optim_grads_params"),
         },
@@ -185,7 +184,6 @@ _OTHERS = {
 }
 
 _HARMLESS = {
-    "zero-stage": "0",
     "megatron-fsdp-main-params-dtype": "fp32 auto",
     "megatron-fsdp-main-grads-dtype": "auto fp32",
     "megatron-fsdp-grad-comm-dtype": "auto fp32",

@@ -212,8 +212,13 @@ def test_values_that_ask_for_what_happens_anyway() -> None:
         ),
         (
             "--zero-stage 1",
-            {"use_distributed_optimizer": True},
-            "--zero-stage 1: taken as --use-distributed-optimizer",
+            {"data_parallel_sharding_strategy": "optim"},
+            "--zero-stage 1: taken as --data-parallel-sharding-strategy optim",
+        ),
+        (
+            "--zero-stage 0",
+            {"data_parallel_sharding_strategy": "no_shard"},
+            "--zero-stage 0: taken as --data-parallel-sharding-strategy no_shard",
         ),
         (
             "--zero-stage 3",
