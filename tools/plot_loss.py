@@ -136,7 +136,7 @@ def draw(runs: list[Losses], output: Path, *, title: str | None = None) -> None:
     axes.margins(x=0.02)
     unit = " (nats per token)" if runs[0].name.endswith("loss") else ""
     style(axes, x="iteration", y=runs[0].name + unit, title=title)
-    legend(axes)
+    legend(axes, columns=min(len(runs), 3))
     save(axes, output)
 
 
