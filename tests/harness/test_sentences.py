@@ -56,6 +56,7 @@ def test_facts_are_whole() -> None:
     text = "--size 64 of (x.bin) holds 5,000 or 1.5 or 3-4; rank 2."
     assert all(has_fact(text, fact) for fact in ("--size 64", "x.bin", "5,000", "1.5", "rank 2", "(x.bin)"))
     assert not any(has_fact(text, fact) for fact in ("--size 6", "--siz", "x", "5", "1", "000", "size", "3"))
+    assert not has_fact("[2026-11-27 09:30:12] iteration 4, time left: 0:00:05", "12"), "a time of day had the fact"
 
 
 def test_tests_that_come_to_a_check_are_found() -> None:
