@@ -31,12 +31,19 @@ HUGGINGFACE = ["transformers", "safetensors", "huggingface_hub"]
 SERVE = ["starlette>=1", "uvicorn>=0.30", "prometheus_client", *CHAT]  # tools/run_text_generation_server.py
 LM_EVAL = ["lm_eval[api]>=0.4.13"]  # tasks/lm_eval.py, and the harness's clients of servers
 ACCELERATE = ["accelerate>=1.2"]  # examples/accelerate: a model of ours in its loop
+GGUF = ["gguf>=0.17"]  # --to gguf and --from gguf of tools/checkpoint/convert.py: llama.cpp's format
+ONNX = ["onnx", "onnxscript", "onnxruntime"]  # --to onnx, and the program that proves it
+# Formats of quantized models that transformers reads with it: the proof of --quantize.
+COMPRESSED_TENSORS = ["compressed-tensors>=0.17"]
+PEFT = ["peft>=0.17"]  # the proof of adapters' folders
 PLOT = ["matplotlib"]  # the picture of a loss curve
 GCS = [*STORAGE, "gcsfs"]  # gs:// URLs
 TEST = ["pytest>=9", "pytest-xdist", "hypothesis"]
 STORAGE_SERVERS = ["moto[s3]", "flask", "flask-cors", "gcp-storage-emulator"]  # S3's and Google's protocols, for tests
 CONSTRAINED = ["llguidance>=1.9,<2"]  # answers that follow a JSON schema or a grammar; wheels for all platforms
 CLIENTS = ["openai", "schemathesis"]  # of the server, for its tests
+# llama.cpp itself, which answers the files that tests export; wheels for Linux, macOS and Windows.
+READERS = ["xllamacpp"]
 CHECK = ["ruff", "mypy", "import-linter", "types-PyYAML", "pre-commit"]
 DOCS = ["zensical>=0.0.73", "mkdocstrings[python]>=1"]  # docs/site.py
 # Enough to change and check the model, data, training, conversion and the server.
@@ -100,9 +107,17 @@ setup(
         "serve": SERVE,
         "constrained": CONSTRAINED,
         "accelerate": ACCELERATE,
+        "gguf": GGUF,
+        "onnx": ONNX,
+        "compressed-tensors": COMPRESSED_TENSORS,
+        "peft": PEFT,
         "plot": PLOT,
         "docs": DOCS,
         "dev": DEV,
-        "dev-all": DEV + S3 + GCS + STORAGE_SERVERS + CLIENTS + ACCELERATE,  # every test but those of lm-eval and docs
+        # Every test but those of lm-eval and docs.
+        "dev-all": [
+            *(DEV + S3 + GCS + STORAGE_SERVERS + CLIENTS + ACCELERATE),
+            *(GGUF + ONNX + COMPRESSED_TENSORS + PEFT + READERS),
+        ],
     },
 )
