@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +27,7 @@ from megatron.core.parallel.mesh import Mesh
 from megatron.core.parallel.model_context import ModelContext
 from megatron.core.parallel.rng import RngStreams
 from megatron.core.parallel.sharding import ShardedState, Sharding, sharded_parameters
+from megatron.core.quantization.scheme import Scheme
 from megatron.core.tokenizers.chat_settings import ChatSettings
 from megatron.errors import CheckpointError, ConfigError
 
@@ -40,6 +42,36 @@ class LazyTensor:
 
 
 @dataclass(frozen=True)
+class LazyScales:
+    """Scales of a quantized weight ``[out, in]``; experts have one dimension more in front, or two.
+
+    ``factors``: ``[out, groups]``. Each output has its own row, also where all outputs or a block of them share one
+    scale, so that transforms that move rows of the weight move those of its scales. ``zeros``: the codes of zero, int8
+    in the same shape, where the grid isn't symmetric. ``groups``: ``[in]``, the group of each input, where they aren't
+    neighbours. ``inputs``: ``[1]``, the scale of activations, where calibration found it.
+    """
+
+    factors: LazyTensor
+    zeros: LazyTensor | None = None
+    groups: LazyTensor | None = None
+    inputs: LazyTensor | None = None
+
+
+@dataclass(frozen=True)
+class Quantization:
+    """Which weights of a model lie on a grid, and its scales: their codes are exact, none is chosen anew.
+
+    ``scales``: by our parameter names, of those that are quantized. ``method``: how scales and codes were chosen.
+    ``calibration``: what the choice depended on (data, number of samples, seed), which files keep.
+    """
+
+    scheme: Scheme
+    scales: Mapping[str, LazyScales]
+    method: str = "rtn"
+    calibration: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
 class PortableModel:
     """A model on its way from one format to another.
 
@@ -48,6 +80,7 @@ class PortableModel:
     ``tokenizer``: how its tokenizer is built, from the paths where the files are now. ``companions``: files that
     travel along (the tokenizer's, generation settings), by name. ``notes``: lines about the source, for its user.
     ``chat``: how it writes conversations and ends answers, where that is known.
+    ``quantization``: of weights that lie on a grid; ``tensors`` are then the numbers that codes and scales stand for.
     """
 
     model: ModelConfig
@@ -60,6 +93,7 @@ class PortableModel:
     consumed_samples: int = 0
     notes: tuple[str, ...] = ()
     chat: ChatSettings | None = None
+    quantization: Quantization | None = None
 
     @property
     def dtype(self) -> torch.dtype:
