@@ -77,6 +77,9 @@ class CheckpointConfig(Settings):
         at_least=1,
         at_most=COUNT,
     )
+    save_hf_ema: bool = switch(
+        "Write the moving average of the weights (--ema-decay) to --save-hf, instead of the weights of the last step."
+    )
     exit_on_missing_checkpoint: bool = switch(
         "Fail when --load has no checkpoint, even if --load and --save name the same new folder."
     )

@@ -109,11 +109,12 @@ def load(
     folder: str | Path,
     *,
     step: int | None = None,
+    ema: bool = False,
     dtype: torch.dtype | str | None = None,
     device: torch.device | str = "cpu",
 ) -> LanguageModel: ...
 @overload
-def load(folder: str | Path, module: Module, *, step: int | None = None) -> Module: ...
+def load(folder: str | Path, module: Module, *, step: int | None = None, ema: bool = False) -> Module: ...
 
 
 def load(
@@ -121,6 +122,7 @@ def load(
     module: nn.Module | None = None,
     *,
     step: int | None = None,
+    ema: bool = False,
     dtype: torch.dtype | str | None = None,
     device: torch.device | str = "cpu",
 ) -> nn.Module:
@@ -128,26 +130,29 @@ def load(
 
     ``folder``: what a run's ``--save`` or ``LanguageModel.save`` wrote, or a Hugging Face model. ``module``: one of
     the caller's own, which ``megatron.pretrain`` has trained: it is filled and returned. ``step``: iteration of a
-    checkpoint instead of the newest. ``dtype``: of the weights, such as ``torch.float32`` or ``"fp32"``, which takes
+    checkpoint instead of the newest. ``ema``: take the moving average of the weights that a run with ``--ema-decay``
+    saved. ``dtype``: of the weights, such as ``torch.float32`` or ``"fp32"``, which takes
     the fp32 master weights where the checkpoint has them; the saved type unless given.
     Raises CheckpointError when nothing usable is there, ConfigError for arguments that don't go together.
     """
     if module is not None:
         if dtype is not None or str(device) != "cpu":
             raise ConfigError("dtype and device are those of the module that megatron.load fills: leave them out")
-        return _filled(module, folder, step=step)
+        return _filled(module, folder, step=step, ema=ema)
     place = path_of(str(folder))
     if not _is_checkpoint(place) and (place / CONFIG).exists():
         if step is not None:
             raise ConfigError(f"step={step} chooses among checkpoints, and {folder} is one Hugging Face model")
+        if ema:
+            raise ConfigError(f"ema=True takes an average from a checkpoint, and {folder} is a Hugging Face model")
         return from_transformers(str(place), dtype=dtype, device=device)
-    return _opened(str(folder), step=step, dtype=_dtype(dtype), device=_device(device))
+    return _opened(str(folder), step=step, ema=ema, dtype=_dtype(dtype), device=_device(device))
 
 
-def _opened(folder: str, *, step: int | None, dtype: torch.dtype | None, device: str) -> LanguageModel:
+def _opened(folder: str, *, step: int | None, ema: bool, dtype: torch.dtype | None, device: str) -> LanguageModel:
     """The model of a checkpoint of this project."""
     known = {family.name: family.train_spec for family in all_families()}
-    choice = TrainedModelConfig(load=folder, ckpt_step=step, fp32=dtype == torch.float32)
+    choice = TrainedModelConfig(load=folder, ckpt_step=step, load_ema=ema, fp32=dtype == torch.float32)
     with _named(folder):
         if read_run_state(find_checkpoint(choice.load, step=step, verify=False))[MODEL_NAME] == PlainSpec.name:
             raise CheckpointError(
@@ -166,7 +171,7 @@ def _opened(folder: str, *, step: int | None, dtype: torch.dtype | None, device:
     )
 
 
-def _filled(module: nn.Module, folder: str | Path, *, step: int | None) -> nn.Module:
+def _filled(module: nn.Module, folder: str | Path, *, step: int | None, ema: bool) -> nn.Module:
     """The module with the weights and buffers of a checkpoint; raises CheckpointError, naming what doesn't fit."""
     with _named(folder):
         found = find_checkpoint(str(folder), step=step)
@@ -175,7 +180,8 @@ def _filled(module: nn.Module, folder: str | Path, *, step: int | None) -> nn.Mo
             raise CheckpointError(f"{folder} holds a {name} model of this project: give megatron.load the folder alone")
         assign_shardings(module, ModelContext.single())
         weights = list(model_state(module))
-        state, names = [*weights, *buffer_state(module)], where_to_find_weights(weights)
+        state = [*weights, *buffer_state(module)]
+        names = where_to_find_weights(weights, averaged_in=found if ema else None)
         advice = f"give megatron.load a {type(module).__name__} that is built as the saved one was"
         load_checkpoint(found, state, Mesh.single(), alternatives=names, advice=advice)
     return module
@@ -188,6 +194,7 @@ def _named(folder: str | Path) -> Iterator[None]:
         yield
     except MegatronError as error:
         said = str(error).replace(f"--load {folder}", f"megatron.load({str(folder)!r})")
+        said = said.replace("--load-ema", "ema=True")
         raise type(error)(said, exit_code=error.exit_code) from error
 
 

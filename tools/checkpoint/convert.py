@@ -89,6 +89,7 @@ class ConvertConfig(Settings):
     target: Program | None = flag("Format of --save.", name="--to", default=None)
     save: str | None = flag("New folder for the converted model.", default=None)
     ckpt_step: int | None = flag("Iteration to convert instead of the newest.", default=None, at_least=0)
+    load_ema: bool = switch("Convert the moving average of the weights that a run with --ema-decay saved.")
     max_shard_size: str | None = flag(
         "Largest weight file of a Hugging Face target, such as 200MB; 5GB unless given.", default=None
     )
@@ -175,6 +176,7 @@ def job_of(config: ConvertConfig) -> Conversion:
         target=target,
         save=save,
         step=config.ckpt_step,
+        averaged=config.load_ema,
         max_shard_size=max_shard_size,
         dist=config.ckpt_format != "torch",
         true_vocab_size=config.true_vocab_size,
@@ -188,6 +190,7 @@ def _check_effect(config: ConvertConfig, source: Program, target: Program) -> No
     """Raise ConfigError for a flag that has no effect on this pair of formats."""
     effects = (
         ("--ckpt-step", config.ckpt_step, source != "hf", "chooses among checkpoints; a Hugging Face model is one"),
+        ("--load-ema", config.load_ema or None, source == "megatron", "is for --from megatron"),
         ("--true-vocab-size", config.true_vocab_size, source == "megatron-lm", "is for --from megatron-lm"),
         (
             "--ignore-saved-args",
@@ -200,7 +203,8 @@ def _check_effect(config: ConvertConfig, source: Program, target: Program) -> No
     )
     for name, value, has_effect, why in effects:
         if value is not None and not has_effect:
-            raise ConfigError(f"{name} {value} has no effect: it {why}; leave it out")
+            given = name if value is True else f"{name} {value}"
+            raise ConfigError(f"{given} has no effect: it {why}; leave it out")
 
 
 def _given(flag: str, ours: str | None, theirs: str | None) -> str:

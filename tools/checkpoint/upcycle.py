@@ -14,7 +14,7 @@ if not __package__:  # started as a script: take megatron and the like from this
 
 from collections.abc import Sequence
 
-from megatron.config.flags import Settings, flag
+from megatron.config.flags import Settings, flag, switch
 from megatron.config.parse import parse_groups
 from megatron.core.files.remote_path import path_of
 from megatron.errors import CheckpointError, kept_on_interrupt, run_command
@@ -24,6 +24,7 @@ class UpcycleConfig(Settings):
     """Which checkpoint becomes how many experts."""
 
     load: str = flag("Folder of the dense checkpoint.")
+    load_ema: bool = switch("Take the moving average of the weights that a run with --ema-decay saved.")
     save: str = flag("New folder for the checkpoint with experts.")
     num_experts: int = flag("Experts of each layer.", at_least=2, at_most=4096)
     moe_router_topk: int = flag("Experts that each token is routed to (top-k).", default=2, at_least=1)
@@ -38,6 +39,7 @@ def main(argv: Sequence[str]) -> int:
     (config,) = parse_groups(argv, UpcycleConfig, prog="upcycle.py", about=__doc__ or "")
     import torch
 
+    from megatron.core.conversion.averaging import read_average
     from megatron.core.conversion.convert import check_target
     from megatron.core.conversion.native import read_native, write_native
     from megatron.core.conversion.proof import TOLERANCE, native_answer
@@ -47,7 +49,7 @@ def main(argv: Sequence[str]) -> int:
 
     load, save = path_of(config.load), path_of(config.save)
     check_target(save)
-    dense = read_native(load)
+    dense = read_average(load) if config.load_ema else read_native(load)
     made = upcycled(
         dense,
         num_experts=config.num_experts,
@@ -61,7 +63,8 @@ def main(argv: Sequence[str]) -> int:
         becoming(save, say=print, check=lambda: check_target(save)) as aside,
     ):
         write_native(made, aside, final=save)
-        expected, found = native_answer(load, question), native_answer(aside, question)
+        expected = native_answer(load, question, averaged=config.load_ema)
+        found = native_answer(aside, question)
         furthest = max((found[kind] - logits).abs().max().item() for kind, logits in expected.items())
         scale = max(logits.abs().max().item() for logits in expected.values())
         allowed = max(TOLERANCE, torch.finfo(dense.dtype).eps) * scale  # parts of weights are scaled, and rounded again

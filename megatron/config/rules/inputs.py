@@ -294,6 +294,15 @@ RULES: tuple[Rule, ...] = (
     exports_are_at_checkpoints,
     exports_are_beside_checkpoints,
     rule(
+        "--save-hf-ema chooses the weights that --save-hf writes; give --save-hf, a new folder",
+        lambda run: run.checkpoint.save_hf_ema and run.checkpoint.save_hf is None,
+    ),
+    rule(
+        "--save-hf-ema writes a moving average of the weights, which only a run with --ema-decay keeps; give "
+        "--ema-decay, such as 0.999",
+        lambda run: run.checkpoint.save_hf_ema and run.checkpoint.save_hf and run.optimizer.ema_decay is None,
+    ),
+    rule(
         "--save-hf {run.checkpoint.save_hf} writes the trained model, and --skip-train trains nothing; leave one out",
         lambda run: run.checkpoint.save_hf and run.training.skip_train and run.find(Purpose) is None,
     ),

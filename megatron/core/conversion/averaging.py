@@ -10,8 +10,17 @@ import torch
 from torch import Tensor
 
 from megatron.config.flags import flags_of
+from megatron.core.conversion.native import read_native
 from megatron.core.conversion.portable import LazyTensor, PortableModel
+from megatron.core.files.remote_path import AnyPath
 from megatron.errors import CheckpointError
+
+
+def read_average(root: AnyPath, *, step: int | None = None) -> PortableModel:
+    """The model of a checkpoint with the moving average of its weights, rounded to their type; raises CheckpointError
+    as ``read_native``, and where there is no average.
+    """
+    return averaged([(str(root), read_native(root, step=step, averaged=True))], [1.0])
 
 
 def averaged(named: Sequence[tuple[str, PortableModel]], shares: Sequence[float]) -> PortableModel:

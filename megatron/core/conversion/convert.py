@@ -11,6 +11,7 @@ from pathlib import Path
 from torch import Tensor
 
 from megatron.core.conversion import proof
+from megatron.core.conversion.averaging import read_average
 from megatron.core.conversion.huggingface.hub import model_folder
 from megatron.core.conversion.huggingface.reading import read_huggingface
 from megatron.core.conversion.huggingface.writing import write_huggingface
@@ -37,9 +38,10 @@ class Conversion:
 
     ``load`` and ``save`` may be in object storage, and ``load`` the name of a repository of the Hugging Face Hub,
     ``ORG/NAME`` or ``ORG/NAME@REVISION``. ``step``: iteration of a folder of checkpoints, instead of the
-    newest. ``max_shard_size``: bytes of one weight file of Hugging Face's. ``dist``: write Megatron-LM's torch_dist
-    format, else its torch format. ``true_vocab_size``: words of a Megatron-LM vocabulary before padding, where its
-    tokenizer is missing. ``ignored``: arguments saved in a Megatron-LM source that are read as if they weren't
+    newest. ``averaged``: take the moving average of the weights. ``max_shard_size``: bytes of one weight file of
+    Hugging Face's. ``dist``: write Megatron-LM's torch_dist format, else its torch format. ``true_vocab_size``: words
+    of a Megatron-LM vocabulary before padding, where its tokenizer is missing. ``ignored``: arguments saved in a
+    Megatron-LM source that are read as if they weren't
     there. ``family``: the title of the only one that is accepted.
     """
 
@@ -48,6 +50,7 @@ class Conversion:
     target: Program
     save: AnyPath
     step: int | None = None
+    averaged: bool = False
     max_shard_size: int = 5_000_000_000
     dist: bool = True
     true_vocab_size: int | None = None
@@ -128,7 +131,7 @@ def _read(job: Conversion, place: AnyPath, *, step: int | None) -> PortableModel
         case "hf":
             return read_huggingface(_folder(place))
         case "megatron":
-            return read_native(place, step=step)
+            return (read_average if job.averaged else read_native)(place, step=step)
         case "megatron-lm":
             words = job.true_vocab_size
             return read_megatron_lm(_folder(place), step=step, true_vocab_size=words, ignored=job.ignored)
@@ -179,19 +182,25 @@ def _prove(job: Conversion, portable: PortableModel, place: AnyPath, aside: Path
     """Compare the logits of the files read with those of the files written."""
     question, words = question_for(portable.model, portable.groups), portable.model.vocab_size
     with _reading(job.load):
-        before = _answer(job.source, place, question, step=step, ignored=job.ignored)
+        before = _answer(job.source, place, question, step=step, averaged=job.averaged, ignored=job.ignored)
     after = _answer(job.target, aside, question)
     unpadded = [{**answer, "words": answer["words"][..., :words]} for answer in (before, after)]
     return proof.compare(*unpadded)
 
 
 def _answer(
-    kind: Program, place: AnyPath, question: Question, *, step: int | None = None, ignored: Collection[str] = ()
+    kind: Program,
+    place: AnyPath,
+    question: Question,
+    *,
+    step: int | None = None,
+    averaged: bool = False,
+    ignored: Collection[str] = (),
 ) -> Answer:
     match kind:
         case "hf":
             return proof.huggingface_answer(_folder(place), question)
         case "megatron":
-            return proof.native_answer(place, question, step=step)
+            return proof.native_answer(place, question, step=step, averaged=averaged)
         case "megatron-lm":
             return megatron_lm_answer(_folder(place), question, step=step, ignored=ignored)

@@ -38,7 +38,7 @@ from megatron.core.conversion.portable import (
 )
 from megatron.core.files.remote_path import AnyPath
 from megatron.core.models.registry import family_of, saved_run
-from megatron.core.optimizer.weight_average import AVERAGE, lacks_average
+from megatron.core.optimizer.weight_average import AVERAGES, lacks_average
 from megatron.errors import CheckpointError
 
 PREFIX = "model."
@@ -47,7 +47,8 @@ PREFIX = "model."
 def read_native(root: AnyPath, *, step: int | None = None, averaged: bool = False) -> PortableModel:
     """The model of a checkpoint; of its tensors only the table of contents is read now.
 
-    ``averaged``: with the moving average of the weights in place of those that were trained.
+    ``averaged``: with the moving average of the weights in place of those that were trained, in its own type, which is
+    wider; ``read_average`` rounds it.
 
     Raises CheckpointError when nothing usable is there, or a model of a family that this version doesn't know.
     """
@@ -62,7 +63,7 @@ def read_native(root: AnyPath, *, step: int | None = None, averaged: bool = Fals
     check_shapes({name: entry.shape for name, entry in stored.model.items()}, expected, where=where)
     held = {name: PREFIX + name for name in expected}
     if averaged:
-        averages = {name: f"optimizer.{AVERAGE}.{name}" for name in expected}
+        averages = {name: AVERAGES + name for name in expected}
         held |= {name: average for name, average in averages.items() if average in stored.entries}
         if not any(name in stored.entries for name in averages.values()):
             raise CheckpointError(lacks_average(where))

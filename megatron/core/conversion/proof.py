@@ -22,6 +22,7 @@ from megatron.config.model import ModelConfig
 from megatron.config.pipeline import Stage
 from megatron.core.checkpointing.find import find_checkpoint
 from megatron.core.checkpointing.load import MODEL_NAME, load_checkpoint, read_run_state
+from megatron.core.checkpointing.stored_tensors import StoredTensors
 from megatron.core.conversion.huggingface.formats import format_of
 from megatron.core.conversion.huggingface.reading import CONFIG, read_config, tensors_in
 from megatron.core.conversion.portable import PortableModel, fill, layers_of
@@ -80,14 +81,24 @@ def compare(source: Answer, target: Answer, *, skip: str = "--skip-proof") -> Pr
     return max(proofs.values(), key=lambda proof: proof.difference / (proof.largest or 1.0))
 
 
-def native_answer(root: AnyPath, question: Question, *, step: int | None = None) -> Answer:
-    """Logits of our checkpoint in ``root``, computed by our model with one layer in memory at a time."""
+def native_answer(root: AnyPath, question: Question, *, step: int | None = None, averaged: bool = False) -> Answer:
+    """Logits of our checkpoint in ``root``, computed by our model with one layer in memory at a time.
+
+    ``averaged``: those of the moving average of the weights, rounded to their type.
+    """
     folder = find_checkpoint(root, step=step, verify=False)
     saved = read_run_state(folder)
     run = saved_run(saved["config"], name=saved[MODEL_NAME], where=str(folder.path))
 
+    types = {name: entry.dtype for name, entry in StoredTensors(folder.path).entries.items()} if averaged else {}
+    names = {
+        name: (f"optimizer.ema.{name.removeprefix('model.')}", name) for name in types if name.startswith("model.")
+    }
+
     def load(state: Sequence[ShardedState], mesh: Mesh) -> None:
-        load_checkpoint(folder, state, mesh, exhaust=())
+        load_checkpoint(folder, state, mesh, exhaust=(), alternatives=names)
+        for each in state if averaged else ():
+            each.tensor.copy_(each.tensor.to(types[each.name]))
 
     return _layer_by_layer(run.model, run.extra, question, load)
 

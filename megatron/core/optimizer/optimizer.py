@@ -36,7 +36,7 @@ from megatron.core.optimizer.storage import (
 )
 from megatron.core.optimizer.update_rule import ElementRule, MatrixRule, Step
 from megatron.core.optimizer.update_rules import ROUNDED_STOCHASTICALLY, UPDATE_RULES, UpdateRule, is_narrow
-from megatron.core.optimizer.weight_average import AVERAGE, WeightAverage
+from megatron.core.optimizer.weight_average import AVERAGE, AVERAGES, WeightAverage
 from megatron.core.parallel.context import ParallelContext
 from megatron.core.parallel.low_precision import LowPrecision
 from megatron.core.parallel.sharding import ShardedState
@@ -441,6 +441,15 @@ class Optimizer:
                     else:
                         yield ShardedState(full_name, local, entry.sharding, flat_range, after_load)
 
+    @property
+    def has_average(self) -> bool:
+        """Whether the moving average of the weights has followed a step; before, it is an average of nothing."""
+        return self._config.ema_decay is not None and self._step > self._averaged_since
+
+    def averages(self) -> Iterator[ShardedState]:
+        """The moving average of the weights among ``entries``."""
+        return (each for each in self.entries() if each.name.startswith(AVERAGES))
+
     def masters(self) -> Iterator[MasterPart]:
         """The master weights that this rank updates, by parameter, in an order that depends on the layout alone."""
         for owned in self._owned:
@@ -459,7 +468,7 @@ class Optimizer:
     def state_dict(self) -> dict[str, Any]:
         """Numbers that are not in ``entries``: JSON-able, the same on every rank."""
         numbers = {"step": self._step, "trained_since": self._trained_since, "loss_scaler": self._scaler.state_dict()}
-        return numbers if self._config.ema_decay is None else numbers | {"averaged_since": self._averaged_since}
+        return numbers | {"averaged_since": self._averaged_since} if self.has_average else numbers
 
     def load_state_dict(self, state: Mapping[str, Any], *, fresh: Collection[str] = ()) -> None:
         """Continue from stored numbers; ``entries`` are loaded in place.

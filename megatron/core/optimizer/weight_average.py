@@ -11,14 +11,15 @@ from megatron.core.distributed.buffers import Span
 from megatron.core.optimizer.storage import PlainStateStorage
 
 AVERAGE = "ema"
-"""The name of the average in a checkpoint, ``optimizer.ema.<parameter>``."""
+AVERAGES = f"optimizer.{AVERAGE}."
+"""The average in a checkpoint is ``optimizer.ema.<parameter>``."""
 
 
 def lacks_average(where: str) -> str:
     """The sentence about a checkpoint without a moving average."""
     return (
         f"{where} holds no moving average of the weights: --load-ema needs a checkpoint of a run with --ema-decay, "
-        "saved with its optimizer state"
+        "saved with its optimizer state after a step"
     )
 
 

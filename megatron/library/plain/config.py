@@ -28,9 +28,9 @@ DEFAULTS = {
 
 _DESCRIBED = tuple(spec.field for kind in (ModelConfig, TokenizerConfig, Fp8Config) for spec in flags_of(kind))
 _OTHERS = (
-    *("load_hf", "save_hf", "pretrained_checkpoint", "mock_data", "data_path", "train_data_path", "valid_data_path"),
-    *("test_data_path", "data_args_path", "per_split_data_args_path", "multiple_validation_sets", "data_order"),
-    *("reset_position_ids", "reset_attention_mask", "eod_mask_loss", "packing", "sft", "fim_rate"),
+    *("load_hf", "save_hf", "save_hf_ema", "pretrained_checkpoint", "mock_data", "data_path", "train_data_path"),
+    *("valid_data_path", "test_data_path", "data_args_path", "per_split_data_args_path", "multiple_validation_sets"),
+    *("data_order", "reset_position_ids", "reset_attention_mask", "eod_mask_loss", "packing", "sft", "fim_rate"),
     *("recompute_granularity", "recompute_modules", "recompute_activations", "recompute_method"),
     *("recompute_num_layers", "cpu_offloading", "compile", "generate_samples_interval"),
 )

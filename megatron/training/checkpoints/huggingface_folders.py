@@ -11,6 +11,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from megatron.config.checkpoint import CheckpointConfig
 from megatron.config.run import RunConfig
 from megatron.core.checkpointing.agreement import run_on_first
@@ -25,6 +28,7 @@ from megatron.core.conversion.portable import LazyTensor, PortableModel
 from megatron.core.conversion.remote import becoming
 from megatron.core.files.remote_path import AnyPath, path_of
 from megatron.core.files.writable import why_not_writable
+from megatron.core.optimizer.weight_average import AVERAGES
 from megatron.errors import CheckpointError, exit_code_of
 from megatron.small_files import check_kinds, read_json
 from megatron.training.checkpoints.published import companions_of, describe_published, starts_from_published
@@ -60,17 +64,32 @@ class HuggingFaceFolders:
 
         if iteration == self._resumed_at and run_on_first(is_there, run.context.mesh):
             return
+        if settings.save_hf_ema and not run.optimizer.has_average:
+            raise CheckpointError(
+                f"--save-hf-ema: no moving average of the weights has begun at iteration {iteration}, because no step "
+                "with --ema-decay was taken; leave --save-hf-ema out, or train on with more --train-iters"
+            )
         with run.reporter.aside("save-hf"):
-            gathering = Gathering(run.model_state(), run.context)
+            averages = run.optimizer.averages() if settings.save_hf_ema else ()
+            gathering = Gathering([*run.model_state(), *averages], run.context)
             work_on_first(partial(self._write, place, gathering), run.context, help=gathering.gather)
-        run.reporter.say(f"  wrote the model of iteration {iteration} to {place} in Hugging Face's format")
+        what = "moving average of the weights" if settings.save_hf_ema else "model"
+        run.reporter.say(f"  wrote the {what} of iteration {iteration} to {place} in Hugging Face's format")
 
     def _write(self, place: AnyPath, gathering: Gathering, ask: Help) -> None:
         run, iteration = self._run, self._run.progress.iteration
-        tensors = {
-            name.removeprefix(PREFIX): LazyTensor(shape, dtype, partial(ask, number))
-            for number, (name, shape, dtype) in enumerate(zip(gathering.names, gathering.shapes, gathering.dtypes))
-        }
+        numbers = {name: number for number, name in enumerate(gathering.names)}
+
+        def rounded(number: int, dtype: torch.dtype) -> Tensor:
+            gathered: Tensor = ask(number)
+            return gathered.to(dtype)
+
+        tensors = {}
+        for name, shape, dtype in zip(gathering.names, gathering.shapes, gathering.dtypes):
+            if name.startswith(PREFIX):  # otherwise an average, which parameters that were not trained don't have
+                parameter = name.removeprefix(PREFIX)
+                number = numbers.get(AVERAGES + parameter, numbers[name])
+                tensors[parameter] = LazyTensor(shape, dtype, partial(rounded, number, dtype))
         portable = PortableModel(
             model=run.config.model,
             groups=run.config.extra,

@@ -20,7 +20,7 @@ from megatron.core.conversion.chat_files import chat_of_checkpoint
 from megatron.core.conversion.kept_tokenizer import kept_files
 from megatron.core.diloco.workers import of_worker, where_to_find_worker
 from megatron.core.optimizer.schedule import Schedule, resumed_schedule
-from megatron.core.optimizer.weight_average import AVERAGE, lacks_average
+from megatron.core.optimizer.weight_average import AVERAGES, lacks_average
 from megatron.core.parallel.collectives import gather_objects
 from megatron.core.parallel.mesh import Mesh
 from megatron.core.parallel.sharding import ShardedState
@@ -30,8 +30,6 @@ from megatron.planning.parameter_patterns import FreezingChange
 from megatron.small_files import check_kinds
 from megatron.training.checkpoints.published import load_published
 from megatron.training.run.run import Progress, Run
-
-_AVERAGES = f"optimizer.{AVERAGE}."
 
 
 def load(run: Run) -> None:
@@ -190,13 +188,13 @@ def where_to_find_weights(
     """
     if averaged_in is not None:
         stored = StoredTensors(averaged_in.path).entries
-        if not any(each.startswith(_AVERAGES) for each in stored):
+        if not any(each.startswith(AVERAGES) for each in stored):
             raise CheckpointError(lacks_average(str(averaged_in.path)))
     found: dict[str, tuple[str, ...]] = {}
     for entry in weights:
         name = entry.name.removeprefix("model.")
         master = f"optimizer.fp32_param.{name}"
-        averages = () if averaged_in is None else (_AVERAGES + name,)
+        averages = () if averaged_in is None else (AVERAGES + name,)
         found[master] = (*averages, master, entry.name)
         if averages or entry.tensor.dtype.itemsize >= 4:
             found[entry.name] = (*averages, master, entry.name)

@@ -74,7 +74,7 @@ class Saver:
         run.reporter.say(f"saving checkpoint at iteration {progress.iteration:7d} to {self._root} in torch_dist format")
         state: Iterator[ShardedState] = chain(run.model_state(), run.buffer_state())
         if checkpoint.save_optim:
-            state = chain(state, run.optimizer.entries())
+            state = chain(state, run.optimizer.entries(with_average=run.optimizer.has_average))
         if run.scaling is not None:
             state = chain(state, run.scaling.state())
         if run.outer is not None:

@@ -30,6 +30,22 @@ FAULTS = (
         first=("unit/optimizer/test_weight_average.py",),
     ),
     Fault(
+        "export_of_the_last_weights",
+        "megatron/training/checkpoints/huggingface_folders.py",
+        old="number = numbers.get(AVERAGES + parameter, numbers[name])",
+        new="number = numbers[name]",
+        suffers="--save-hf-ema writes the weights of the last step.",
+        first=("unit/tools/test_average.py",),
+    ),
+    Fault(
+        "average_before_a_step",
+        "megatron/core/optimizer/optimizer.py",
+        old="return self._config.ema_decay is not None and self._step > self._averaged_since",
+        new="return self._config.ema_decay is not None",
+        suffers="A run with --ema-decay that takes no step saves and exports a model of zeros as its moving average.",
+        first=("unit/tools/test_average.py",),
+    ),
+    Fault(
         "average_of_equal_parts",
         "megatron/core/conversion/averaging.py",
         old="total.add_(tensor.make().to(torch.float64), alpha=share)",
