@@ -170,9 +170,8 @@ def dist_checkpoint(
     folder.mkdir(parents=True)
     stacks: dict[str, list[Tensor]] = {}
     for name, value in values.items():
-        for key in format_of(FAMILIES[family]).names.dist_names(
-            name, has_numbers=False, has_latents=False, has_experts=False
-        ):
+        names = format_of(FAMILIES[family]).names
+        for key in names.dist_names(name, values, has_numbers=False, is_plain=True):
             stacks.setdefault(key, []).append(value)
     tensors = {key: torch.stack(parts) if ".layers." in key else parts[0] for key, parts in stacks.items()}
     for key in tensors:

@@ -233,7 +233,6 @@ def arguments_of(
     }
     return Namespace(
         **found,
-        moe_grouped_gemm=None if dist else False,  # names of single experts; torch_dist has the same for both
         use_rotary_position_embeddings=rope,
         add_position_embedding=not rope,
         swiglu=model.activation == "swiglu",

@@ -36,6 +36,14 @@ class MegatronLMFormat:
         """The names that a model with these settings is written with."""
         return self.names
 
+    def names_in(self, args: Arguments) -> Names:
+        """The names in files with these saved arguments."""
+        return self.names
+
+    def is_engines(self, groups: Sequence[object]) -> bool:
+        """Whether Megatron-LM has such a model with Transformer Engine alone, and numbers its layers in torch_dist."""
+        return False
+
     def check(self, args: Arguments) -> None:
         """Raise CheckpointError for a model that this project doesn't have, or can't read."""
 
@@ -64,6 +72,12 @@ class MegatronLMFormat:
     def notes(self, args: Arguments) -> tuple[str, ...]:
         """What a conversion leaves out, a line each."""
         return ()
+
+    def tensors_to_read(
+        self, tensors: Mapping[str, LazyTensor], model: ModelConfig, groups: Sequence[object]
+    ) -> Mapping[str, LazyTensor]:
+        """The tensors of ours that these of Megatron-LM's mean, which have our names and shapes."""
+        return tensors
 
     def tensors_to_write(self, portable: PortableModel) -> dict[str, LazyTensor]:
         """The tensors that such a model of Megatron-LM's has; CheckpointError for one that can't be left out."""

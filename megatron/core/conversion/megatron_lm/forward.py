@@ -128,8 +128,7 @@ def _marks(pattern: int | list[int], number: int) -> bool:
     return bool(pattern) and (number + 1) % pattern == 0
 
 
-_MIXER_NORM = ("norm.", "in_proj.layer_norm_")
-_INPUT_NORM = ("input_norm.", "input_layernorm.", "linear_qkv.layer_norm_")
+_INPUT_NORM = ("input_norm.", "input_layernorm.", "linear_qkv.layer_norm_", "norm.", "in_proj.layer_norm_")
 _PROJECTION = ("self_attention.linear_proj", "self_attention.dense", "attention.dense")
 _CROSS_PROJECTION = ("cross_attention.linear_proj", "inter_attention.dense")
 _CROSS_NORM = ("post_attention_norm.", "post_attention_layernorm.", "pre_cross_attn_layernorm.")
@@ -178,29 +177,31 @@ class MegatronLMModel:
         encoder_hidden_states: Tensor | None = None,
         seen: Tensor | None = None,
         routed: Callable[[Tensor, Layer], Tensor] | None = None,
-        recurrent: Callable[[Tensor, Layer], Tensor] | None = None,
+        mixers: Mapping[str, Callable[[Tensor, Layer], Tensor]] | None = None,
     ) -> Tensor:
         """All layers and the norm behind them; ``bias`` is added to attention scores ``[b, heads, queries, keys]``, and
         ``seen`` to those of the attention to what an encoder made. ``routed``: the network of layers with a router.
-        ``recurrent``: the mixer of layers with a state.
+        ``mixers``: those with a state, by what the names of their tensors begin with.
         """
         branches: list[tuple[tuple[str, ...], Callable[[Tensor, Layer], Tensor]]]
         behind = has_residual_behind_norm(self.args, legacy=self.is_legacy)
         for number, layer in enumerate(_layers(self._files, stack)):
-            scores = bias + self._out_of_window(number, x.shape[1])
-            is_latent = pick(layer.ranks[0], "self_attention.linear_kv_up_proj.weight") is not None
+            scores, first = bias + self._out_of_window(number, x.shape[1]), layer.ranks[0]
+            is_latent = pick(first, "self_attention.linear_kv_up_proj.weight") is not None
             kind = self._latent_attention if is_latent else partial(self._attention, number=number)
             attention = partial(kind, scores=scores)
-            has_router = routed is not None and "mlp.router.weight" in layer.ranks[0]
-            branches = [(_INPUT_NORM, attention), (_MLP_NORM, routed if routed and has_router else self._mlp)]
+            found = (each for start, each in (mixers or {}).items() if any(name.startswith(start) for name in first))
+            has_router = routed is not None and "mlp.router.weight" in first
+            branches = [
+                (_INPUT_NORM, next(found, attention)),
+                (_MLP_NORM, routed if routed and has_router else self._mlp),
+            ]
             if encoder_hidden_states is not None and seen is not None:
                 branches.insert(
                     1, (_CROSS_NORM, partial(self._crossing, encoder_hidden_states=encoder_hidden_states, scores=seen))
                 )
-            if recurrent is not None and any(name.startswith("mixer.") for name in layer.ranks[0]):
-                branches = [(_MIXER_NORM, recurrent)]
-            branches = [(names, branch) for names, branch in branches if self._is_there(layer.ranks[0], *names)]
-            outer = {name: tensor for name, tensor in layer.ranks[0].items() if not name.startswith("mixer.norm.")}
+            branches = [(names, branch) for names, branch in branches if self._is_there(first, *names)]
+            outer = {name: tensor for name, tensor in first.items() if not name.startswith("mixer.norm.")}
             for names, branch in branches:
                 normed = self._norm(x, outer, *names)
                 x = (normed if behind else x) + branch(normed, layer)

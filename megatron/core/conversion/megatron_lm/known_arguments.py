@@ -34,7 +34,10 @@ multi_latent_attention q_lora_rank kv_lora_rank qk_head_dim qk_pos_emb_head_dim 
 rotary_scaling_factor original_max_position_embeddings beta_fast beta_slow mscale mscale_all_dim
 mtp_num_layers
 hybrid_layer_pattern hybrid_override_pattern hybrid_attention_ratio hybrid_mlp_ratio is_hybrid_model
+mtp_hybrid_override_pattern
 mamba_state_dim mamba_head_dim mamba_num_groups mamba_num_heads
+linear_attention_freq linear_conv_kernel_dim linear_key_head_dim linear_value_head_dim linear_num_key_heads
+linear_num_value_heads
 """
 """Arguments that a conversion reads."""
 
@@ -46,16 +49,20 @@ _SEVERAL = "moe_router_load_balancing_type"  # may be a list
 OF_QUICK_GEGLU = ("activation_func_clamp_value", "glu_linear_offset")
 """Arguments whose meaning with other activations differs from release to release."""
 
+DELTA_NETS = ("gated_delta_net", "gdn")
+"""Names of the gated delta net, the second since 2026."""
+
 LIMITED: dict[str, tuple[str, tuple[object, ...]]] = {
     "activation_func_clamp_value": ("a clamped MLP not gated by quick GELU", ()),
     "enable_hyper_connections": ("hyper-connections", ()),
-    "experimental_attention_variant": ("an experimental kind of attention", ()),
+    "experimental_attention_variant": ("an experimental kind of attention", DELTA_NETS),
+    "gdn_output_gate_type": ("another gate of gated delta nets", ("silu", "swish")),
     "glu_linear_offset": ("an offset in an MLP not gated by quick GELU", ()),
     "head_wise_attn_gate": ("gates on the output of attention", ()),
     "heterogeneous_block_specs": (_UNEQUAL, ()),
     "heterogeneous_layers_config_encoded_json": (_UNEQUAL, ()),
     "heterogeneous_layers_config_path": (_UNEQUAL, ()),
-    "linear_attention_type": ("linear attention", ()),
+    "linear_attention_type": ("linear attention", DELTA_NETS),
     "moe_apply_probs_on_input": ("weights of experts that multiply their input", ()),
     "moe_extended_tp": ("experts split over tensor- and expert-parallel ranks together", ()),
     "moe_latent_size": ("experts that work in a width of their own", ()),
@@ -69,6 +76,7 @@ LIMITED: dict[str, tuple[str, tuple[object, ...]]] = {
     ),
     "moe_router_score_function": ("another score of experts", ("softmax", "sigmoid", "sqrtsoftplus")),
     "moe_router_topk_limited_devices": ("experts on a limited number of devices", ()),
+    "mtp_spec": ("layers that a specification builds", ([_MAMBA_SPEC, "mamba_stack_spec"],)),
     "mtp_use_repeated_layer": ("one layer for all depths of multi-token prediction", ()),
     "normalization": ("another kind of norm", ("LayerNorm", "RMSNorm")),
     "onnx_safe": ("a GELU for export to ONNX", ()),
@@ -95,9 +103,8 @@ None, False, zero and what is empty are always among these values.
 """
 
 WITH_LIMITED = """
-actual_vocab_size apply_dsa_kernel_fusion cache_mla_latents csa_* dsa_* gdn_* hca_* linear_attention_freq
-linear_conv_kernel_dim linear_cp_mode linear_key_head_dim linear_num_key_heads linear_num_value_heads
-linear_value_head_dim mamba_inference_* mamba_training_* mhc_* mok_* mrope_section mup_* num_residual_streams retro_*
+actual_vocab_size apply_dsa_kernel_fusion cache_mla_latents csa_* dsa_* gdn_gdr_backend hca_*
+linear_cp_mode mamba_inference_* mamba_training_* mhc_* mok_* mrope_section mup_* num_residual_streams retro_*
 use_fused_mhc use_mamba_mem_eff_path disable_mamba_mem_eff_path use_mok_megakernel
 """
 """Arguments that only have an effect with one of ``LIMITED``, or with positions that are refused. ``*``: any ending."""
@@ -177,7 +184,7 @@ moe_use_grouped_tensor moe_single_grouped_* moe_permute_fusion moe_router_fusion
 moe_enable_deepep moe_flex_dispatcher_backend moe_deepep_* moe_hybridep_* moe_ncclep_* moe_paged_stash*
 moe_expert_rank_capacity_factor moe_shared_expert_overlap moe_layer_recompute moe_per_layer_logging moe_use_upcycling
 moe_upcycling_granularity moe_enable_routing_replay moe_routing_trace_path moe_pad_experts_for_* mtp_loss_scaling_factor
-mtp_standalone
+mtp_standalone keep_mtp_spec_in_bf16
 
 {WITH_LIMITED}
 """
@@ -198,6 +205,7 @@ LATEST = {
         ("hybrid_layer_pattern", "hybrid_override_pattern", "is_hybrid_model"), "a pattern of kinds of layers"
     ),
     **dict.fromkeys(("hybrid_attention_ratio", "hybrid_mlp_ratio"), "a pattern of kinds of layers"),
+    **dict.fromkeys(("experimental_attention_variant", "linear_attention_type"), "gated delta nets"),
 }
 """Arguments that add to what a layer of core's has, which only its GPT has here."""
 
@@ -222,8 +230,17 @@ def limits(values: Mapping[str, Any]) -> list[str]:
 
 def _is_idle(name: str, values: Mapping[str, Any]) -> bool:
     """Whether the argument belongs to something that the model doesn't have."""
+    if name.startswith("gdn_"):
+        return not has_delta_nets(values)
     owners = (owner for owner, prefixes in _OF_LATEST.items() if name.startswith(prefixes))
     return any(not values.get(owner) for owner in owners)
+
+
+def has_delta_nets(values: Mapping[str, Any]) -> bool:
+    """Whether the arguments describe a model with gated delta nets."""
+    patterns = ("hybrid_layer_pattern", "hybrid_override_pattern", "mtp_hybrid_override_pattern")
+    is_lettered = any("G" in str(values.get(name) or "") for name in patterns)
+    return is_lettered or any(values.get(name) for name in ("experimental_attention_variant", "linear_attention_type"))
 
 
 def unknown(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 LAYER = re.compile(r"\b(\w+)\.layers\.(\d+)\.")
 """Pattern of our names of layers' tensors: the stack, and the layer's number."""
 
 _NUMBER = re.compile(r"\blayers\.(\d+)\.")
+_FUSED_NORM = re.compile(r"\.layer_norm_(weight|bias)$")
 _EXPERT = re.compile(r"(local_experts\.|experts\.experts\.|\.experts\.linear_fc[12]\.(?:weight|bias))(\d+)")
 
 
@@ -124,16 +125,21 @@ def latents_and_experts(before: str) -> Iterator[Spelling]:
             )
 
 
-_COMPONENTS = {"in_proj.weight": ("z", "x", "B", "C", "dt"), **dict.fromkeys(("conv1d.weight", "conv1d.bias"), "xBC")}
+_COMPONENTS = {
+    ".mixer.in_proj.weight": ("z", "x", "B", "C", "dt"),
+    **dict.fromkeys((".mixer.conv1d.weight", ".mixer.conv1d.bias"), ("x", "B", "C")),
+    ".self_attention.in_proj.weight": ("query", "key", "value", "z", "beta", "alpha"),
+    ".self_attention.conv1d.weight": ("query", "key", "value"),
+}
 
 
-def components_of(name: str) -> tuple[str, ...]:
-    """What torch_dist keeps of a tensor of a Mamba-2 layer in a key each, one below the other; none for others."""
-    return tuple(_COMPONENTS.get(name.partition(".mixer.")[2], ()))
+def components_of(ours: str) -> tuple[str, ...]:
+    """What torch_dist keeps of a tensor of a mixer with a state in a key each, one below the other; none for others."""
+    return next((components for ending, components in _COMPONENTS.items() if ours.endswith(ending)), ())
 
 
 def mamba_layers(before: str) -> Iterator[Spelling]:
-    """A Mamba-2 layer of a hybrid, and the norm behind all layers, which has a name of its own there."""
+    """A Mamba-2 layer of a hybrid. Newer releases have the convolution under names of its own."""
     mixer = f"{before}.mixer"
     yield Spelling(f"{before}.norm.weight", f"{before}.norm.weight", f"{mixer}.in_proj.layer_norm_weight", None)
     for name in ("in_proj.weight", "dt_bias", "A_log", "D", "norm.weight", "out_proj.weight"):
@@ -143,27 +149,57 @@ def mamba_layers(before: str) -> Iterator[Spelling]:
         yield Spelling(name, name, name, None, others=(f"{mixer}.conv1d_{kind}",))
 
 
+def delta_net_layers(before: str) -> Iterator[Spelling]:
+    """A gated delta net in place of a layer's attention."""
+    net = f"{before}.self_attention"
+    norm = f"{before}.input_layernorm.weight"
+    yield Spelling(norm, norm, f"{net}.in_proj.layer_norm_weight", None)
+    for name in ("in_proj.weight", "conv1d.weight", "dt_bias", "A_log", "out_norm.weight", "out_proj.weight"):
+        yield same(f"{net}.{name}", None)
+
+
+def decoder_layers(before: str) -> Iterator[Spelling]:
+    """What a layer of a decoder may have beside ``stack``'s."""
+    for rows in (latents_and_experts, mamba_layers, delta_net_layers):
+        yield from rows(before)
+
+
 def final_norm_of_hybrids() -> Iterator[Spelling]:
     """The norm behind a hybrid's layers."""
     for kind in ("weight", "bias"):
         yield same(f"decoder.final_layernorm.{kind}", None, core=f"decoder.final_norm.{kind}")
 
 
+_DEPTH = "mtp.layers.{n}"
+
+
+def _around_depths() -> Iterator[Spelling]:
+    for name in ("enorm", "hnorm", "eh_proj", "final_layernorm"):
+        yield from (same(f"{_DEPTH}.{name}.{kind}", None) for kind in ("weight", "bias"))
+
+
+def _layer_of_depth(before: str) -> Iterator[Spelling]:
+    yield from _parts(before, (*ATTENTION, *MLP))
+    yield from decoder_layers(before)
+    yield sinks(f"{before}.self_attention")
+
+
 def mtp_layers() -> Iterator[Spelling]:
     """Multi-token prediction, each depth with a layer of its own."""
-    before = "mtp.layers.{n}"
-    for name in ("enorm", "hnorm", "eh_proj", "final_layernorm"):
-        yield from (same(f"{before}.{name}.{kind}", None) for kind in ("weight", "bias"))
-    layer = f"{before}.transformer_layer"
-    rows = (
-        *_parts(layer, (*ATTENTION, *MLP)),
-        *latents_and_experts(layer),
-        sinks(f"{layer}.self_attention"),
-    )
-    for row in rows:
+    yield from _around_depths()
+    for row in _layer_of_depth(f"{_DEPTH}.transformer_layer"):
         known = (row.core, row.fused, *row.others)
         again = (name.replace(".transformer_layer.", ".mtp_model_layer.") for name in known)
         yield dataclasses.replace(row, others=(*row.others, *dict.fromkeys(again)))
+
+
+def mtp_layers_of_hybrids(size: int) -> Iterator[Spelling]:
+    """Multi-token prediction with ``size`` layers in each depth, which are a stack of their own there."""
+    yield from _around_depths()
+    for number in range(size):
+        ours = f"{_DEPTH}.transformer_layer." if size == 1 else f"{_DEPTH}.layers.{number}."
+        for row in _layer_of_depth(f"{_DEPTH}.mtp_model_layer.layers.{number}"):
+            yield dataclasses.replace(row, ours=row.ours.replace(f"{_DEPTH}.mtp_model_layer.layers.{number}.", ours))
 
 
 def _without_number(name: str) -> str:
@@ -210,15 +246,21 @@ class Names:
         (row, *_), layer = self._rows_of(ours)
         return [name.replace("{n}", layer) for name in (row.core, row.copy) if name]
 
-    def dist_names(self, ours: str, *, has_numbers: bool, has_latents: bool, has_experts: bool) -> list[str]:
+    def engine_names(self, ours: str, tensors: Collection[str]) -> list[str]:
+        """Names of our tensor in core models with Transformer Engine, as ``core_names``. ``tensors``: all of ours."""
+        row, layer, is_fused = self._row_among(ours, tensors)
+        name = row.others[0] if "{e}" in row.core else row.fused if is_fused else row.core
+        return [name.replace("{n}", layer)]
+
+    def dist_names(self, ours: str, tensors: Collection[str], *, has_numbers: bool, is_plain: bool) -> list[str]:
         """The keys of a torch_dist folder that hold our tensor, the only one or one layer of a stack.
 
-        ``has_numbers``: keys name the layer, as where layers are not all alike. With latents or experts, norms have one
-        name with Transformer Engine and another without; with latents, that of queries has others than in other layers.
+        ``tensors``: all of ours. ``has_numbers``: keys name the layer, as where layers are not all alike. ``is_plain``:
+        without latents and experts, with which norms have one name with Transformer Engine and another without.
         """
-        rows, layer = self._rows_of(ours)
-        row, is_plain = rows[-1 if has_latents else 0], not (has_latents or has_experts)
+        row, layer, _ = self._row_among(ours, tensors)
         known = [row.fused, row.copy, None if is_plain or "{e}" in row.core else row.core]
+        known += row.others if ".mixer.conv1d." in ours else ()
         names = dict.fromkeys(filter(None, known))
         return [name.replace("{n}", layer) if has_numbers else _without_number(name) for name in names]
 
@@ -226,6 +268,17 @@ class Names:
         """Our names of the layers in a stacked tensor of a torch_dist folder; None for a key that is no stack."""
         ours = self._stacks.get(key)
         return None if ours is None else [ours.format(n=number) for number in range(num_layers)]
+
+    def _row_among(self, ours: str, tensors: Collection[str]) -> tuple[Spelling, str, bool]:
+        """The row and the layer's number of our tensor, and whether it is a norm's in front of a matrix that is there:
+        the row then is that of this matrix.
+        """
+        rows, layer = self._rows_of(ours)
+        for row in rows:
+            matrix = self._ours.get(_FUSED_NORM.sub(".weight", row.fused), "")
+            if matrix.replace("{n}", layer) in tensors and _FUSED_NORM.search(row.fused):
+                return row, layer, True
+        return rows[0], layer, False
 
     def _rows_of(self, ours: str) -> tuple[list[Spelling], str]:
         layer = _NUMBER.search(ours)

@@ -91,13 +91,14 @@ def read_megatron_lm(
     gated = gates_behind_queries(model).argsort() if model.attention_output_gate else None
     merge = _Merge(model.num_attention_heads, model.kv_channels, files.version, vocab_size, gated)
     chat, _ = read_chat(companions_in(files.folder.parent / FOLDER), tokenizer, rows=vocab_size)
+    tensors = {
+        name: LazyTensor(sharding.shape, stored[name][0].dtype, partial(merge.join, name, stored[name], sharding))
+        for name, sharding in wanted.items()
+    }
     return PortableModel(
         model=model,
         groups=groups,
-        tensors={
-            name: LazyTensor(sharding.shape, stored[name][0].dtype, partial(merge.join, name, stored[name], sharding))
-            for name, sharding in wanted.items()
-        },
+        tensors=theirs.tensors_to_read(tensors, model, groups),
         tokenizer=tokenizer,
         seq_length=min(files.args("seq_length", model.max_position_embeddings), model.max_position_embeddings),
         companions=tokenizer_files(tokenizer),
@@ -123,7 +124,7 @@ def _parts_of_shards(files: ShardFiles, family: Family) -> dict[str, Parts]:
     """Our names with a part for each tensor-parallel rank; layers are numbered within their stage. Of tensors that
     several stages have, the last stage's count.
     """
-    names, replicated = format_of(family).names, format_of(family).replicated
+    names, replicated = format_of(family).names_in(files.args), format_of(family).replicated
     found: dict[str, Parts] = {}
     first_layers: dict[str, int] = {}
     for stage in files.stages:
@@ -243,14 +244,16 @@ def _parts_of_dist(files: DistFiles, family: Family) -> dict[str, Parts]:
 
     Since core 0.14 a tensor may be in two halves, gates and values, and each expert in tensors of its own.
     """
-    names, stored = format_of(family).names, files.stored
+    names, stored = format_of(family).names_in(files.args), files.stored
     found: dict[str, Parts] = {}
     pieces: dict[str, dict[tuple[int, str], LazyTensor]] = {}
     components: dict[str, dict[str, LazyTensor]] = {}
     for key, entry in stored.entries.items():
         before, _, component = key.rpartition(".")
-        if component in components_of(before) and (ours := names.our_name(before)) is not None:
-            components.setdefault(ours, {})[component] = LazyTensor(entry.shape, entry.dtype, partial(stored.read, key))
+        if component and component in components_of(stacked := names.our_name(before) or ""):
+            components.setdefault(stacked, {})[component] = LazyTensor(
+                entry.shape, entry.dtype, partial(stored.read, key)
+            )
             continue
         if not is_weight(key) or key.split(".")[0] not in names.roots:
             continue  # optimizer and random states

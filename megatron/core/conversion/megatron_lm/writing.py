@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import json
 import shutil
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -21,7 +21,7 @@ from megatron.core.conversion.companions import FOLDER, copied_tokenizer, copy_f
 from megatron.core.conversion.megatron_lm.arguments import arguments_of
 from megatron.core.conversion.megatron_lm.files import BACKEND, COMMON, RELEASE
 from megatron.core.conversion.megatron_lm.format import format_for
-from megatron.core.conversion.megatron_lm.names import LAYER, Names, components_of, depths_of, is_of_experts
+from megatron.core.conversion.megatron_lm.names import LAYER, components_of, depths_of, is_of_experts
 from megatron.core.conversion.megatron_lm.output_gates import GATED, gates_behind_queries
 from megatron.core.conversion.portable import LazyTensor, PortableModel, parameters_of
 from megatron.core.files.remote_path import AnyPath
@@ -50,6 +50,8 @@ def write_megatron_lm(portable: PortableModel, root: Path, *, dist: bool, final:
         **theirs.unsupported(portable),
     }
     args = arguments_of(portable, dist=dist, own=theirs.arguments(portable), unsupported=unsupported)
+    is_engines = theirs.is_engines(portable.groups)
+    args.moe_grouped_gemm = None if dist else is_engines  # how torch names experts; torch_dist has one name
     if portable.companions:
         moved = copied_tokenizer(portable.tokenizer, final / FOLDER)
         args.tokenizer_model, args.vocab_file, args.merge_file = (
@@ -68,7 +70,9 @@ def write_megatron_lm(portable: PortableModel, root: Path, *, dist: bool, final:
     if dist:
         _write_dist(tensors, portable, common, folder)
     else:
-        _write_torch(tensors, theirs.names_of(portable.groups), common, folder)
+        names = theirs.names_of(portable.groups)
+        spelled = partial(names.engine_names, tensors=tensors) if is_engines else names.core_names
+        _write_torch(tensors, spelled, common, folder)
     (root / TRACKER).write_text(str(portable.iteration) if portable.iteration else RELEASE, encoding="utf-8")
 
 
@@ -103,8 +107,8 @@ def _in_one_matrix(name: str, tensor: LazyTensor) -> LazyTensor:
 def _write_dist(
     tensors: dict[str, LazyTensor], portable: PortableModel, common: dict[str, object], folder: Path
 ) -> None:
-    """Layers that are all alike are stacked along a new first dim, a box being one layer. Others keep their numbers.
-    So do those of Mamba-2, of which some tensors have a key for each component.
+    """Layers that are all alike are stacked along a new first dim, a box being one layer. Others keep their numbers,
+    and mixers with a state have a key for each component of some tensors.
     """
     depths, boxes, extra = depths_of(tensors), list[StreamedBox](), dict[str, bytes]()
     kinds, theirs = _kinds_of_layers(tensors), format_for(portable.groups)
@@ -112,15 +116,12 @@ def _write_dist(
     rows_of_components = {
         name: [part.rows for part in shardings[name].parts] for name in tensors if components_of(name)
     }
-    has_latents, has_experts = (
-        any(".linear_kv_down_proj." in name for name in tensors),
-        any(map(is_of_experts, tensors)),
-    )
+    is_plain = not any(".linear_kv_down_proj." in name or is_of_experts(name) for name in tensors)
+    has_numbers = theirs.is_engines(portable.groups)
     for name, tensor in tensors.items():
         layer = LAYER.match(name)
-        has_mixers = layer is not None and any(".mixer." in f".{each}" for kind in kinds[layer[1]] for each in kind)
-        is_stacked = layer is not None and layer[1] != "mtp" and len(kinds[layer[1]]) == 1 and not has_mixers
-        keys = names.dist_names(name, has_numbers=not is_stacked, has_latents=has_latents, has_experts=has_experts)
+        is_stacked = layer is not None and layer[1] != "mtp" and len(kinds[layer[1]]) == 1 and not has_numbers
+        keys = names.dist_names(name, tensors, has_numbers=not is_stacked, is_plain=is_plain)
         for key in keys:
             place = None
             if layer is not None and is_stacked:
@@ -181,7 +182,7 @@ def _rows_of(tensor: LazyTensor, start: int, count: int) -> Tensor:
 
 def _has_extra_state(key: str, *, of_output: bool) -> bool:
     module, _, kind = key.rpartition(".")
-    is_split = ".linear_" in module or module.endswith((".eh_proj", ".mixer.in_proj", ".mixer.out_proj"))
+    is_split = ".linear_" in module or module.endswith((".eh_proj", ".in_proj", ".out_proj"))
     return (is_split and not kind.startswith("layer_norm_")) or (module.endswith("output_layer") and of_output)
 
 
@@ -205,8 +206,13 @@ def _layer_of(tensor: LazyTensor) -> Tensor:
     return tensor.make().unsqueeze(0)
 
 
-def _write_torch(tensors: dict[str, LazyTensor], names: Names, common: dict[str, object], folder: Path) -> None:
-    """``torch.save`` wants all tensors at once, so they are put into mapped files and not into memory."""
+def _write_torch(
+    tensors: dict[str, LazyTensor], spelled: Callable[[str], list[str]], common: dict[str, object], folder: Path
+) -> None:
+    """``torch.save`` wants all tensors at once, so they are put into mapped files and not into memory.
+
+    ``spelled``: gives the names there of one of ours.
+    """
     waiting = folder / "waiting"
     waiting.mkdir()
     model: dict[str, Tensor] = {}
@@ -215,7 +221,7 @@ def _write_torch(tensors: dict[str, LazyTensor], names: Names, common: dict[str,
         mapped = torch.from_file(str(waiting / str(number)), shared=True, size=made.numel(), dtype=made.dtype)
         mapped.copy_(made.reshape(-1))
         whole = mapped.view(made.shape)
-        for core in names.core_names(name):
+        for core in spelled(name):
             of_experts = enumerate(whole) if is_of_experts(name) else [(0, whole)]
             model |= {core.replace("{e}", str(number)): each for number, each in of_experts}
     target = folder / "mp_rank_00"

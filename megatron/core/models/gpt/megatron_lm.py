@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from functools import partial
+from functools import lru_cache, partial
 from typing import Annotated, Any
 
 import torch
@@ -11,6 +11,7 @@ from typing_extensions import override
 
 from megatron.config.hybrid import HybridConfig
 from megatron.config.layer_patterns import every_or_listed, shortest_pattern
+from megatron.config.linear_attention import GatedDeltaNetConfig
 from megatron.config.model import ModelConfig
 from megatron.config.moe import MoEConfig, sinkhorn_weights
 from megatron.core.conversion.bounds import Factor, Width
@@ -20,17 +21,19 @@ from megatron.core.conversion.megatron_lm.names import (
     POSITIONS,
     WORDS,
     Names,
+    decoder_layers,
     final_norm_of_hybrids,
-    latents_and_experts,
-    mamba_layers,
     mtp_layers,
+    mtp_layers_of_hybrids,
     stack,
 )
 from megatron.core.conversion.megatron_lm.saved_arguments import Arguments
 from megatron.core.conversion.portable import LazyTensor, PortableModel
+from megatron.core.models.gpt import megatron_lm_delta_nets as delta_nets
 from megatron.core.models.gpt.config import GPTConfig
 from megatron.core.models.gpt.megatron_lm_hybrid import KINDS as HYBRID_KINDS
 from megatron.core.models.gpt.megatron_lm_hybrid import (
+    depth_size,
     experts_of_pattern,
     hybrid_arguments,
     hybrid_from_arguments,
@@ -51,31 +54,23 @@ _NOT_TAKEN = ("moe_shared_expert_gate", "moe_router_score_function", *_SAME[6:])
 _BIAS, _GATE = ".mlp.experts.linear_fc1.bias", ".mlp.shared_experts.gate.weight"
 
 
+_DECODER = (*stack("decoder", "encoder"), *decoder_layers("decoder.layers.{n}"))
+
+
+@lru_cache(maxsize=8)
+def _names_of_hybrids(depth_size: int) -> Names:
+    """The norm behind a hybrid's layers has another name than a GPT's, and each depth has several layers."""
+    return Names(WORDS, POSITIONS, *final_norm_of_hybrids(), *_DECODER, *mtp_layers_of_hybrids(depth_size), OUTPUT)
+
+
 class GPTFormat(MegatronLMFormat):
     """Checkpoints without marker tensors of another family."""
 
-    names = Names(
-        WORDS,
-        POSITIONS,
-        *stack("decoder", "encoder"),
-        *latents_and_experts("decoder.layers.{n}"),
-        *mtp_layers(),
-        *mamba_layers("decoder.layers.{n}"),
-        *final_norm_of_hybrids(),
-        OUTPUT,
-    )
-    names_of_hybrids = Names(
-        WORDS,
-        POSITIONS,
-        *final_norm_of_hybrids(),
-        *stack("decoder", "encoder"),
-        *latents_and_experts("decoder.layers.{n}"),
-        *mamba_layers("decoder.layers.{n}"),
-        OUTPUT,
-    )
+    names = Names(WORDS, POSITIONS, *_DECODER, *mtp_layers(), *final_norm_of_hybrids(), OUTPUT)
     layer_count_arguments: Mapping[str, str] = {"mtp": "mtp_num_layers"}
     kinds: Mapping[str, Any] = {
         **HYBRID_KINDS,
+        **delta_nets.KINDS,
         "num_experts": Annotated[int, Between(0, 4096)],
         **dict.fromkeys(("moe_router_topk", "moe_router_num_groups", "moe_router_group_topk"), _Experts),
         **dict.fromkeys(("moe_ffn_hidden_size", "moe_shared_expert_intermediate_size"), Width),
@@ -87,8 +82,25 @@ class GPTFormat(MegatronLMFormat):
 
     @override
     def names_of(self, groups: Sequence[object]) -> Names:
-        """The norm behind a hybrid's layers has another name than a GPT's."""
-        return self.names_of_hybrids if HybridConfig.among(groups).is_hybrid else self.names
+        """Hybrids have names of their own."""
+        hybrid = HybridConfig.among(groups)
+        return _names_of_hybrids(len(hybrid.depth_letters)) if hybrid.is_hybrid else self.names
+
+    @override
+    def names_in(self, args: Arguments) -> Names:
+        """How many layers a depth of a hybrid has is in its pattern."""
+        size = depth_size(args)
+        return _names_of_hybrids(size) if size else self.names
+
+    @override
+    def is_engines(self, groups: Sequence[object]) -> bool:
+        """Hybrids and gated delta nets."""
+        return HybridConfig.among(groups).is_hybrid or GatedDeltaNetConfig.among(groups).has_delta_nets
+
+    @override
+    def check(self, args: Arguments) -> None:
+        """Raise CheckpointError for gated delta nets that compute something else there."""
+        delta_nets.check(args)
 
     @override
     def groups_from_arguments(
@@ -100,7 +112,7 @@ class GPTFormat(MegatronLMFormat):
         Raises CheckpointError for choices that a router can't make, or makes in another way here.
         """
         hybrid, mamba = hybrid_from_arguments(args, model, stored)
-        of_hybrid = (hybrid, mamba) if hybrid.is_hybrid else ()
+        of_hybrid = (*((hybrid, mamba) if hybrid.is_hybrid else ()), delta_nets.read(args, model, hybrid))
         if not args("num_experts", 0):
             return (GPTConfig(), *of_hybrid)
         found = {name: value for name in _SAME if (value := args(name, None)) is not None}
@@ -133,8 +145,9 @@ class GPTFormat(MegatronLMFormat):
 
     @override
     def unsupported(self, portable: PortableModel) -> dict[str, bool]:
-        """What no router or experts of Megatron-LM's have, and whether these have it."""
+        """What no mixers, router or experts of Megatron-LM's have, and whether these have it."""
         moe, of_hybrid = MoEConfig.among(portable.groups), unsupported(portable.model, portable.groups)
+        of_hybrid |= delta_nets.unsupported(portable.model, portable.groups)
         if not moe.has_experts:
             return of_hybrid
         other_score = moe.scores_of_group * (moe.moe_router_group_topk or 1) != moe.moe_router_topk
@@ -149,8 +162,9 @@ class GPTFormat(MegatronLMFormat):
 
     @override
     def arguments(self, portable: PortableModel) -> dict[str, Any]:
-        """Arguments that describe experts; none for a dense model."""
+        """Arguments that describe experts and mixers; none for a dense model of attention."""
         moe, of_hybrid = MoEConfig.among(portable.groups), hybrid_arguments(portable.model, portable.groups)
+        of_hybrid |= delta_nets.arguments(portable.groups)
         if not moe.has_experts:
             return of_hybrid
         marked = moe.expert_layers(portable.model.num_layers)
@@ -165,10 +179,23 @@ class GPTFormat(MegatronLMFormat):
 
     @override
     def flags(self, groups: Sequence[object]) -> dict[str, Any]:
-        """Flags of routers and shared experts that --use-checkpoint-args doesn't take, unless they are the defaults."""
+        """Flags of mixers, routers and shared experts that --use-checkpoint-args doesn't take, defaults aside."""
         moe, usual = MoEConfig.among(groups), MoEConfig()
         found = {name: getattr(moe, name) for name in _NOT_TAKEN} if moe.has_experts else {}
-        return {name: value for name, value in found.items() if value != getattr(usual, name)}
+        found = {name: value for name, value in found.items() if value != getattr(usual, name)}
+        return found | delta_nets.flags(groups)
+
+    @override
+    def tensors_to_read(
+        self, tensors: Mapping[str, LazyTensor], model: ModelConfig, groups: Sequence[object]
+    ) -> Mapping[str, LazyTensor]:
+        """Norms of value heads as they are here."""
+        return delta_nets.with_norms(tensors, model, added=1.0)
+
+    @override
+    def tensors_to_write(self, portable: PortableModel) -> dict[str, LazyTensor]:
+        """Norms of value heads as they are there."""
+        return delta_nets.with_norms(portable.tensors, portable.model, added=-1.0)
 
     @override
     def notes(self, args: Arguments) -> tuple[str, ...]:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from megatron.config.model import ModelConfig
 from megatron.core.conversion.megatron_lm.forward import MegatronLMModel, future
 from megatron.core.conversion.questions import Answer, tokens_for
+from megatron.core.models.gpt.delta_net_forward import delta_net
 from megatron.core.models.gpt.expert_forward import experts
 from megatron.core.models.gpt.state_space_forward import state_space
 from megatron.core.transformer.output_layer import VocabularyOutput
@@ -32,8 +33,9 @@ class CausalQuestion:
         """Logits of every position over the padded vocabulary, by Megatron-LM's formulas."""
         x = model.embedded(self.tokens)
         (stack,) = model.stacks - {"mtp"}
-        routed, recurrent = partial(experts, model=model), partial(state_space, model=model)
-        hidden = model.run(stack, x, future(x.shape[1]), routed=routed, recurrent=recurrent)
+        kinds = {"mixer.": state_space, "self_attention.in_proj.": delta_net}
+        mixers = {name: partial(kind, model=model) for name, kind in kinds.items()}
+        hidden = model.run(stack, x, future(x.shape[1]), routed=partial(experts, model=model), mixers=mixers)
         return {"words": model.words(hidden)}
 
     def ask_ours(self, stage: nn.Module, handed: Mapping[str, Tensor]) -> Answer:
