@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -92,6 +93,23 @@ def test_limits_that_are_written_are_read(
     assert published is not None
     again = published.groups_from_config(published.reader(written, where="config.json"), (), where="config.json")
     assert MambaConfig.among(again).mamba_time_step_limits == limits
+
+
+@pytest.mark.parametrize("limit", [[0.0, 0.45], [0.6, float("inf")], [0.4, float("inf")]], ids=["high", "low", "none"])
+def test_a_limit_that_programs_read_otherwise(
+    limit: list[float], model_folder: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """transformers' Nemotron-H ignores ``time_step_limit`` and others obey it, so that a model with limits answered
+    otherwise than where it was trained, and nothing was said.
+    """
+    shutil.copytree(model_folder("nemotron_h"), tmp_path / "theirs")
+    path = tmp_path / "theirs/config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "time_step_limit": limit}))
+    if limit == [0.4, float("inf")]:  # what time_step_min says
+        assert read_huggingface(tmp_path / "theirs").groups == read_huggingface(model_folder("nemotron_h")).groups
+        return
+    with expect_error(CheckpointError):
+        read_huggingface(tmp_path / "theirs")
 
 
 @pytest.mark.parametrize("changed", [{}, {"normalization": "LayerNorm"}], ids=["limits", "limits and norms"])

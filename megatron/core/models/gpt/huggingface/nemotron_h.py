@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Annotated, Any
@@ -30,6 +31,7 @@ from megatron.core.models.gpt.huggingface.hybrid_parts import (
     mamba_part,
     mixer_rows,
     pattern_part,
+    read_limits,
 )
 from megatron.core.models.gpt.huggingface.llama import OURS
 from megatron.small_files import Between
@@ -111,8 +113,17 @@ def _later_rows(rows: Sequence[Row], model: ModelConfig, groups: Sequence[object
 
 
 def _read_mamba(reader: ConfigReader) -> dict[str, Any]:
-    """transformers clamps steps to ``time_step_min``, whatever ``time_step_limit`` says."""
-    return {"mamba_time_step_limits": limits(reader("time_step_min"), float("inf"))}
+    """transformers clamps steps to ``time_step_min``, whatever ``time_step_limit`` says. Raises CheckpointError for a
+    limit that is another one, with which programs that obey it compute another model.
+    """
+    least, (lowest, highest) = reader("time_step_min"), read_limits(reader) or (0.0, math.inf)
+    if lowest > least or limits(0.0, highest) is not None:
+        raise reader.refuse(
+            "time_step_limit",
+            f"transformers ignores it and only limits steps to time_step_min ({least:g}) or more, and other programs "
+            "obey it; write [0.0, Infinity] there if the model was trained without it",
+        )
+    return {"mamba_time_step_limits": limits(least, math.inf)}
 
 
 def _written_mamba(mamba: MambaConfig, model: ModelConfig) -> dict[str, Any]:
@@ -186,7 +197,7 @@ _EXPECTED: dict[str, Any] = {
     "moe_latent_size": None,
 }
 _IDLE = (
-    *("chunk_size", "expand", "time_step_limit", "time_step_max", "time_step_floor", "rescale_prenorm_residual"),
+    *("chunk_size", "expand", "time_step_max", "time_step_floor", "rescale_prenorm_residual"),
     *("residual_in_fp32", "num_logits_to_keep", "use_mamba_kernels", "mamba_ssm_cache_dtype", "n_shared_experts"),
     *("moe_shared_expert_overlap", "mtp_layers_block_type", "mtp_hybrid_override_pattern", "num_hidden_layers"),
 )
