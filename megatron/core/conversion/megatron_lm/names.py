@@ -158,7 +158,7 @@ def delta_net_layers(before: str) -> Iterator[Spelling]:
         yield same(f"{net}.{name}", None)
 
 
-def decoder_layers(before: str) -> Iterator[Spelling]:
+def mixers_and_experts(before: str) -> Iterator[Spelling]:
     """What a layer of a decoder may have beside ``stack``'s."""
     for rows in (latents_and_experts, mamba_layers, delta_net_layers):
         yield from rows(before)
@@ -180,7 +180,7 @@ def _around_depths() -> Iterator[Spelling]:
 
 def _layer_of_depth(before: str) -> Iterator[Spelling]:
     yield from _parts(before, (*ATTENTION, *MLP))
-    yield from decoder_layers(before)
+    yield from mixers_and_experts(before)
     yield sinks(f"{before}.self_attention")
 
 

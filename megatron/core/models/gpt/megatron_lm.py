@@ -21,8 +21,8 @@ from megatron.core.conversion.megatron_lm.names import (
     POSITIONS,
     WORDS,
     Names,
-    decoder_layers,
     final_norm_of_hybrids,
+    mixers_and_experts,
     mtp_layers,
     mtp_layers_of_hybrids,
     stack,
@@ -54,7 +54,7 @@ _NOT_TAKEN = ("moe_shared_expert_gate", "moe_router_score_function", *_SAME[6:])
 _BIAS, _GATE = ".mlp.experts.linear_fc1.bias", ".mlp.shared_experts.gate.weight"
 
 
-_DECODER = (*stack("decoder", "encoder"), *decoder_layers("decoder.layers.{n}"))
+_DECODER = (*stack("decoder", "encoder"), *mixers_and_experts("decoder.layers.{n}"))
 
 
 @lru_cache(maxsize=8)
