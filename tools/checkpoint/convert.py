@@ -24,7 +24,7 @@ from megatron.config.flags import Settings, flag, switch
 from megatron.config.legacy_flags import legacy_table
 from megatron.config.parse import parse_groups
 from megatron.core.checkpointing.manifest import MANIFEST
-from megatron.core.conversion.programs import Program
+from megatron.core.conversion.programs import Program, Quantized
 from megatron.core.files.remote_path import AnyPath, path_of
 from megatron.core.models.registry import family_titled
 from megatron.errors import ConfigError, kept_on_interrupt, run_command
@@ -109,6 +109,18 @@ class ConvertConfig(Settings):
     skip_proof: bool = flag(
         "Do not compare the logits of source and target; the conversion is then unproven.", default=False
     )
+    quantize: Quantized | None = flag(
+        "Write weights of linear layers of a Hugging Face target in few bits, rounded to the nearest: int8 and int4 "
+        "(symmetric, or with zero points) for weights alone, int8 (w8a8) or fp8 for activations, too.",
+        default=None,
+    )
+    group_size: int | None = flag(
+        "Inputs that share a scale with --quantize int4 and int4-asym; 128 unless given.", default=None, at_least=1
+    )
+    quantize_ignore: tuple[str, ...] = flag(
+        "Linear layers that --quantize leaves as they are: names in the target, or re: and a regular expression.",
+        default=(),
+    )
     model_type: str | None = flag(
         "Expected family of the model; only checked, since the source names it.", default=None
     )
@@ -164,12 +176,19 @@ def job_of(config: ConvertConfig) -> Conversion:
         if config.source is not None:
             raise ConfigError(f"--from megatron-lm: {load} is a checkpoint of this project; give --from megatron")
         source = "megatron"
-    if source == target:
-        raise ConfigError(f"--from {source} --to {target}: source and target formats are the same")
+    if source == target and config.quantize is None:
+        instead = "; --quantize writes such a model in few bits" if target == "hf" else ""
+        raise ConfigError(f"--from {source} --to {target}: source and target formats are the same{instead}")
     _check_effect(config, source, target)
     max_shard_size = bytes_of(config.max_shard_size or "5GB")
     from megatron.core.conversion.convert import Conversion
+    from megatron.core.conversion.huggingface.quantizing import Rounding
+    from megatron.core.quantization.scheme import scheme_named
 
+    rounding = None
+    if config.quantize is not None:
+        scheme = scheme_named(config.quantize, group_size=config.group_size)
+        rounding = Rounding(scheme, config.quantize_ignore)
     return Conversion(
         source=source,
         load=load,
@@ -183,6 +202,7 @@ def job_of(config: ConvertConfig) -> Conversion:
         ignored=config.ignore_saved_args,
         skip_proof=config.skip_proof,
         family=None if config.model_type is None else family_titled(config.model_type).title,
+        rounding=rounding,
     )
 
 
@@ -199,6 +219,14 @@ def _check_effect(config: ConvertConfig, source: Program, target: Program) -> No
             "is for --from megatron-lm",
         ),
         ("--max-shard-size", config.max_shard_size, target == "hf", "is for --to hf"),
+        ("--quantize", config.quantize, target == "hf", "is for --to hf"),
+        ("--group-size", config.group_size, config.quantize is not None, "is for --quantize int4 and int4-asym"),
+        (
+            "--quantize-ignore",
+            " ".join(config.quantize_ignore) or None,
+            config.quantize is not None,
+            "names layers for --quantize to leave out",
+        ),
         ("--ckpt-format", config.ckpt_format, target == "megatron-lm", "is for --to megatron-lm"),
     )
     for name, value, has_effect, why in effects:

@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from torch import Tensor
@@ -13,8 +14,9 @@ from torch import Tensor
 from megatron.core.conversion import proof
 from megatron.core.conversion.averaging import read_average
 from megatron.core.conversion.huggingface.hub import model_folder
-from megatron.core.conversion.huggingface.reading import read_huggingface
-from megatron.core.conversion.huggingface.writing import write_huggingface
+from megatron.core.conversion.huggingface.quantizing import Rounding, as_read
+from megatron.core.conversion.huggingface.reading import read_config, read_huggingface
+from megatron.core.conversion.huggingface.writing import theirs_of, write_huggingface
 from megatron.core.conversion.megatron_lm.answer import megatron_lm_answer
 from megatron.core.conversion.megatron_lm.files import find_folder
 from megatron.core.conversion.megatron_lm.format import format_for
@@ -25,6 +27,7 @@ from megatron.core.conversion.megatron_lm.writing import write_megatron_lm
 from megatron.core.conversion.native import read_native, write_native
 from megatron.core.conversion.portable import LazyTensor, PortableModel
 from megatron.core.conversion.programs import TITLES, Program
+from megatron.core.conversion.quantized_proof import check_readers, prove_quantized
 from megatron.core.conversion.questions import Answer, Question, question_for
 from megatron.core.conversion.remote import becoming, fetched
 from megatron.core.files.remote_path import AnyPath
@@ -41,8 +44,8 @@ class Conversion:
     newest. ``averaged``: take the moving average of the weights. ``max_shard_size``: bytes of one weight file of
     Hugging Face's. ``dist``: write Megatron-LM's torch_dist format, else its torch format. ``true_vocab_size``: words
     of a Megatron-LM vocabulary before padding, where its tokenizer is missing. ``ignored``: arguments saved in a
-    Megatron-LM source that are read as if they weren't
-    there. ``family``: the title of the only one that is accepted.
+    Megatron-LM source that are read as if they weren't there. ``family``: the title of the only one that is accepted.
+    ``rounding``: how weights of a Hugging Face target are quantized.
     """
 
     source: Program
@@ -57,6 +60,7 @@ class Conversion:
     ignored: tuple[str, ...] = ()
     skip_proof: bool = False
     family: str | None = None
+    rounding: Rounding | None = None
 
 
 def convert(job: Conversion, say: Callable[[str], None]) -> proof.Proof | None:
@@ -77,6 +81,8 @@ def _convert(job: Conversion, say: Callable[[str], None]) -> proof.Proof | None:
     check_target(job.save)
     if not job.skip_proof and "hf" in (job.source, job.target):
         proof.transformers_version()
+        if job.rounding is not None:
+            check_readers(job.rounding.scheme)
     with _at_hand(job, say) as (place, step):
         with _reading(job.load):
             portable = _read(job, place, step=step)
@@ -99,7 +105,9 @@ def _convert(job: Conversion, say: Callable[[str], None]) -> proof.Proof | None:
             proof.check_memory(proof.memory_needed(portable, {job.source, job.target}))
         with becoming(job.save, say=say, check=lambda: check_target(job.save)) as aside:
             _write(job, portable, aside)
-            found = None if job.skip_proof else _prove(job, portable, place, aside, step=step)
+            found = None if job.skip_proof else _prove(job, portable, place, aside, say, step=step)
+    if job.rounding is not None:
+        say(f"weights of linear layers are in {job.rounding.scheme.name}: rounded, and no longer the source's numbers")
     say(f"proof: {found}" if found else "NOT PROVEN: --skip-proof skipped the comparison of logits")
     say(f"wrote {job.save} in {TITLES[job.target]} format: weights only, no optimizer state, no schedule")
     if job.target == "megatron":
@@ -171,19 +179,39 @@ def check_target(save: AnyPath) -> None:
 def _write(job: Conversion, portable: PortableModel, aside: Path) -> None:
     match job.target:
         case "hf":
-            write_huggingface(portable, aside, max_shard_size=job.max_shard_size)
+            write_huggingface(portable, aside, max_shard_size=job.max_shard_size, rounding=job.rounding)
         case "megatron":
             write_native(portable, aside, final=job.save)
         case "megatron-lm":
             write_megatron_lm(portable, aside, dist=job.dist, final=job.save)
 
 
-def _prove(job: Conversion, portable: PortableModel, place: AnyPath, aside: Path, *, step: int | None) -> proof.Proof:
+def _prove(
+    job: Conversion,
+    portable: PortableModel,
+    place: AnyPath,
+    aside: Path,
+    say: Callable[[str], None],
+    *,
+    step: int | None,
+) -> proof.Proof:
     """Compare the logits of the files read with those of the files written."""
-    question, words = question_for(portable.model, portable.groups), portable.model.vocab_size
+    question = question_for(portable.model, portable.groups)
     with _reading(job.load):
         before = _answer(job.source, place, question, step=step, averaged=job.averaged, ignored=job.ignored)
-    after = _answer(job.target, aside, question)
+    quantization = job.rounding or portable.quantization
+    if job.target != "hf" or quantization is None:
+        return _compared(portable, before, _answer(job.target, aside, question))
+    with _reading(job.load):
+        _compared(portable, before, proof.portable_answer(portable, question))
+        model_type = read_config(aside)["model_type"]
+        found = theirs_of(portable.model, portable.groups, model_type)
+        model_in = partial(as_read, found, portable, job.rounding, model_type)
+        return prove_quantized(model_in, aside, question, quantization.scheme, say)
+
+
+def _compared(portable: PortableModel, before: Answer, after: Answer) -> proof.Proof:
+    words = portable.model.vocab_size
     unpadded = [{**answer, "words": answer["words"][..., :words]} for answer in (before, after)]
     return proof.compare(*unpadded)
 

@@ -7,3 +7,5 @@ from typing import Literal
 Program = Literal["hf", "megatron", "megatron-lm"]
 """Names of ``--from`` and ``--to``: Hugging Face, this project, Megatron-LM."""
 TITLES: dict[Program, str] = {"hf": "Hugging Face", "megatron": "this project's", "megatron-lm": "Megatron-LM's"}
+Quantized = Literal["int8", "int4", "int4-asym", "w8a8", "fp8", "fp8-block"]
+"""Values of ``--quantize``: schemes that need no texts and have a reader."""

@@ -6,9 +6,11 @@ our model (a layer in memory at a time), Megatron-LM's by a forward pass written
 
 from __future__ import annotations
 
+import io
 import logging
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stderr
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -142,8 +144,16 @@ def huggingface_answer(folder: Path, question: Question) -> Answer:
     Experts are eager, too: the kernel that transformers 5 prefers refuses rows that don't begin at multiples of 16
     bytes.
     """
-    model_type = read_config(folder)["model_type"]
-    published = format_of(model_type)
+    return answer_of(loaded_by_transformers(folder, question, dequantize=True), folder, question)
+
+
+def loaded_by_transformers(folder: Path, question: Question, *, dequantize: bool = False) -> Any:
+    """The model of a Hugging Face folder in fp32, as transformers loads it; CheckpointError where it doesn't.
+
+    ``dequantize``: quantized weights are, while they are loaded; else when they are first used.
+    """
+    config = read_config(folder)
+    published = format_of(config["model_type"])
     assert published is not None, "the folder was read or written"
     version = transformers_version()
     import transformers
@@ -155,7 +165,8 @@ def huggingface_answer(folder: Path, question: Question) -> Answer:
             model, report = load(
                 **source,
                 **_options(version),
-                attn_implementation=published.types[model_type].attention,
+                **(_dequantizing(config.get("quantization_config")) if dequantize else {}),
+                attn_implementation=published.types[config["model_type"]].attention,
                 local_files_only=True,
                 trust_remote_code=False,
                 output_loading_info=True,
@@ -164,9 +175,24 @@ def huggingface_answer(folder: Path, question: Question) -> Answer:
         raise CheckpointError(f"transformers cannot load {folder}: {_reason(error)}") from error
     if missing := sorted(report["missing_keys"])[:5]:
         raise CheckpointError(f"transformers misses tensors in {folder}: {', '.join(missing)}")
+    return (model.float() if dequantize else model).eval()  # experts may be left in the type of their scales
+
+
+def _dequantizing(settings: Any) -> dict[str, Any]:
+    """How transformers is asked to dequantize a model with these settings; nothing for one that isn't quantized."""
+    import transformers
+
+    kinds = {"compressed-tensors": "CompressedTensorsConfig", "fp8": "FineGrainedFP8Config"}
+    kind = kinds.get((settings or {}).get("quant_method", ""))
+    return {} if kind is None else {"quantization_config": getattr(transformers, kind)(dequantize=True)}
+
+
+@torch.no_grad()
+def answer_of(model: Any, folder: Path, question: Question) -> Answer:
+    """The answer of a model that transformers loaded from ``folder``."""
     try:
-        with _InFP32():
-            return {kind: logits.float() for kind, logits in question.ask_theirs(model.eval()).items()}
+        with _InFP32(), _quiet_transformers():
+            return {kind: logits.float() for kind, logits in question.ask_theirs(model).items()}
     except Exception as error:  # some settings it looks at when it computes
         raise CheckpointError(f"transformers loads {folder}, and cannot compute with it: {_reason(error)}") from error
 
@@ -233,14 +259,16 @@ def transformers_version(*, skip: str = "--skip-proof") -> str:
 
 @contextmanager
 def _quiet_transformers() -> Iterator[None]:
-    """Turn off progress bars and advice of transformers inside the block."""
+    """Turn off progress bars and advice of transformers, and of packages that it calls, inside the block."""
     from transformers.utils import logging as transformers_logging
 
     level = transformers_logging.get_verbosity()
     transformers_logging.set_verbosity(logging.ERROR)
     transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     try:
-        yield
+        with warnings.catch_warnings(), redirect_stderr(io.StringIO()):
+            warnings.simplefilter("ignore")
+            yield
     finally:
         transformers_logging.set_verbosity(level)
         transformers_logging.enable_progress_bar()  # type: ignore[no-untyped-call]

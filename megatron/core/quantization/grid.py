@@ -8,6 +8,7 @@ and doesn't depend on layout or device.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -57,13 +58,22 @@ class Grid:
         rows, columns = (-(-size // side) for size, side in zip(shape, self.sides(shape), strict=True))
         return rows, columns
 
-    def check_divides(self, shape: tuple[int, int], name: str) -> None:
-        """Raise ConfigError for a weight whose inputs are no whole number of groups, with group sizes that fit."""
+    def check_divides(self, shape: tuple[int, int], name: str, *, others: Iterable[int] = ()) -> None:
+        """Raise ConfigError for a weight whose inputs are no whole number of groups, with group sizes that fit.
+
+        ``others``: numbers of inputs of the other weights, which a group size must fit, too.
+        """
         rows, group = self.block
         if rows != 1 or not group or shape[1] % group == 0:
             return
-        fits = [str(size) for size in (16, 32, 64, 128) if shape[1] % size == 0]
-        advice = f"--group-size {' or '.join(fits)} divides them" if fits else "only one scale an output fits"
+        widths = {shape[1], *others}
+        fits = [str(size) for size in (128, 64, 32, 16, 8) if all(width % size == 0 for width in widths)]
+        alone = [str(size) for size in (128, 64, 32, 16, 8) if shape[1] % size == 0]
+        advice = "only one scale for each output fits, which int8 has"
+        if fits:
+            advice = f"--group-size {' or '.join(fits)} divides those of all weights"
+        elif alone:
+            advice = f"--group-size {' or '.join(alone)} divides them, and no usual size those of all weights"
         raise ConfigError(f"--group-size {group} doesn't divide the {shape[1]} inputs of {name}; {advice}")
 
 

@@ -357,9 +357,12 @@ def test_quantized_weights(llama: Path) -> None:
     change(llama, quantization_config=None)
     assert read_huggingface(llama).num_parameters == 65_328
     rewrite(llama, lambda tensors: {**tensors, "model.norm.weight": torch.zeros(48, dtype=torch.int8)})
-    words = r"model\.norm\.weight is of type I8; weights are float64, float32, float16, bfloat16"
+    assert "model.norm.weight is of type int8, and no quantization_config says how" in refused(llama)
+    rewrite(llama, lambda tensors: {**tensors, "model.norm.weight": torch.zeros(48, dtype=torch.bool)})
+    words = r"model\.norm\.weight is of type BOOL; weights are float64, float32, float16, bfloat16"
     assert re.search(words, refused(llama))
-    change(llama, quantization_config={"quant_method": "gptq", "bits": 4})
+    change(llama, quantization_config={"quant_method": "bitsandbytes", "load_in_8bit": True})
+    rewrite(llama, lambda tensors: {**tensors, "model.norm.weight": torch.zeros(48)})
     check_line(refused(llama), "quantization_config", "bf16")
 
 

@@ -27,7 +27,8 @@ BLOCK = (16, 8)  # unlike, so that rows and columns cannot take each other's sca
 def write(folder: Path, source: Path, tensors: dict[str, Tensor], quantization: dict[str, Any]) -> None:
     folder.mkdir()
     config = json.loads((source / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**config, "quantization_config": quantization}))
+    settings = {**config, "dtype": "bfloat16", "quantization_config": quantization}
+    (folder / "config.json").write_text(json.dumps(settings))
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 
 

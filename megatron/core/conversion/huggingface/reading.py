@@ -22,7 +22,7 @@ from megatron.core.conversion.chat_files import ids_of, read_chat
 from megatron.core.conversion.companions import companions_in, tokenizer_in, tokenizer_of
 from megatron.core.conversion.huggingface.formats import as_published, format_of, model_from_config
 from megatron.core.conversion.huggingface.nearest import unread
-from megatron.core.conversion.huggingface.quantized import QUANTIZED, widened
+from megatron.core.conversion.huggingface.quantized import QUANTIZED, check_quantization, widened
 from megatron.core.conversion.portable import (
     LazyTensor,
     PortableModel,
@@ -55,8 +55,9 @@ def read_huggingface(folder: Path) -> PortableModel:
     except CheckpointError:
         model_from_config(config, where=settings)  # what is wrong with these goes first
         raise
-    tensors = widened(config, tensors, where=str(folder))
-    portable = _portable(config, tensors, str(folder), settings=settings)
+    check_quantization(config, where=settings)
+    found = widened(config, tensors, where=str(folder))
+    portable = _portable(config, found.tensors, str(folder), settings=settings)
     tokenizer = tokenizer_in(folder, rows=portable.model.vocab_size or 0)
     notes = [*portable.notes]
     if config.get("auto_map"):
@@ -82,6 +83,7 @@ def from_transformers(model: Any) -> PortableModel:
         return LazyTensor(tuple(tensor.shape), tensor.dtype, lambda: tensor.detach())
 
     config, where = json.loads(model.config.to_json_string()), type(model).__name__
+    config.pop("quantization_config", None)  # dequantized, or its tensors' names are unknown
     published, parameters = format_of(config["model_type"]), dict(model.named_parameters(remove_duplicate=False))
     copies = published.types[config["model_type"]].tied_copies if published else ()
     uses = Counter(map(id, parameters.values()))

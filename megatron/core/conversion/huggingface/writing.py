@@ -16,6 +16,7 @@ from megatron.config.model import ModelConfig
 from megatron.core.conversion.chat_files import GENERATION, write_chat
 from megatron.core.conversion.companions import TOKENIZER_FILES, copy_files, text_tokenizer_of, tokenizer_of
 from megatron.core.conversion.huggingface.formats import config_from_model, format_for
+from megatron.core.conversion.huggingface.quantizing import Rounding, chosen
 from megatron.core.conversion.huggingface.reading import CONFIG, read_config
 from megatron.core.conversion.portable import LazyTensor, PortableModel
 from megatron.core.conversion.tables import Match, matches, to_theirs
@@ -23,14 +24,18 @@ from megatron.core.models.registry import family_of
 from megatron.errors import CheckpointError
 
 _NAMES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
+_NAMES |= {torch.int64: "I64", torch.int32: "I32", torch.int8: "I8", torch.float8_e4m3fn: "F8_E4M3"}
 _ALIGNMENT = 8
 _INDEX = "model.safetensors.index.json"
 
 
-def write_huggingface(portable: PortableModel, folder: Path, *, max_shard_size: int) -> None:
+def write_huggingface(
+    portable: PortableModel, folder: Path, *, max_shard_size: int, rounding: Rounding | None = None
+) -> None:
     """Write the model into the new ``folder``, each weight file of at most ``max_shard_size`` bytes (or one tensor).
 
-    Raises CheckpointError for an architecture that no family has.
+    ``rounding``: how weights are quantized; a model that is quantized keeps its codes. Raises CheckpointError for an
+    architecture that no family has, ConfigError for what can't be quantized so, both before anything is written.
     """
     source = read_config(path.parent) if (path := portable.companions.get(CONFIG)) else {}
     dtype = str(portable.dtype).removeprefix("torch.")
@@ -39,15 +44,20 @@ def write_huggingface(portable: PortableModel, folder: Path, *, max_shard_size: 
         tokens = {"bos_token_id": tokenizer.bos, "eos_token_id": tokenizer.eod, "pad_token_id": tokenizer.pad}
         tokens |= theirs.special_tokens(tokenizer)
     config = config_from_model(portable.model, portable.groups, dtype=dtype, source=source, tokens=tokens)
-    found = _matches(portable.model, portable.groups, config["model_type"])
+    found = theirs_of(portable.model, portable.groups, config["model_type"])
+    tensors = to_theirs(found, portable.tensors, portable.model)
+    in_few_bits = chosen(found, tensors, portable, rounding, config["model_type"])
     folder.mkdir(parents=True)
+    if in_few_bits is not None:
+        tensors = in_few_bits.stored(tensors, portable.dtype)
+        config |= in_few_bits.settings()
+        in_few_bits.write_for_modelopt(folder)
     (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     along = (GENERATION, *TOKENIZER_FILES)
     copy_files({name: path for name, path in portable.companions.items() if name in along}, folder)
     _name_pieces(portable, folder)
     continues = family_of(portable.groups).train_spec.continues_texts
     write_chat(portable.chat, folder, text_tokenizer_of(portable.tokenizer), continues_texts=continues)
-    tensors = to_theirs(found, portable.tensors, portable.model)
     copies = theirs.types[config["model_type"]].copies(portable.model)
     tensors |= {copy: tensors[original] for copy, original in copies.items()}
     _write_weights(tensors, folder, max_shard_size)
@@ -57,10 +67,11 @@ def check_writable(model: ModelConfig, groups: Sequence[object]) -> None:
     """Raise CheckpointError for a model that ``write_huggingface`` would refuse. ``groups`` identify its family."""
     model = dataclasses.replace(model, vocab_size=model.vocab_size or 1)
     config = config_from_model(model, groups, dtype="float32", source={}, tokens={})
-    _matches(model, groups, config["model_type"])
+    theirs_of(model, groups, config["model_type"])
 
 
-def _matches(model: ModelConfig, groups: Sequence[object], model_type: str) -> list[Match]:
+def theirs_of(model: ModelConfig, groups: Sequence[object], model_type: str) -> list[Match]:
+    """The matches of a model's parameters with the tensors of a folder of ``model_type``."""
     table = format_for(groups).table(model_type, model, groups)
     return matches(table, model, groups, where=f"a {model_type} model")
 
@@ -103,15 +114,16 @@ def _write_weights(tensors: Mapping[str, LazyTensor], folder: Path, max_shard_si
 
 
 def write_safetensors(tensors: Mapping[str, LazyTensor], path: Path) -> None:
-    """A safetensors file, front to back, one tensor in memory at a time: its header needs only shapes and types.
+    """A safetensors file, one tensor in memory at a time: its header needs only shapes and types.
 
     The library's own writer wants all tensors of a file at once. Format: the header's length in 8 bytes, the header in
-    JSON padded with spaces to a multiple of 8, the tensors' bytes; wide numbers first, so that all are aligned.
+    JSON padded with spaces to a multiple of 8, the tensors' bytes; wide numbers first, so that all are aligned. They
+    are made in the given order, so that codes and scales of a weight are made together.
     """
-    tensors = dict(sorted(tensors.items(), key=lambda item: -item[1].dtype.itemsize))
+    aligned = dict(sorted(tensors.items(), key=lambda item: -item[1].dtype.itemsize))
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     at = 0
-    for name, tensor in tensors.items():
+    for name, tensor in aligned.items():
         if tensor.dtype not in _NAMES:
             raise CheckpointError(f"{name} is of type {tensor.dtype}, which weight files don't have")
         size = _nbytes(tensor)
@@ -124,6 +136,7 @@ def write_safetensors(tensors: Mapping[str, LazyTensor], path: Path) -> None:
         for name, tensor in tensors.items():
             made = tensor.make()
             assert (tuple(made.shape), made.dtype) == (tensor.shape, tensor.dtype), f"{name} is another tensor"
+            file.seek(8 + len(text) + header[name]["data_offsets"][0])
             file.write(made.detach().contiguous().view(-1).view(torch.uint8).numpy().data)
 
 
