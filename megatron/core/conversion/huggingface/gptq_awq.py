@@ -69,7 +69,7 @@ def _weight(
     *,
     where: str,
 ) -> StoredWeight:
-    """``offset``: what is added to stored zero points."""
+    """The weight of a module. ``offset``: what is added to stored zero points."""
     each, words = WORD_BITS // bits, tensors[f"{module}.qweight"]
     if len(words.shape) != 2 or words.dtype != torch.int32:
         raise CheckpointError(f"{where}: {module}.qweight is {list(words.shape)} {words.dtype}, and no matrix of int32")
