@@ -13,7 +13,7 @@ import re
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 
 RESTART_MAY_HELP = 1
@@ -80,6 +80,12 @@ class ParallelError(MegatronError):
 def exit_code_of(error: OSError) -> int:
     """Exit code for an OSError: a user's mistake, or a failure of the disk or network."""
     return RESTART_CANNOT_HELP if error.errno in _LASTING else RESTART_MAY_HELP
+
+
+def enumeration(words: Iterable[str], last: str = "and") -> str:
+    """Words of a sentence, as ``a, b and c``."""
+    *first, end = words
+    return f"{', '.join(first)} {last} {end}" if first else end
 
 
 @contextmanager

@@ -20,7 +20,7 @@ from typing import Annotated, Any, Literal, Protocol, Union, get_args, get_origi
 
 from typing_extensions import override
 
-from megatron.errors import MegatronError
+from megatron.errors import MegatronError, enumeration
 
 SETTINGS_BYTES, VOCABULARY_BYTES = 1 << 24, 1 << 28
 """Largest files of settings, and of vocabularies."""
@@ -78,7 +78,8 @@ def read_bytes(
     with path.open("rb") as file:
         content: bytes = file.read(most_bytes + 1)
     if len(content) > most_bytes:
-        raise error(f"{where} is larger than {most_bytes >> 20} MiB, the most that is read")
+        most = f"{most_bytes >> 20} MiB" if most_bytes >= 1 << 20 else f"{most_bytes >> 10} KiB"
+        raise error(f"{where} is larger than {most}, the most that is read")
     return content
 
 
@@ -235,7 +236,7 @@ class _Reader:
         if origin in (Union, types.UnionType):
             fitting = [each for each in arguments if _is_of(value, each)]
             if not fitting:
-                raise self.wrong(value, " or ".join(dict.fromkeys(map(_words, arguments))), key)
+                raise self.wrong(value, enumeration(dict.fromkeys(map(_words, arguments)), "or"), key)
             return self.read(value, fitting[0], key)
         if not _is_of(value, kind):
             raise self.wrong(value, _words(kind), key)
@@ -284,7 +285,7 @@ def _is_of(value: Any, kind: Any) -> bool:
 def _words(kind: Any) -> str:
     origin = get_origin(kind) or kind
     if origin is Literal:
-        return " or ".join(map(shown, get_args(kind)))
+        return enumeration(map(shown, get_args(kind)), "or")
     if origin is Annotated:
         return _words(get_args(kind)[0])
     return _WORDS.get(origin, "a list" if origin in (list, tuple) else "an object")

@@ -8,6 +8,7 @@ from json import dumps
 from typing import Any
 
 from megatron.config.suggestions import did_you_mean
+from megatron.errors import enumeration
 from megatron.serving.errors import ApiError
 from megatron.small_files import shown
 
@@ -81,9 +82,9 @@ def words(schema: Schema) -> str:
     if "title" in schema:
         return str(schema["title"])
     if "anyOf" in schema:
-        return " or ".join(words(each) for each in schema["anyOf"] if each.get("type") != "null")
+        return enumeration((words(each) for each in schema["anyOf"] if each.get("type") != "null"), "or")
     if "enum" in schema:
-        return " or ".join(shown(each) for each in schema["enum"])
+        return enumeration(map(shown, schema["enum"]), "or")
     said = _NOUNS[schema["type"]]
     if "minimum" in schema or "exclusiveMinimum" in schema:
         said += f" above {schema['exclusiveMinimum']:,}" if "exclusiveMinimum" in schema else ""

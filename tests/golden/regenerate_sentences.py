@@ -21,6 +21,7 @@ from tests.harness.sentences import (
     ROOT,
     SNAPSHOT,
     check_line,
+    check_refusals,
     check_sentence,
     expect_error,
     function_of,
@@ -29,7 +30,7 @@ from tests.harness.sentences import (
     write_snapshot,
 )
 
-CHECKS = {expect_error.__name__, check_sentence.__name__, check_line.__name__}
+CHECKS = {each.__name__ for each in (expect_error, check_sentence, check_line, check_refusals)}
 
 
 def users() -> list[str]:

@@ -10,7 +10,7 @@ import difflib
 import json
 import os
 import re
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -139,6 +139,19 @@ def check_sentence(sentence: str | None, *facts: object, hide: Collection[str] =
         sentence = re.sub(rf"{re.escape(_SNAPSHOT.temporary)}(/[\w-]+)?", "TMP", sentence)
     sentence = _ORIGIN.sub("", sentence).replace(str(ROOT), "ROOT")
     _SNAPSHOT.take("\n".join(line.rstrip() for line in sentence.split("\n")))
+
+
+def refusal(context: object, function: Callable[..., object], *arguments: object) -> str:
+    """The error with which ``function`` ends on a rank, as ``Class: sentence``; to be run by ``run_ranks``."""
+    with pytest.raises(MegatronError) as caught:
+        function(context, *arguments)
+    return f"{type(caught.value).__name__}: {caught.value}"
+
+
+def check_refusals(sentences: list[str], *facts: object, hide: Collection[str] = ()) -> None:
+    """All ranks end with the same sentence, which has these facts and is the recorded one."""
+    assert len({*sentences}) == 1, sentences
+    check_sentence(sentences[0], *facts, hide=hide)
 
 
 def check_line(output: str, *facts: object, hide: Collection[str] = ()) -> None:

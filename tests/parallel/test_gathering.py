@@ -15,7 +15,7 @@ from megatron.core.parallel.collectives import broadcast
 from megatron.core.parallel.context import ParallelContext
 from megatron.errors import CheckpointError
 from tests.harness import run_ranks
-from tests.harness.ranks import RanksError
+from tests.harness.sentences import check_refusals, expect_error, refusal
 from tests.tiers import tiers
 from tests.unit.checkpointing.simulated import Layout, logical_values, state_of
 
@@ -77,7 +77,6 @@ def test_work_of_one_rank() -> None:
     for result, meetings in run_ranks(slow, dp=2):
         assert result == 5
         assert meetings > 3
-    with pytest.raises(RanksError, match=r"CheckpointError: .*somewhere: No space left on device"):
-        run_ranks(failing, dp=2)
-    with pytest.raises(CheckpointError, match="No space left"):
+    check_refusals(run_ranks(refusal, failing, dp=2), "CheckpointError", "somewhere", "No space left on device")
+    with expect_error(CheckpointError, "somewhere", "No space left on device", exit_code=1):
         failing(ParallelContext.single())

@@ -36,6 +36,7 @@ from megatron.training.step import train_step
 from tests.harness import run_ranks
 from tests.harness.closed_forms import model_parameters
 from tests.harness.runs import tiny_run
+from tests.harness.sentences import check_sentence
 
 WIDTH, MICROBATCHES = 6, 5
 WIDE = TensorSpec((3, WIDTH), torch.float64)
@@ -203,7 +204,7 @@ def failing(context: ModelContext) -> str:
 def test_a_failed_neighbour_is_named() -> None:
     """Somebody has to find out which of a thousand ranks to look at."""
     message, _ = run_ranks(failing, pp=2, dtype=torch.float64)
-    assert "of microbatch 0 from stage 0 to stage 1 did not come through" in message and "or hangs" in message
+    check_sentence(message, "microbatch 0", "stage 0", "stage 1", hide=[r"(?<=hangs \().*(?=\))"])  # gloo's words
 
 
 def fields_by_rank(context: ModelContext, flags: str) -> list[str]:

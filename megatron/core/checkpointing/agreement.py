@@ -37,7 +37,8 @@ def gather_from_all(work: Callable[[], T], mesh: Mesh) -> list[T]:
     results = [outcome for outcome in outcomes if not isinstance(outcome, _Failure)]
     if len(results) == len(outcomes):
         return results
-    if caught is not None and not isinstance(caught, (OSError, CheckpointError)):
+    is_alone = mesh.world_size == 1 and isinstance(caught, CheckpointError)  # which says all, and keeps its class
+    if caught is not None and (is_alone or not isinstance(caught, (OSError, CheckpointError))):
         raise caught
     failures = [outcome for outcome in outcomes if isinstance(outcome, _Failure)]
     messages = "; ".join(dict.fromkeys(failure.message for failure in failures))

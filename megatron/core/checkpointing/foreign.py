@@ -46,7 +46,7 @@ def foreign_format(folder: AnyPath) -> str | None:
     if any(folder.glob("mp_rank_*/model*rng.pt")):
         return f"it is in Megatron-LM's torch format: {_convert('megatron-lm', root)}"
     if (folder / "common.pt").exists() or (folder / "metadata.json").exists():
-        return f"it is in Megatron-LM's torch_dist format; {_convert('megatron-lm', root)}"
+        return f"it is in Megatron-LM's torch_dist format: {_convert('megatron-lm', root)}"
     if (folder / _CONFIG).exists() and any(itertools.chain(folder.glob("*.safetensors"), folder.glob("*.bin"))):
         return (
             f"it is a Hugging Face model: training starts from it with --load-hf {folder} in place of --load; for any "

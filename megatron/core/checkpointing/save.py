@@ -31,7 +31,7 @@ from megatron.core.checkpointing.folders import begin, discard, publish
 from megatron.core.checkpointing.manifest import MANIFEST, METADATA, RUN_FILE, FileRecord, Manifest, checksum
 from megatron.core.checkpointing.sharded_view import ShardedView, Staging, sharded_views
 from megatron.core.checkpointing.storage import CheckpointWriter
-from megatron.core.checkpointing.streamed import StreamedBox, table_of, write_boxes
+from megatron.core.checkpointing.streamed import SourceError, StreamedBox, table_of, write_boxes
 from megatron.core.files.durable import write_durably
 from megatron.core.files.remote_path import AnyPath, path_of
 from megatron.core.parallel.mesh import Mesh
@@ -243,6 +243,8 @@ def on_first_stages(plans: list[SavePlan], mesh: Mesh) -> list[SavePlan]:
 def _explained(root: AnyPath, iteration: int) -> Iterator[None]:
     try:
         yield
+    except SourceError:
+        raise
     except CheckpointError as error:
         space = "free space there, or " if error.exit_code == RESTART_MAY_HELP else ""
         raise CheckpointError(

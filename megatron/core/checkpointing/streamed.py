@@ -25,8 +25,13 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from megatron.core.checkpointing.storage import CheckpointWriter
 from megatron.core.files.remote_path import AnyPath
+from megatron.errors import CheckpointError
 
 FILE_SIZE = 4 << 30  # bytes after which the next box starts another file, so that ranks share reading and checking
+
+
+class SourceError(CheckpointError):
+    """A tensor that can't be made, so that it can't be written either; the folder it was for is not at fault."""
 
 
 @dataclass(frozen=True)

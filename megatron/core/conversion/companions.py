@@ -17,7 +17,7 @@ from megatron.core.tokenizers.gpt2_bpe import END_OF_TEXT
 from megatron.core.tokenizers.published.classes import AS_WRITTEN, is_plain
 from megatron.core.tokenizers.published.folder import folder_class
 from megatron.core.tokenizers.published.vocabularies import VOCABULARY_FILES, has_vocabulary
-from megatron.errors import CheckpointError, DataError, MegatronError
+from megatron.errors import CheckpointError, DataError, MegatronError, exit_code_of
 from megatron.small_files import VOCABULARY_BYTES, check_kinds, has_file, read_json
 
 FOLDER = "huggingface"
@@ -168,5 +168,7 @@ def copy_files(files: Mapping[str, AnyPath], folder: Path) -> None:
             else:
                 shutil.copyfile(path, folder / name)
         except OSError as error:
-            reason = f"{error.filename or path}: {error.strerror or error}"
-            raise CheckpointError(f"{path} cannot be copied to the result: {reason}") from error
+            elsewhere = error.filename not in (None, str(path))
+            reason = f"{error.filename}: {error.strerror}" if elsewhere else error.strerror or error
+            said = f"{path} cannot be copied to the result: {reason}"
+            raise CheckpointError(said, exit_code=exit_code_of(error)) from error

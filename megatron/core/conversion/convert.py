@@ -11,6 +11,7 @@ from pathlib import Path
 
 from torch import Tensor
 
+from megatron.core.checkpointing.streamed import SourceError
 from megatron.core.conversion import proof
 from megatron.core.conversion.averaging import read_average
 from megatron.core.conversion.huggingface.hub import model_folder
@@ -90,7 +91,7 @@ def _convert(job: Conversion, say: Callable[[str], None]) -> proof.Proof | None:
         portable = dataclasses.replace(portable, tensors=tensors)
         title = family_of(portable.groups).title
         if job.family not in (None, title):
-            raise CheckpointError(f"--model-type {job.family}: {job.load} holds a {title}")
+            raise CheckpointError(f"--model-type {job.family}: {job.load} holds a {title}; give --model-type {title}")
         for note in portable.notes:
             say(note)
         say(f"{job.load}: {portable.num_parameters:,} parameters, mostly {str(portable.dtype).removeprefix('torch.')}")
@@ -152,7 +153,8 @@ def _reading(load: AnyPath) -> Iterator[None]:
         yield
     except OSError as error:
         where = f"{error.filename}: " if error.filename else ""
-        raise CheckpointError(f"--load {load} can't be read: {where}{error.strerror or error}") from error
+        said = f"--load {load} can't be read: {where}{error.strerror or error}"
+        raise SourceError(said, exit_code=exit_code_of(error)) from error
 
 
 def _guarded(tensor: LazyTensor, load: AnyPath) -> LazyTensor:

@@ -223,7 +223,7 @@ def build_splits(
         if digest != views[0][0]:
             raise ParallelError(
                 f"rank {rank} reads other data than rank 0 (digests {digest[:12]} and {views[0][0][:12]}): "
-                "the files of --data-path must be the same on every node; copy them again",
+                "data must be the same on every rank: copy the files of --data-path again, or make equal data sets",
                 exit_code=RESTART_CANNOT_HELP,
             )
         for prefix, content in known.items():

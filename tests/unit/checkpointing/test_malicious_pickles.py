@@ -26,7 +26,7 @@ from megatron.core.checkpointing.contents_table import read_table
 from megatron.core.checkpointing.torch_files import load_torch_bytes
 from megatron.core.checkpointing.unpickling import Placeholder
 from megatron.errors import CheckpointError
-from tests.harness.sentences import expect_error
+from tests.harness.sentences import expect_error, has_fact
 
 NAMES = """
 argparse Namespace, pathlib PosixPath, pathlib WindowsPath, collections OrderedDict, torch Size, torch device,
@@ -161,6 +161,11 @@ def surroundings() -> dict[str, dict[str, Any]]:
 PLAIN = (type(None), bool, int, float, str, bytes, torch.dtype, Placeholder, dcp_metadata.Metadata)
 
 
+def is_one_sentence(said: str) -> bool:
+    """Whether an error names the file in one line of a length that is read."""
+    return has_fact(said, "here") and "\n" not in said and len(said) <= 320
+
+
 def is_plain(value: Any) -> bool:
     if isinstance(value, argparse.Namespace):
         return is_plain(vars(value))
@@ -201,8 +206,9 @@ def test_malicious_pickles_change_nothing(read: Callable[[bytes], Any], monkeypa
 def test_of_those_that_are_no_data_none_is_accepted() -> None:
     """Sizes, depths and places that end in a crash of the process, or in all of its memory, come to one sentence."""
     for what, data in OTHERS.items():
-        with pytest.raises(CheckpointError, match=r"^here is (refused|damaged)[^\n]{,300}$"):
+        with pytest.raises(CheckpointError) as caught:
             pytest.fail(f"{what}: {read_zip(data)!r:.100}")
+        assert is_one_sentence(str(caught.value))
 
 
 def test_other_operations_are_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -234,8 +240,9 @@ def test_archives_that_say_two_things_are_refused() -> None:
         good[:-30],
         b"\x80" + b"storages".ljust(511, b"\0") * 4,  # a tar archive, which torch.load would unpack
     ):
-        with pytest.raises(CheckpointError, match="here is (refused|damaged)"):
+        with pytest.raises(CheckpointError) as caught:
             load_torch_bytes(io.BytesIO(content), len(content), name="here")
+        assert is_one_sentence(str(caught.value))
 
 
 def crafted_tables() -> Iterator[bytes]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -200,26 +199,26 @@ def test_a_modernbert_of_transformers_4() -> None:
 def test_modernberts_that_cannot_be_converted() -> None:
     """By name, in both directions."""
     settings: list[tuple[dict[str, Any], str]] = [
-        ({"decoder_bias": False}, "says decoder_bias = False: this project supports only True"),
-        ({"classifier_activation": "silu"}, "says classifier_activation = 'silu': this project supports only 'gelu'"),
-        ({"hidden_activation": "relu"}, "says hidden_activation = 'relu'"),
-        ({"layer_types": ["full_attention"]}, "says layer_types"),
+        ({"decoder_bias": False}, "decoder_bias = False"),
+        ({"classifier_activation": "silu"}, "classifier_activation = 'silu'"),
+        ({"hidden_activation": "relu"}, "hidden_activation = 'relu'"),
+        ({"layer_types": ["full_attention"]}, "layer_types"),
         ({"global_attn_every_n_layers": 0}, "global_attn_every_n_layers is 0"),
     ]
-    for changed, words in settings:
-        with pytest.raises(CheckpointError, match=re.escape(words)):
+    for changed, fact in settings:
+        with expect_error(CheckpointError, fact):
             model_from_config({**HUB_MODERNBERT, **changed}, where="x")
     model, (head, types) = model_from_config(HUB_MODERNBERT, where="x"), MODERN
     reasons: list[tuple[dict[str, Any], tuple[object, ...], str]] = [
-        ({"window_size": (64, 0)}, MODERN, "windows are not as long before a token as after it"),
-        ({"first_attention_norm": True}, MODERN, "the first layer's attention has a norm"),
-        ({}, (head, TokenTypesConfig()), "there are token types (--num-tokentypes 0 is not given)"),
-        ({}, (dataclasses.replace(head, bert_binary_head=True), types), "there is a head for the order of texts"),
-        ({"activation": "swiglu"}, MODERN, "the GELU of the head is not exact (--exact-gelu-head is not given)"),
+        ({"window_size": (64, 0)}, MODERN, "windows"),
+        ({"first_attention_norm": True}, MODERN, "attention"),
+        ({}, (head, TokenTypesConfig()), "--num-tokentypes 0"),
+        ({}, (dataclasses.replace(head, bert_binary_head=True), types), "head"),
+        ({"activation": "swiglu"}, MODERN, "--exact-gelu-head"),
     ]
-    for changed, groups, words in reasons:
+    for changed, groups, fact in reasons:
         other = dataclasses.replace(model, **changed)
-        with expect_error(CheckpointError, words):
+        with expect_error(CheckpointError, fact):
             config_from_model(other, groups, dtype="float32", source={}, tokens={})
 
 

@@ -134,16 +134,15 @@ def test_repositories_that_cannot_be_had(hub: Hub, model_folder: Folder, monkeyp
     hub.repositories["org/gated"] = publish(hub, model_folder("llama"))
     hub.gated = ("org/gated",)
     cases = {
-        "models/lama": "is not a folder, and http://127.0.0.1:PORT has no such repository: correct the name or, for a",
-        "org/gated": "is a gated repository: ask for access at http://127.0.0.1:PORT/org/gated, then log in with `hf",
-        "org/model@v9": "--load org/model@v9: http://127.0.0.1:PORT/org/model has no revision v9",
-        "org/mo--del": "--load org/mo--del is neither a folder nor a repository's name: ",
+        "models/lama": [hub.url],
+        "org/gated": [f"{hub.url}/org/gated", "`hf auth login`"],
+        "org/model@v9": [f"{hub.url}/org/model", "v9"],
+        "org/mo--del": [],
     }
-    for load, words in cases.items():
-        with pytest.raises(CheckpointError) as caught:
+    for load, facts in cases.items():
+        with expect_error(CheckpointError, load, *facts) as caught:
             place_of(load)
-        assert words.replace("http://127.0.0.1:PORT", hub.url) in str(caught.value)
-        assert "\n" not in str(caught.value) and caught.value.exit_code == 2
+        assert "\n" not in str(caught.value)
     hub.fails = 503
     monkeypatch.setattr("huggingface_hub.utils._http.time.sleep", lambda seconds: None)
     with expect_error(CheckpointError, "503", exit_code=1):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -230,8 +229,7 @@ def test_torch_dist_since_core_014(tmp_path: Path) -> None:
     assert_holds(read_native(tmp_path / "ours"), values)
     lacking = {key: each for key, each in tensors.items() if not key.endswith("experts.3.linear_fc1.weight_v")}
     write(tmp_path / "lacking", lacking)
-    words = "holds a part of decoder.layers.1.mlp.experts.linear_fc1.weight only: copy the whole checkpoint again"
-    with pytest.raises(CheckpointError, match=re.escape(words)):
+    with expect_error(CheckpointError, "decoder.layers.1.mlp.experts.linear_fc1.weight"):
         read_megatron_lm(tmp_path / "lacking")
 
 
@@ -267,7 +265,7 @@ def test_missing_folders_and_other_shapes(tmp_path: Path) -> None:
 
     folder = written("a", ep=2)
     (folder / "mp_rank_00_001/model_optim_rng.pt").unlink()
-    with expect_error(CheckpointError, "0", "1", "mp_rank"):
+    with expect_error(CheckpointError, "tp 0", "pp 0", "ep 1"):
         read_megatron_lm(folder)
     folder = written("b", tp=2, ep=2)
     path = folder / "mp_rank_01_001/model_optim_rng.pt"
@@ -276,52 +274,52 @@ def test_missing_folders_and_other_shapes(tmp_path: Path) -> None:
     whole = content["model"][name]
     content["model"][name] = whole[:, :5]
     torch.save(content, path)
-    words = f"{name} is [32, 5] in {folder}: expert-parallel rank 1, part 1 of each expert, and [32, 12] in the first"
-    with pytest.raises(CheckpointError, match=re.escape(words)):
+    with expect_error(CheckpointError, name, "[32, 5]", folder, "rank 1", "part 1", "[32, 12]"):
         read_megatron_lm(folder)
     del content["model"][name]
     torch.save(content, path)
-    with expect_error(CheckpointError, "1", name):
+    with expect_error(CheckpointError, "rank 1", "part 1", name):
         read_megatron_lm(folder)
     folder = written("c", ep=2, num_experts=8)
-    words = "decoder.layers.0.mlp.experts.linear_fc1.weight is [4, 2, 24, 32] and should be [8, 2, 24, 32]"
-    with pytest.raises(CheckpointError, match=re.escape(words)):
+    with expect_error(
+        CheckpointError, "decoder.layers.0.mlp.experts.linear_fc1.weight", "[4, 2, 24, 32]", "[8, 2, 24, 32]"
+    ):
         read_megatron_lm(folder)
     folder = written("d", pp=2, ep=2, expert_model_parallel_size=1)
-    with expect_error(CheckpointError, "expert_model_parallel_size", "1"):
+    with expect_error(CheckpointError, "expert_model_parallel_size 1"):
         read_megatron_lm(folder)
     folder = written("e", tp=2, ep=2, etp=2, expert_tensor_parallel_size=4)
     with expect_error(CheckpointError, "torch_dist"):
         read_megatron_lm(folder)
 
 
-MISTAKES: list[tuple[dict[str, Any], str]] = [
-    ({"moe_router_topk": 5}, "describes a router that chooses moe_router_topk 5 of num_experts 4"),
+MISTAKES: list[tuple[dict[str, Any], list[str]]] = [
+    ({"moe_router_topk": 5}, ["moe_router_topk 5", "num_experts 4"]),
     (
         {"moe_router_load_balancing_type": "quantile_balancing"},
-        "(moe_router_load_balancing_type = 'quantile_balancing'), which is not",
+        ["moe_router_load_balancing_type = 'quantile_balancing'"],
     ),
-    ({"moe_router_load_balancing_type": ["aux_loss", "x"]}, "(moe_router_load_balancing_type = ['aux_loss', 'x'])"),
+    ({"moe_router_load_balancing_type": ["aux_loss", "x"]}, ["moe_router_load_balancing_type = ['aux_loss', 'x']"]),
     (
         {"moe_router_score_function": "tanh"},
-        "a model with another score of experts (moe_router_score_function = 'tanh')",
+        ["moe_router_score_function = 'tanh'"],
     ),
-    ({"moe_router_new_way": 3}, "unknown arguments that may change what the model computes: moe_router_new_way = 3"),
-    ({"moe_apply_probs_on_input": True}, "weights of experts that multiply their input"),
-    ({"moe_latent_size": 8}, "experts that work in a width of their own (moe_latent_size = 8)"),
-    ({"moe_layer_freq": [1, 0]}, "its saved settings: moe_layer_freq '[1, 0]' lists 2 layers"),
-    ({"moe_router_num_groups": 2}, "has only one of moe_router_num_groups and moe_router_group_topk"),
-    ({"moe_router_num_groups": 3, "moe_router_group_topk": 1}, "chooses 2 of 4 experts in 1 of 3 groups"),
-    ({"moe_router_num_groups": 2, "moe_router_group_topk": 1}, "groups chosen by the sum of several logits"),
-    ({"num_experts": "4"}, 'its saved settings: num_experts is "4"; expected a whole number'),
+    ({"moe_router_new_way": 3}, ["moe_router_new_way = 3", "--ignore-saved-args"]),
+    ({"moe_apply_probs_on_input": True}, ["moe_apply_probs_on_input = True"]),
+    ({"moe_latent_size": 8}, ["moe_latent_size = 8"]),
+    ({"moe_layer_freq": [1, 0]}, ["moe_layer_freq '[1, 0]'", "2 layers"]),
+    ({"moe_router_num_groups": 2}, ["moe_router_num_groups", "moe_router_group_topk"]),
+    ({"moe_router_num_groups": 3, "moe_router_group_topk": 1}, ["2 of 4 experts", "1 of 3 groups"]),
+    ({"moe_router_num_groups": 2, "moe_router_group_topk": 1}, ["moe_router_pre_softmax"]),
+    ({"num_experts": "4"}, ['num_experts is "4"']),
 ]
 
 
-@pytest.mark.parametrize(("flags", "words"), MISTAKES, ids=lambda value: value if isinstance(value, str) else "")
-def test_what_cannot_be_converted_is_said(flags: dict[str, Any], words: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("flags", "facts"), MISTAKES, ids=[" ".join(facts) for _, facts in MISTAKES])
+def test_what_cannot_be_converted_is_said(flags: dict[str, Any], facts: list[str], tmp_path: Path) -> None:
     """A router that is almost ours must not come out as one."""
     write_expert_shards(tmp_path, MOE, values_of(MODERN, MOE), **flags)
-    with pytest.raises(CheckpointError, match=re.escape(words)):
+    with expect_error(CheckpointError, *facts):
         read_megatron_lm(tmp_path)
 
 
@@ -332,13 +330,13 @@ def test_what_megatron_lm_lacks(tmp_path: Path) -> None:
         (
             MODERN,
             {**MOE, **groups, "moe_router_pre_softmax": True, "moe_router_group_score": "max"},
-            "no groups of expe",
+            "groups",
         ),
-        (CLASSIC_MOE, {**MOE, **SHARED}, "no biases in shared experts"),
+        (CLASSIC_MOE, {**MOE, **SHARED}, "biases"),
     ]
-    for number, (settings, moe, words) in enumerate(cases):
+    for number, (settings, moe, fact) in enumerate(cases):
         model, experts = model_and_experts(settings, moe)
         place = tmp_path / str(number)
         write_native(portable(model, values_of(settings, moe), (experts,)), place, final=place)
-        with pytest.raises(CheckpointError, match=f"Megatron-LM has {words}"):
+        with expect_error(CheckpointError, fact):
             convert(Conversion("megatron", place, "megatron-lm", tmp_path / "theirs"), print)

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import argparse
-import re
 from pathlib import Path
 from typing import Any
-
-import pytest
 
 from megatron.config.family import FamilyConfig
 from megatron.config.model import ModelConfig
@@ -43,14 +40,13 @@ def check(**values: Any) -> None:
 
 def test_arguments_that_change_the_function_are_refused_together() -> None:
     """Each moved logits by 0.2 to 1.4 of the largest and left no trace in names or shapes."""
-    with pytest.raises(CheckpointError) as caught:
+    facts = [f"({name} = {value!r})" for name, value in CHANGES.items()]
+    with expect_error(CheckpointError, "x/model_optim_rng.pt", *facts):
         check(**CHANGES)
     for name, value in CHANGES.items():
-        assert f"({name} = {value!r})" in str(caught.value)
         assert name in LIMITED
         with expect_error(CheckpointError, name, f"{value!r}"):
             check(**{name: value})
-    assert str(caught.value).startswith("x/model_optim_rng.pt is a model with ")
 
 
 def test_values_under_which_a_model_is_one_of_ours() -> None:
@@ -70,12 +66,8 @@ def test_values_under_which_a_model_is_one_of_ours() -> None:
 def test_unknown_arguments() -> None:
     """A fork's, or tomorrow's: off is harmless, else the user has to know."""
     check(embedding_multiplier=None, use_alibi=False, extra=0, more=[], name="")
-    words = (
-        "is a model with MuP's multipliers (use_mup = True), which is not available and was saved with unknown "
-        "arguments that may change what the model computes: embedding_multiplier = 12.0, use_alibi = True "
-        "(--ignore-saved-args NAME for each that does not)"
-    )
-    with pytest.raises(CheckpointError, match=re.escape(words)):
+    facts = ("use_mup = True", "embedding_multiplier = 12.0", "use_alibi = True", "--ignore-saved-args NAME")
+    with expect_error(CheckpointError, *facts):
         check(use_mup=True, embedding_multiplier=12.0, use_alibi=True)
 
 
@@ -115,17 +107,17 @@ def test_wrong_types_and_sizes_are_one_sentence(tmp_path: Path) -> None:
     """They came out as tracebacks from the middle of the proof."""
     values = random_tensors(ModelConfig(**CLASSIC))
     wrong: list[tuple[str, Any, str]] = [
-        ("norm_epsilon", "1e-5", 'norm_epsilon is "1e-5"; expected a number'),
-        ("rotary_base", "x", 'rotary_base is "x"; expected a number'),
-        ("hidden_size", -3, "hidden_size is -3; expected a whole number from 1 to 16,777,216"),
-        ("num_layers", "2", 'num_layers is "2"; expected a whole number'),
-        ("num_attention_heads", 0, "num_attention_heads is 0; expected a whole number from 1 to 65,536"),
-        ("normalization", 5, "normalization is 5; expected "),
-        ("attention_dropout", float("nan"), "attention_dropout is NaN; expected a number"),
+        ("norm_epsilon", "1e-5", 'norm_epsilon is "1e-5"'),
+        ("rotary_base", "x", 'rotary_base is "x"'),
+        ("hidden_size", -3, "hidden_size is -3"),
+        ("num_layers", "2", 'num_layers is "2"'),
+        ("num_attention_heads", 0, "num_attention_heads is 0"),
+        ("normalization", 5, "normalization is 5"),
+        ("attention_dropout", float("nan"), "attention_dropout is NaN"),
     ]
-    for name, value, expected in wrong:
+    for name, value, fact in wrong:
         write_torch(tmp_path / name, CLASSIC, values, style="core", **{name: value})
-        with pytest.raises(CheckpointError, match=re.escape(f"its saved settings: {expected}")):
+        with expect_error(CheckpointError, fact):
             read_megatron_lm(tmp_path / name)
 
 

@@ -35,8 +35,7 @@ from megatron.training.run.run import Run, build_run
 from megatron.training.step import train_step
 from tests.harness import bucket, run_ranks
 from tests.harness.published import random_model
-from tests.harness.ranks import RanksError
-from tests.harness.sentences import check_line, check_sentence, expect_error
+from tests.harness.sentences import check_line, check_refusals, check_sentence, expect_error, refusal
 from tests.published.sizes import SIZES
 from tests.unit.conversion.test_families import assert_same_bytes, weights
 from tools import train_tokenizer
@@ -160,8 +159,8 @@ def test_nodes_with_other_files_are_refused(model_folder: Folder, tmp_path: Path
     shutil.copytree(model_folder("llama"), tmp_path / "copy")
     with (tmp_path / "copy/generation_config.json").open("a") as file:
         file.write("\n")
-    with pytest.raises(RanksError, match="rank 1 .* --load-hf model .* rank 0"):
-        run_ranks(other_files, [model_folder("llama"), tmp_path / "copy"], dp=2)
+    said = run_ranks(refusal, other_files, [model_folder("llama"), tmp_path / "copy"], dp=2)
+    check_refusals(said, "rank 1", "--load-hf model", "rank 0")
 
 
 def test_masters_are_as_exact_as_the_files(model_folder: Folder) -> None:

@@ -154,7 +154,5 @@ def test_files_that_cannot_be_read_are_named(
             return opened(path, *arguments, **options)
 
         monkeypatch.setattr(Path, "open", refuse)
-        with pytest.raises(DataError) as caught:
+        with expect_error(DataError, name, os.strerror(number), exit_code=code):
             read()
-        assert str(caught.value).startswith(f"{name} cannot be read: {os.strerror(number)}")
-        assert caught.value.exit_code == code

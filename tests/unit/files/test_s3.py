@@ -25,7 +25,7 @@ from megatron.errors import CheckpointError, ConfigError, DataError
 from megatron.training.pretrain import pretrain
 from tests.harness.place import check_methods
 from tests.harness.s3 import S3Server, credentials, s3_server
-from tests.harness.sentences import check_line, expect_error
+from tests.harness.sentences import expect_error
 
 SINGLE = Mesh.single()
 DOCUMENTS = [[number % 50] * (7 + number % 5) for number in range(400)]
@@ -94,8 +94,8 @@ def test_data_are_read_as_from_a_disk(server: S3Server, tmp_path: Path, monkeypa
     with expect_error(DataError, "s3://bucket/nothing.idx"):
         IndexedDataset("s3://bucket/nothing", cache=tmp_path)
     fresh = IndexedDataset("s3://bucket/data", cache=tmp_path / "other")
-    for kind, reason in {"denied": "Access Denied; the credentials must", "expired": "token has expired"}.items():
-        with server.failing(lambda method, path, kind=kind: kind), pytest.raises(DataError, match=reason):  # type: ignore[misc]
+    for kind in ("denied", "expired"):
+        with server.failing(lambda method, path, kind=kind: kind), expect_error(DataError, "s3://bucket/data.bin"):  # type: ignore[misc]
             fresh[0]
 
 
@@ -127,21 +127,16 @@ def test_a_save_survives_what_passes(server: S3Server) -> None:
     with server.failing(once):
         save_checkpoint(root, 20, state(2.0), {}, SINGLE)
     assert loaded(root) == (20, 2.0)
-    for kind, reason in {
-        "throttled": "reduce your request rate",
-        "denied": "Access Denied; the credentials must be valid and allow this",
-        "expired": "The provided token has expired",
-    }.items():
+    for kind in ("throttled", "denied", "expired"):
         start = time.monotonic()
 
         def fault(method: str, path: str, kind: str = kind) -> str | None:
             return kind if method == "PUT" and path.endswith(".distcp") else None
 
-        with server.failing(fault), pytest.raises(CheckpointError, match=reason) as caught:
+        code = 1 if kind == "throttled" else 2
+        with server.failing(fault), expect_error(CheckpointError, "iteration 30", "s3://bucket/run", exit_code=code):
             save_checkpoint(root, 30, state(3.0), {}, SINGLE)
         assert time.monotonic() - start < 60
-        check_line(str(caught.value), "30", "s3://bucket/run")
-        assert "Checkpoints saved before are untouched" in str(caught.value)
         assert loaded(root) == (20, 2.0)
         assert len([path for path in root.iterdir() if path.is_dir()]) == 2
 

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 from megatron.config.activation import Activation
 from megatron.config.model import ModelConfig
-from megatron.errors import CheckpointError
+from megatron.errors import CheckpointError, enumeration
 from megatron.small_files import check_kinds, shown
 
 T = TypeVar("T")
@@ -82,7 +82,7 @@ class ConfigReader:
     def one_of(self, name: str, values: Mapping[str, T]) -> T:
         """What ``values`` have for the setting ``name``; CheckpointError where it is another."""
         if self(name) not in values:
-            only = f"supports only {next(iter(values))!r}" if len(values) == 1 else f"has {' and '.join(values)}"
+            only = f"supports only {next(iter(values))!r}" if len(values) == 1 else f"has {enumeration(values)}"
             raise self.refuse(name, f"this project {only}")
         return values[self(name)]
 

@@ -17,7 +17,7 @@ from megatron.core.conversion.megatron_lm import layer_arguments
 from megatron.core.conversion.megatron_lm.known_arguments import LATEST, OF_QUICK_GEGLU, limits, refuse
 from megatron.core.conversion.megatron_lm.layer_arguments import (
     YARN,
-    is_plain_rotary,
+    changed_rotary,
     read_attention,
     read_latents,
     read_mlp,
@@ -32,7 +32,7 @@ from megatron.core.conversion.megatron_lm.layer_arguments import (
 )
 from megatron.core.conversion.megatron_lm.saved_arguments import Arguments
 from megatron.core.conversion.portable import PortableModel
-from megatron.errors import CheckpointError, ConfigError
+from megatron.errors import CheckpointError, ConfigError, enumeration
 
 _POSITIONS = ("learned_absolute", "rope", "yarn", "relative", "none")
 # Arguments that have the name and the meaning of a field of ours; and those that the files leave open or say otherwise.
@@ -73,8 +73,8 @@ def check_is_known(args: Arguments, family: type[FamilyConfig], *, has_latest_la
     if positions not in converted:
         known = ", ".join(converted)
         limited.append(f"positions of type {positions!r} in a {family.title} (it converts with {known})")
-    elif positions == "yarn" and not is_plain_rotary(args):
-        limited.append("YaRN over a part of each head, over neighbouring channels or with a second scaling")
+    elif positions == "yarn" and (changed := changed_rotary(args)):
+        limited.append(f"YaRN beside {enumeration(changed)}")
     limited += refused_latents(args)
     limited += refused_windows(args, family)
     if not has_latest_layers:
@@ -169,13 +169,12 @@ def tokenizer_from_arguments(args: Arguments, *, rows: int) -> TokenizerConfig:
 
 def _unknown_there(model: ModelConfig) -> dict[str, bool]:
     """What no model of Megatron-LM's has, and whether this one has it."""
+    changed = changed_rotary(partial(getattr, model))
     llama3 = (model.rope_low_freq_factor, model.rope_high_freq_factor, model.original_max_position_embeddings)
     found = {
         f"no positions of type {model.position_embedding_type}": model.position_embedding_type not in _POSITIONS,
-        "no YaRN over a part of each head or over neighbouring channels": (
-            model.position_embedding_type == "yarn"
-            and not model.multi_latent_attention
-            and not is_plain_rotary(partial(getattr, model))
+        f"no YaRN beside {', '.join(changed)}": (
+            model.position_embedding_type == "yarn" and not model.multi_latent_attention and bool(changed)
         ),
         "Llama 3.1's scaling of rotary positions only (factors 1 and 4, original length 8192)": (
             model.use_rope_scaling and llama3 != (1.0, 4.0, 8192)

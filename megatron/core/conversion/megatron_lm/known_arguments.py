@@ -11,7 +11,7 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from megatron.config.model import ModelConfig
-from megatron.errors import CheckpointError
+from megatron.errors import CheckpointError, enumeration
 
 FLAG = "--ignore-saved-args"
 
@@ -286,7 +286,7 @@ def not_handed_on(model: ModelConfig, *, was_trained_there: bool) -> list[str]:
 def refuse(where: str, limited: list[str], values: Mapping[str, Any]) -> None:
     """Raise CheckpointError, in one sentence, for what the model has and for arguments that are unknown."""
     strange = unknown(values)
-    parts = [f"is a model with {' and '.join(limited)}, which is not available"] if limited else []
+    parts = [f"is a model with {enumeration(limited)}, which is not available"] if limited else []
     if strange:
         listed = ", ".join(f"{name} = {str(value)[:60]}" for name, value in strange.items())
         parts.append(

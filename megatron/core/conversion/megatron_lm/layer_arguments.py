@@ -27,7 +27,12 @@ YARN = {
     "mscale_all_dim": "yarn_mscale_all_dim",
 }
 """Our field -> Megatron-LM's argument, for the settings of YaRN."""
-_PLAIN_ROTARY = {"rotary_percent": 1.0, "rotary_interleaved": False, "use_rope_scaling": False}
+_PLAIN_ROTARY = {
+    "rotary_percent": 1.0,
+    "rotary_interleaved": False,
+    "use_rope_scaling": False,
+    "rotary_seq_len_interpolation_factor": None,
+}
 FIELDS = (
     *("window_size", "window_attn_skip_freq", "softmax_type", "softmax_scale", "qk_l2_norm", "no_rope_freq"),
     "attention_output_gate",
@@ -105,7 +110,7 @@ def refused_latents(args: Arguments) -> list[str]:
     if not args("multi_latent_attention", False):
         return []
     found = [f"latent attention and {name} = {args(name)}" for name in _OF_OTHER_ATTENTION if args(name, None)]
-    if not is_plain_rotary(args) or args("position_embedding_type", "rope") not in ("rope", "none"):
+    if changed_rotary(args) or args("position_embedding_type", "rope") not in ("rope", "none"):
         found.append("latent attention whose positions are not rotary ones of neighbouring channels")
     if args("add_bias_linear", True):
         found.append("latent attention with biases (add_bias_linear = True)")
@@ -155,12 +160,12 @@ def written_latents(model: ModelConfig) -> dict[str, Any]:
     }
 
 
-def is_plain_rotary(settings: Callable[[str, Any], Any]) -> bool:
-    """Whether whole heads are turned in halves, as core's YaRN always does. ``settings``: gives one by name, with a
-    default.
+def changed_rotary(settings: Callable[[str, Any], Any]) -> list[str]:
+    """Settings under which not whole heads are turned in halves, as core's YaRN always does, each ``name = value``.
+
+    ``settings``: gives one by name, with a default.
     """
-    interpolated = settings("rotary_seq_len_interpolation_factor", None) is not None
-    return not interpolated and all(settings(name, value) == value for name, value in _PLAIN_ROTARY.items())
+    return [f"{name} = {found}" for name, usual in _PLAIN_ROTARY.items() if (found := settings(name, usual)) != usual]
 
 
 def refused_windows(args: Arguments, family: type[FamilyConfig]) -> list[str]:

@@ -75,7 +75,7 @@ class BertFormat(MegatronLMFormat):
             f"no BERT with positions of type {positions}": positions != "learned_absolute",
             f"no BERT with --num-tokentypes {types}": types != TokenTypesConfig.num_tokentypes,
             "no head for masked tokens without a bias (--bert-no-head-bias)": not group.head_bias,
-            "the exact GELU in a BERT's head for masked tokens (--exact-gelu-head)": not is_exact,
+            "only the exact GELU in a BERT's head for masked tokens (--exact-gelu-head)": not is_exact,
         }
 
     @override

@@ -229,7 +229,7 @@ def _differences(moe: MoEConfig) -> dict[str, bool]:
     several = bool(moe.moe_router_group_topk) and moe.moe_router_topk != moe.moe_router_group_topk
     of_softmax = moe.moe_router_score_function == "softmax"
     return {
-        "groups chosen by the sum of several logits (use --moe-router-pre-softmax)": (
+        "groups chosen by the sum of several logits (moe_router_group_topk without moe_router_pre_softmax)": (
             several and of_softmax and not moe.moe_router_pre_softmax
         ),
         "a bias of experts on softmax scores (moe_router_enable_expert_bias)": (

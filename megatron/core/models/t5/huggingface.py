@@ -24,7 +24,7 @@ from megatron.core.conversion.tables import Row
 from megatron.core.conversion.transforms import KEY_VALUE, QUERY_KEY_VALUE, stacked
 from megatron.core.models.t5.config import T5Config
 from megatron.core.tokenizers.base import Tokenizer
-from megatron.errors import CheckpointError
+from megatron.errors import CheckpointError, enumeration
 
 
 def _stack(stack: str, *, gated: bool) -> tuple[Row, ...]:
@@ -83,7 +83,7 @@ def _read(reader: ConfigReader) -> dict[str, Any]:
     activation = _ACTIVATIONS.get((name, gated))
     if activation is None:
         said = "is_gated_act" if gated != (words[0] == "gated") else "feed_forward_proj"
-        available = " and ".join(each for each, has_gate in _ACTIVATIONS if has_gate == gated)
+        available = enumeration(each for each, has_gate in _ACTIVATIONS if has_gate == gated)
         advice = f"{'with' if gated else 'without'} a gate this project has {available}"
         raise reader.refuse(said if name == usual else "dense_act_fn", advice)
     return {"activation": activation, "untie_embeddings_and_output_weights": not _is_scaled(reader)}
