@@ -26,7 +26,8 @@ HYBRID = f"hybrid of {', '.join(_FIRST)} and {_LAST} layers, all {LETTERS[MAMBA]
 
 _OF_OTHERS = {
     "+": "latent attention is * with --multi-latent-attention",
-    "D": "sparse attention is not available; * is attention",
+    **dict.fromkeys("DCHW", "sparse attention is not available; * is attention"),
+    **dict.fromkeys("[]", "layers are not grouped; write their letters without brackets"),
 }
 _MEANINGS = (
     f"{', '.join(f'{letter} {kind}' for letter, kind in LETTERS.items())}; | is between pipeline stages, / before the "

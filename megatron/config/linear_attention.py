@@ -129,7 +129,8 @@ class GatedDeltaNetConfig(PartConfig):
     @override
     def recompute_modules(self) -> Mapping[str, str]:
         """What gated delta nets compute, with the flag that adds them where the model has none."""
-        return {"gated_delta_net": "" if self.has_delta_nets else "--experimental-attention-variant gated_delta_net"}
+        flags = "G in --hybrid-layer-pattern or --experimental-attention-variant gated_delta_net"
+        return {"gated_delta_net": "" if self.has_delta_nets else flags}
 
     @override
     def shrunk(self, stacks: Sequence[int], small: Sequence[int]) -> Self:

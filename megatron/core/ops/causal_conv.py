@@ -41,7 +41,7 @@ def _seen(document_ids: Tensor, initial_ids: Tensor | None, taps: int) -> Tensor
     return torch.stack(same).unsqueeze(-1)
 
 
-_ELEMENTS = 1 << 16  # of a block of rows
+_ELEMENTS = 1 << 17  # of a block of rows
 
 
 class _CausalConv(torch.autograd.Function):
@@ -93,7 +93,8 @@ def _gradients(given: Tensor, start: int, grad: Tensor, taps: Tensor, seen: Tens
     """The gradient of the rows ``given``, the first of which is row ``start``, in the type of ``taps``; what they add
     to those of the taps is added to ``grad_taps``.
     """
-    found, wide = torch.zeros(given.shape, dtype=taps.dtype, device=given.device), given.to(taps.dtype)
+    wide = given.to(taps.dtype)
+    found = torch.zeros_like(wide) if start < 0 else grad[:, start : start + given.shape[1]] * taps[0]
     for back, tap in enumerate(taps):
         first, last = max(start + back, 0), min(start + back + given.shape[1], grad.shape[1])
         if first >= last:
@@ -102,7 +103,8 @@ def _gradients(given: Tensor, start: int, grad: Tensor, taps: Tensor, seen: Tens
         if seen is not None and back:
             upstream = upstream * seen[back - 1][:, first:last]
         own = slice(first - start - back, last - start - back)
-        found[:, own].addcmul_(upstream, tap)
+        if back or start < 0:
+            found[:, own].addcmul_(upstream, tap)
         grad_taps[back] += (upstream * wide[:, own]).sum((0, 1))
     return found
 

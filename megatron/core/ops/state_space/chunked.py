@@ -17,9 +17,9 @@ from typing_extensions import override
 from megatron.core.ops.documents import numbered
 from megatron.core.ops.state_space.request import ScanInputs
 
-# Scores computed at a time: those of a few chunks stay in a CPU's cache, a GPU wants many.
-_SCORES = {"cpu": 1 << 18}
-_SCORES_ELSEWHERE = 1 << 26
+# Bytes of scores computed at a time: those of a few chunks stay in a CPU's cache, a GPU wants many.
+_SCORES = {"cpu": 1 << 19}
+_SCORES_ELSEWHERE = 1 << 27
 
 
 def supports(device: torch.device, dtype: torch.dtype) -> str | None:
@@ -104,7 +104,7 @@ def _blocks(x: Tensor, chunk_size: int) -> Iterator[tuple[slice, slice]]:
     """Tokens, and chunks, that are computed at a time. The last block is a chunk of the tokens that are left."""
     batch, length, heads, _ = x.shape
     whole = length // chunk_size
-    scores = batch * heads * chunk_size**2
+    scores = batch * heads * chunk_size**2 * x.itemsize
     size = max(_SCORES.get(x.device.type, _SCORES_ELSEWHERE) // scores, 1)
     for first in range(0, whole, size):
         last = min(first + size, whole)
