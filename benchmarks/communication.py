@@ -73,6 +73,19 @@ LAYOUTS: dict[str, tuple[dict[str, Any], str]] = {
         {"dp": 4},
         "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather --ddp-bucket-size 100000",
     ),
+    **{
+        f"{name}, DP 4 in 2 copies": (
+            {"dp": 4, "copies": 2},
+            # Without biases, with which a layer is no multiple of 4 times 64.
+            f"--data-parallel-sharding-strategy {flags} --num-distributed-optimizer-instances 2 --disable-bias-linear",
+        )
+        for name, flags in {
+            "ZeRO 1": "optim --overlap-grad-reduce --overlap-param-gather",
+            "ZeRO 2": "optim_grads",
+            "ZeRO 3": "optim_grads_params",
+            "ZeRO 3, state over both": "optim_grads_params --outer-dp-sharding-strategy optim --overlap-grad-reduce",
+        }.items()
+    },
     "ZeRO 2, PP 2, DP 2, ZB-H1": (
         {"pp": 2, "dp": 2},
         "--data-parallel-sharding-strategy optim_grads --pipeline-schedule zb-h1",
@@ -95,6 +108,8 @@ _GROUPS: dict[str, tuple[Axis, ...]] = {
     "all": ("pp", "dp", "cp", "tp"),
     "pp, dp": ("pp", "dp", "cp"),
     "pp": ("pp",),
+    "dp, in a copy": ("dp_in",),
+    "dp, copies": ("dp_out",),
     "dp": ("dp",),
     "cp": ("cp",),
     "tp": ("tp",),
@@ -107,7 +122,9 @@ def config_of(layout: str) -> RunConfig:
     sizes, flags = LAYOUTS[layout]
     given = [word for axis, size in sizes.items() if axis in _FLAGS for word in (_FLAGS[axis], str(size))]
     return parse_run(
-        [*MODEL.split(), *given, *flags.split()], world_size=math.prod(sizes.values()), extra_groups=GPT_GROUPS
+        [*MODEL.split(), *given, *flags.split()],
+        world_size=math.prod(size for axis, size in sizes.items() if axis != "copies"),
+        extra_groups=GPT_GROUPS,
     )
 
 
@@ -258,7 +275,8 @@ def _pipeline(config: RunConfig, mesh: Mesh) -> Counter[str]:
 
 def _data_parallel(config: RunConfig, mesh: Mesh) -> Counter[str]:
     """All gradients summed; with ZeRO 1 each rank gets the sums of its part, and all ranks get all weights. ZeRO 2 sums
-    after each microbatch. ZeRO 3 gathers weights for each forward and each backward pass, or with pipelines once.
+    after each microbatch. ZeRO 3 gathers weights for each forward and each backward pass, or with pipelines once. With
+    copies, between the ranks of one; then shards are summed over copies, or portions of shards, which are gathered.
     """
     ranks = mesh.size("dp")
     size = rank_parameters(config, FAMILIES["gpt"].train_spec, pipeline_rank=mesh.rank("pp")).total * 4
@@ -268,8 +286,13 @@ def _data_parallel(config: RunConfig, mesh: Mesh) -> Counter[str]:
         return Counter({"all-reduce dp": all_reduced(size, ranks)})
     microbatches = config.num_microbatches() if config.parallel.zero_stage > 1 else 1
     passes = 2 * microbatches if config.parallel.zero_stage == 3 and mesh.size("pp") == 1 else 1
-    part = gathered(size, ranks)
-    return Counter({"reduce-scatter dp": microbatches * part, "all-gather dp": passes * part})
+    copies = config.parallel.num_distributed_optimizer_instances
+    shards, within = ranks // copies, "dp" if copies == 1 else "dp, in a copy"
+    part, portion = gathered(size, shards), gathered(size // shards, copies)
+    sent = Counter({f"reduce-scatter {within}": microbatches * part, f"all-gather {within}": passes * part})
+    if config.parallel.outer_dp_sharding_strategy == "optim":
+        return sent + Counter({"reduce-scatter dp, copies": portion, "all-gather dp, copies": portion})
+    return sent + Counter({"all-reduce dp, copies": all_reduced(size // shards, copies)})
 
 
 def main() -> None:

@@ -146,8 +146,6 @@ kernels are launched one by one, without CUDA graphs; results are the same
 weights of ZeRO 3 are gathered layer by layer, and the next layer's meanwhile; results are the same
     megatron-fsdp-version fsdp-double-buffer fsdp-manual-registration
     keep-fp8-transpose-cache-when-using-custom-fsdp keep-fp8-transpose-cache
-state is always sharded over all data-parallel ranks, which takes the least memory
-    num-distributed-optimizer-instances
 activations are offloaded by layer, not by module: see --cpu-offloading
     fine-grained-activation-offloading offload-modules
 the part of the optimizer state in main memory is set by --optimizer-offload-fraction

@@ -131,6 +131,7 @@ _OTHERS = {
         attention_backend="flash", yields=True
     ),
     "warmup": taken_as("it is a fraction of the decay", lr_warmup_fraction=None),
+    "enable-full-sharding-in-hsdp": taken_as(outer_dp_sharding_strategy="optim"),
     "zero-stage": LegacyFlag(
         "refused",
         "the stages are 0, 1, 2 and 3, as in --data-parallel-sharding-strategy",
@@ -187,7 +188,6 @@ _HARMLESS = {
     "megatron-fsdp-main-params-dtype": "fp32 auto",
     "megatron-fsdp-main-grads-dtype": "auto fp32",
     "megatron-fsdp-grad-comm-dtype": "auto fp32",
-    "outer-dp-sharding-strategy": "no_shard",
     "attention-head-type": "multihead",
     "pp-partition-method": "type:transformer",
     "transformer-impl": "local",
@@ -202,7 +202,6 @@ _HARMLESS = {
     "data-impl": "mmap infer",
     "sample-rate": "1.0 1",
     "dist-ckpt-format": "torch_dist",
-    "num-distributed-optimizer-instances": "1",
     "ds-sequence-parallel-size": "1",
     "remote-device": "none",
     "most-recent-k": "-1",

@@ -9,6 +9,7 @@ from megatron.config.flags import COUNT, Settings, flag, switch
 
 CpCommType = Literal["p2p", "all_gather", "a2a", "a2a+p2p"]
 PipelineScheduleName = Literal["1f1b", "gpipe", "interleaved", "zb-h1", "zb-v"]
+OuterShardingStrategy = Literal["no_shard", "optim"]
 ShardingStrategy = Literal["no_shard", "optim", "optim_grads", "optim_grads_params"]
 GroupName = Literal["tp", "cp", "pp", "dp", "dp_cp", "tp_cp", "ep", "ep_tp", "ep_dp"]
 
@@ -113,6 +114,17 @@ class ParallelConfig(Settings):
         "and weights as well (ZeRO 3); unless given: what --use-distributed-optimizer, --use-torch-fsdp2 and "
         "--use-megatron-fsdp say.",
         default=None,
+    )
+    num_distributed_optimizer_instances: int = flag(
+        "Hybrid sharding: copies of what data-parallel ranks divide. Neighbouring ranks form a copy and divide it; "
+        "gradients are summed inside of copies, and then over copies. Divides the data-parallel size.",
+        default=1,
+        at_least=1,
+    )
+    outer_dp_sharding_strategy: OuterShardingStrategy = flag(
+        "With ZeRO 3 and several copies of --num-distributed-optimizer-instances: divide optimizer state over the "
+        "copies, too. Weights and gradients stay divided inside of a copy.",
+        default="no_shard",
     )
     use_torch_fsdp2: bool = switch("ZeRO 3. It is done with flat buffers here, as every other stage is.")
     use_megatron_fsdp: bool = switch(

@@ -90,9 +90,6 @@ give --load FOLDER: the run resumes from the newest checkpoint there
     resume resume-from resume-from-checkpoint
 encoder and decoder share the model-parallel sizes; leave it out
     encoder-tensor-model-parallel-size encoder-pipeline-model-parallel-size
-ZeRO 2 and 3 divide gradients and weights over all data-parallel ranks; dividing inside groups of them, with copies
-between the groups, is not available yet: leave it out
-    outer-dp-sharding-strategy enable-full-sharding-in-hsdp
 master weights are fp32; leave it out, or give --use-precision-aware-optimizer, which stores them in 17 bits
     megatron-fsdp-main-params-dtype
 ZeRO is chosen by --data-parallel-sharding-strategy, not by a file; leave it out

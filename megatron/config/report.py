@@ -86,6 +86,9 @@ def axes(run: RunConfig) -> Iterator[tuple[str, int, int]]:
         *slow,
     ):
         yield name, size, stride
+        if name == "data" and (copies := parallel.num_distributed_optimizer_instances) > 1:
+            yield "in a copy", size // copies, stride
+            yield "copies", copies, stride * size // copies
         stride *= size
     yield "workers", parallel.num_workers, stride
     if parallel.etp != parallel.tensor_model_parallel_size:

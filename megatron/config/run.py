@@ -202,6 +202,11 @@ class RunConfig:
         return sizes.tensor_model_parallel_size * sizes.pipeline_model_parallel_size * sizes.context_parallel_size
 
     @property
+    def expert_ranks(self) -> int:
+        """Ranks that hold the experts of a layer together."""
+        return self.parallel.expert_model_parallel_size * self.parallel.etp
+
+    @property
     def data_parallel_size(self) -> int:
         """Ranks of a worker over which samples are divided and gradients summed."""
         return max(self.world_size // max(self.model_parallel_size * self.parallel.num_workers, 1), 1)

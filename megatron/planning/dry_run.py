@@ -11,6 +11,7 @@ from megatron.config.run import RunConfig
 from megatron.config.vocabulary import vocabulary_size
 from megatron.core.models.train_spec import TrainSpec
 from megatron.core.tokenizers.build import built_size
+from megatron.planning.communication import communication_report
 from megatron.planning.estimate import (
     MemoryEstimate,
     active_parameters,
@@ -50,6 +51,7 @@ def dry_run_report(run: RunConfig, train_spec: TrainSpec, *, files: Sequence[str
         "batch and length": _batch(run),
         "parameters": _parameters(run, train_spec),
         "pipeline": _pipeline(run),
+        "data parallelism": communication_report(run, train_spec),
         "context parallelism": latents_sent(run, train_spec),
         "experts": _experts(run, train_spec),
         title: [*_memory(memory, only_reads=run.purpose.only_reads), *_verdict(run, train_spec, memory)],

@@ -202,16 +202,18 @@ def _rank_memory(
     width = planned_context(run).dtype.itemsize
     kept_by = {} if run.purpose.only_reads else parameter_policies(named.items(), run.optimizer)
     sizes = {
-        name: -(-named[name].numel() // _shards(run, named[name])) for name in kept_by if named[name].requires_grad
+        name: -(-named[name].numel() // _state_shards(run, named[name]))
+        for name in kept_by
+        if named[name].requires_grad
     }
     owned = sum(sizes.values())
     states = sum(size * state_bytes(kept_by[name].update_rule, run.optimizer) for name, size in sizes.items())
     of_matrices = _matrix_state(run, {name: named[name] for name in sizes}, kept_by)
-    optimizer, in_fp8 = run.optimizer, _in_fp8(run, train_spec, pipeline_rank)
-    in_bytes = [each for each in in_fp8 if each.requires_grad and _shards(run, each) > 1]
+    optimizer, multiplied_in_fp8 = run.optimizer, in_fp8(run, train_spec, pipeline_rank)
+    in_bytes = [each for each in multiplied_in_fp8 if each.requires_grad and _shards(run, each) > 1]
     in_bytes = in_bytes if run.fp8.fp8_param_gather and not run.purpose.only_reads else []
     gathered, own = sum(each.numel() for each in in_bytes), sum(each.numel() // _shards(run, each) for each in in_bytes)
-    copies = 2 * sum(each.numel() for each in in_fp8) - gathered
+    copies = 2 * sum(each.numel() for each in multiplied_in_fp8) - gathered
     here = owned - int(owned * optimizer.optimizer_offload_fraction * optimizer.optimizer_cpu_offload)
     outer = 0 if run.parallel.diloco_workers is None else _SHARED_BYTES
     away = states * (owned - here) // max(owned, 1)
@@ -288,8 +290,8 @@ def _master_bits(run: RunConfig, weight_bytes: int) -> int:
     return 17 if run.optimizer.use_precision_aware_optimizer and run.precision.bf16 else 32
 
 
-def _in_fp8(run: RunConfig, train_spec: TrainSpec, pipeline_rank: int) -> list[nn.Parameter]:
-    """The weights that layers of a pipeline rank multiply by in FP8."""
+def in_fp8(run: RunConfig, train_spec: TrainSpec, pipeline_rank: int) -> list[nn.Parameter]:
+    """Weights that layers of a pipeline rank multiply by in FP8."""
     stages = stage_models(run, train_spec, pipeline_rank=pipeline_rank) if run.fp8.is_on else []
     return [
         module.get_parameter("weight")
@@ -311,15 +313,25 @@ def _copied_bytes(run: RunConfig) -> int:
 
 
 def _shards(run: RunConfig, parameter: nn.Parameter) -> int:
-    """Ranks over which the optimizer state of a parameter is divided."""
+    """Ranks over which what the stage of ZeRO divides of a parameter is divided."""
     parallel = run.parallel
-    if parallel.zero_stage == 0:
-        return 1
+    return replicas_of(run, parameter) // parallel.num_distributed_optimizer_instances if parallel.zero_stage else 1
+
+
+def replicas_of(run: RunConfig, parameter: nn.Parameter) -> int:
+    """Ranks that hold the same part of a parameter and sum its gradients."""
+    parallel = run.parallel
     replicas = run.data_parallel_size * parallel.context_parallel_size
     if "edp" not in sharding_of(parameter).reduce:
         return replicas
     experts = parallel.expert_model_parallel_size * parallel.etp
     return replicas * parallel.tensor_model_parallel_size // experts
+
+
+def _state_shards(run: RunConfig, parameter: nn.Parameter) -> int:
+    """Ranks over which the optimizer state of a parameter is divided."""
+    over_copies = run.parallel.outer_dp_sharding_strategy == "optim"
+    return replicas_of(run, parameter) if over_copies else _shards(run, parameter)
 
 
 def _costs(run: RunConfig, train_spec: TrainSpec, model: nn.Module) -> Costs:

@@ -83,6 +83,7 @@ def run_ranks(
     ep: int = 1,
     etp: int | None = None,
     dc: int = 1,
+    copies: int = 1,
     pp_before_dp: bool = True,
     dtype: torch.dtype = torch.float32,
     sequence_parallel: bool = False,
@@ -100,7 +101,7 @@ def run_ranks(
 
     Raises RanksError when a rank fails, RanksTimeoutError after ``timeout`` seconds.
     """
-    axes: dict[str, Any] = {"tp": tp, "cp": cp, "dp": dp, "pp": pp, "ep": ep, "etp": etp, "dc": dc}
+    axes: dict[str, Any] = {"tp": tp, "cp": cp, "dp": dp, "pp": pp, "ep": ep, "etp": etp, "dc": dc, "copies": copies}
     axes["pp_before_dp"] = pp_before_dp
     with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
         job = Job(

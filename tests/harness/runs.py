@@ -37,6 +37,7 @@ def axes_of(config: RunConfig) -> dict[str, Any]:
         "cp": parallel.context_parallel_size,
         "dp": config.data_parallel_size,
         "dc": parallel.num_workers,
+        "copies": parallel.num_distributed_optimizer_instances,
         "ep": parallel.expert_model_parallel_size,
         "etp": parallel.expert_tensor_parallel_size,
         "pp_before_dp": not parallel.use_tp_pp_dp_mapping,

@@ -64,8 +64,7 @@ def owned_gradients(buffers: list[FlatBuffer], context: ParallelContext) -> Tens
     """This rank's shards of all buffers."""
     parts = []
     for buffer in buffers:
-        shard = context.mesh.rank(*buffer.reduce)
-        parts += [buffer.shard(bucket, shard).of(buffer.grads) for bucket in buffer.buckets]
+        parts += [buffer.shard(bucket).of(buffer.grads) for bucket in buffer.buckets]
     return torch.cat(parts).clone()
 
 
@@ -133,7 +132,7 @@ def narrow_gradients(context: ParallelContext, experts: int) -> tuple[list[Tenso
     GradSync(local, context, weight_gradients=WeightGradients(), sharded=True, overlap=False)
     alone.loss(samples(context, 1)).backward()  # type: ignore[no-untyped-call]
     for buffer in local:
-        everyone = all_gather(buffer.grads.unsqueeze(0), context.mesh, *buffer.reduce)
+        everyone = all_gather(buffer.grads.unsqueeze(0), context.mesh, *buffer.levels.inner)
         buffer.grads.copy_(everyone.float().sum(0))
     return found, owned_gradients(local, context)
 
@@ -217,7 +216,7 @@ def owned_partial_sums(context: ParallelContext, sharded: bool) -> list[Tensor]:
     found = []
     for buffer in buffers:
         for bucket in buffer.buckets:
-            owned = buffer.shard(bucket, context.mesh.rank("dp", "cp")) if sharded else bucket.span
+            owned = buffer.shard(bucket) if sharded else bucket.span
             for entry in bucket.entries:
                 part = entry.span.overlap(owned)
                 if part is not None:
@@ -251,7 +250,7 @@ def tied_sums(context: ParallelContext, sharded: bool) -> tuple[int, list[float]
     values: set[float] = set()
     for buffer in buffers:
         for bucket in buffer.buckets:
-            span = buffer.shard(bucket, context.mesh.rank("dp", "cp")) if sharded else bucket.span
+            span = buffer.shard(bucket) if sharded else bucket.span
             for entry in bucket.entries:
                 part = entry.span.overlap(span)
                 if entry.name == "embedding" and part is not None:

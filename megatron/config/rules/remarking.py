@@ -102,6 +102,11 @@ NEEDS: tuple[tuple[str, str, Callable[[RunConfig], object]], ...] = (
         lambda run: run.optimizer.optimizer_cpu_offload,
     ),
     (
+        "outer_dp_sharding_strategy",
+        " without --num-distributed-optimizer-instances",
+        lambda run: run.parallel.num_distributed_optimizer_instances > 1,
+    ),
+    (
         "diloco_sync_interval diloco_outer_lr diloco_outer_momentum diloco_fragments diloco_overlap_steps "
         "diloco_mixing diloco_dtype",
         " without --diloco-workers",

@@ -7,7 +7,7 @@ them; shard *r* is the *r*-th equal part of every bucket. The layout doesn't dep
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple
@@ -15,11 +15,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from megatron.core.distributed.levels import Levels, levels_of
 from megatron.core.distributed.parameter_policy import ParameterPolicy, Policies, parameter_policies
 from megatron.core.distributed.transient import TransientTensor
 from megatron.core.parallel.collectives import gather_objects, registered_zeros
 from megatron.core.parallel.context import ParallelContext
-from megatron.core.parallel.grid import Axis
 from megatron.core.parallel.mesh import Mesh
 from megatron.core.parallel.sharding import ShardedState, Sharding, sharding_of
 from megatron.core.tensor_parallel.fp8_linear import Fp8Quantizer
@@ -47,6 +47,11 @@ class Span:
     def of(self, flat: Tensor) -> Tensor:
         """The view of ``flat``."""
         return flat[self.start : self.stop]
+
+    def part(self, index: int, count: int) -> Span:
+        """Part ``index`` of ``count`` equal ones."""
+        size = self.size // count
+        return Span(self.start + index * size, self.start + (index + 1) * size)
 
     def overlap(self, other: Span) -> Span | None:
         """What both spans hold; None when that is nothing."""
@@ -105,7 +110,7 @@ class Bucket:
 class FlatBuffer:
     """All trained parameters of one class end to end: same dtype, same axes to reduce over, same policy.
 
-    ``num_shards``: ranks on the ``reduce`` axes; ``own_shard``: this rank's number among them.
+    ``levels``: how the ranks on those axes divide what they have of it.
     ``params``, ``grads``: 1-D, equally long; empty where each bucket has memory of its own that comes and goes.
     ``shards``, ``grad_shards``: this rank's shards of all buckets end to end, where it holds whole weights or gradients
     for a while only: weights of ZeRO 3 or gathered in 8 bits, gradients of ZeRO 2. ``codes``: of weights that are
@@ -114,10 +119,8 @@ class FlatBuffer:
 
     params: Tensor
     grads: Tensor
-    reduce: tuple[Axis, ...]
+    levels: Levels
     policy: ParameterPolicy
-    num_shards: int
-    own_shard: int
     buckets: list[Bucket] = field(default_factory=list)
     codes: Tensor | None = None
     shards: Tensor | None = None
@@ -129,10 +132,28 @@ class FlatBuffer:
         """Every parameter, in buffer order."""
         return (entry for bucket in self.buckets for entry in bucket.entries)
 
-    def shard(self, bucket: Bucket, index: int | None = None) -> Span:
-        """Part ``index`` of ``num_shards`` of a bucket; this rank's by default."""
-        size = bucket.span.size // self.num_shards
-        return Span(0, size).moved(bucket.span.start + (self.own_shard if index is None else index) * size)
+    @property
+    def num_shards(self) -> int:
+        """Parts into which ranks divide each bucket, where they divide any."""
+        return self.levels.num_shards
+
+    def whole(self, bucket: Bucket, levels: Levels | None = None) -> Span:
+        """All of a bucket, on any rank."""
+        return bucket.span
+
+    def shard(self, bucket: Bucket, levels: Levels | None = None) -> Span:
+        """This rank's part of a bucket, or that of the rank whose ``levels`` are given."""
+        levels = levels or self.levels
+        return bucket.span.part(levels.own_shard, levels.num_shards)
+
+    def portion(self, bucket: Bucket, levels: Levels | None = None) -> Span:
+        """The part of a shard that copies of it leave to this rank in sums over all ranks: each element once."""
+        levels = levels or self.levels
+        return self.shard(bucket, levels).part(levels.own_copy, levels.num_copies)
+
+    def owned(self, bucket: Bucket, levels: Levels | None = None) -> Span:
+        """What this rank updates of a bucket with a sharded optimizer."""
+        return self.portion(bucket, levels) if self.levels.divides_state else self.shard(bucket, levels)
 
     def own(self, span: Span) -> Tensor:
         """Weights in a span of this rank's shard of a bucket."""
@@ -145,7 +166,7 @@ class FlatBuffer:
     def _in_shards(self, span: Span) -> Span:
         """A span of this rank's shard of a bucket, in its shards end to end."""
         (shard,) = (each for bucket in self.buckets if (each := self.shard(bucket)).overlap(span))
-        before = shard.start - self.own_shard * shard.size  # where the bucket begins
+        before = shard.start - self.levels.own_shard * shard.size  # where the bucket begins
         return span.moved(before // self.num_shards - shard.start)
 
     def accumulate(self, entry: ParamEntry, grad: Tensor) -> None:
@@ -164,13 +185,15 @@ class FlatBuffer:
             flat_target[start : start + _SCRATCH_ELEMENTS].add_(converted)
 
 
-def owned_parts(buffers: Iterable[FlatBuffer], *, sharded: bool) -> Iterator[tuple[FlatBuffer, ParamEntry, Span]]:
-    """Every parameter with the span of its buffer that this rank owns: all of it, or, ``sharded``, what lies in its
-    shard of the bucket. Parameters of which it owns nothing are left out.
+def parts_of(
+    buffers: Iterable[FlatBuffer], owned_of: Callable[[FlatBuffer, Bucket], Span]
+) -> Iterator[tuple[FlatBuffer, ParamEntry, Span]]:
+    """Every parameter with the span of its buffer that this rank has of it, by ``FlatBuffer.whole``, ``shard``,
+    ``owned`` or ``portion``. Parameters of which it has nothing are left out.
     """
     for buffer in buffers:
         for bucket in buffer.buckets:
-            owned = buffer.shard(bucket) if sharded else bucket.span
+            owned = owned_of(buffer, bucket)
             for entry in bucket.entries:
                 part = entry.span.overlap(owned)
                 if part is not None:
@@ -191,6 +214,7 @@ def build_buffers(
     zero_stage: int = 1,
     seed: int = 0,
     of_frozen: bool = False,
+    divides_state: bool = False,
 ) -> list[FlatBuffer]:
     """Move trained parameters into flat buffers, each with a view of a gradient buffer as ``parameter.main_grad``.
 
@@ -201,12 +225,12 @@ def build_buffers(
     ``quantizers``: of weights that are gathered in 8 bits where ranks share them. ``policies``: None trains everything.
     ``zero_stage``: from 2 on whole gradients have memory by unit, with 3 weights, too; ``units`` then names that of
     each parameter, and values that aren't there yet are drawn by ``seed``, a bucket at a time.
-    ``of_frozen``: of the other parameters, which have no gradients, for ZeRO 3.
+    ``divides_state``: see ``Levels``. ``of_frozen``: of the other parameters, which have no gradients, for ZeRO 3.
     With pipeline stages all ranks must call this together: they exchange which tied parameters they hold.
     """
     named_parameters = list(named_parameters)
     policies = parameter_policies(named_parameters) if policies is None else policies
-    groups: dict[tuple[torch.dtype, tuple[Axis, ...], ParameterPolicy, bool], list[_Member]] = {}
+    groups: dict[Hashable, list[_Member]] = {}
     units = units or {} if zero_stage > 1 else {}
     for order, (name, parameter) in enumerate(named_parameters):
         sharding = sharding_of(parameter)
@@ -214,14 +238,26 @@ def build_buffers(
         policy = policies[name]
         parameter.requires_grad_(policy.is_trained)
         if policy.is_trained != of_frozen:
-            quantizer = (quantizers or {}).get(parameter) if context.mesh.size(*sharding.reduce) > 1 else None
-            key = sharding.tied or (units.get(parameter) if context.mesh.size(*sharding.reduce) > 1 else None)
+            levels = levels_of(context.mesh, sharding.reduce)
+            quantizer = (quantizers or {}).get(parameter) if levels.num_shards > 1 else None
+            key = sharding.tied or (units.get(parameter) if levels.num_shards > 1 else None)
             member = _Member(name, order, parameter, sharding, policy, key, quantizer)
             groups.setdefault((parameter.dtype, sharding.reduce, policy, quantizer is not None), []).append(member)
     holders = tied_holders((member.sharding for group in groups.values() for member in group), context.mesh)
     multiple = _BUS_WIDTH_ELEMENTS if pads_buckets else 1
     return [
-        _build_buffer(group[::-1], context, grad_dtype, bucket_size, multiple, registers, holders, zero_stage, seed)
+        _build_buffer(
+            group[::-1],
+            context,
+            levels_of(context.mesh, group[0].sharding.reduce, divides_state=divides_state),
+            grad_dtype,
+            bucket_size,
+            multiple,
+            registers,
+            holders,
+            zero_stage,
+            seed,
+        )
         for group in groups.values()
     ]
 
@@ -241,6 +277,7 @@ class _Member(NamedTuple):
 def _build_buffer(
     members: Sequence[_Member],
     context: ParallelContext,
+    levels: Levels,
     grad_dtype: torch.dtype,
     bucket_size: int | None,
     multiple: int,
@@ -249,28 +286,25 @@ def _build_buffer(
     zero_stage: int,
     seed: int,
 ) -> FlatBuffer:
-    dtype, reduce = members[0].parameter.dtype, members[0].sharding.reduce
-    num_shards = context.mesh.size(*reduce)
+    dtype, num_shards = members[0].parameter.dtype, levels.num_shards
     is_trained = members[0].policy.is_trained
     divides_grads, divides_weights = (num_shards > 1 and zero_stage >= stage for stage in (2, 3))
     layout = lay_out(
         [(member.parameter.numel(), member.key) for member in members],
-        bucket_size=bucket_size or usual_bucket_size(num_shards),
-        multiple=math.lcm(num_shards * ALIGNMENT, multiple),
+        bucket_size=bucket_size or usual_bucket_size(levels.num_ranks),
+        multiple=math.lcm(levels.num_ranks * ALIGNMENT, multiple),
     )
     size = layout[-1].span.stop
     in_8_bits, grad_dtype = members[0].quantizer is not None, torch.promote_types(grad_dtype, dtype)
-    registered = partial(registered_zeros, mesh=context.mesh, axes=reduce) if registers else torch.zeros
+    registered = partial(registered_zeros, mesh=context.mesh, axes=levels.inner) if registers else torch.zeros
     zeros = partial(registered, device=context.device)
     buffer = FlatBuffer(
         params=(torch.zeros if in_8_bits else registered)(
             0 if divides_weights else size, dtype=dtype, device=context.device
         ),
         grads=zeros(size if is_trained and not divides_grads else 0, dtype=grad_dtype),
-        reduce=reduce,
+        levels=levels,
         policy=members[0].policy,
-        num_shards=num_shards,
-        own_shard=context.mesh.rank(*reduce),
         codes=zeros(size, dtype=torch.uint8) if in_8_bits else None,
         shards=zeros(size // num_shards, dtype=dtype) if divides_weights else None,
         grad_shards=zeros(size // num_shards, dtype=grad_dtype) if is_trained and divides_grads else None,
@@ -357,7 +391,7 @@ def _adopt(
 
 def sharded_weights(buffers: Iterable[FlatBuffer]) -> Iterator[ShardedState]:
     """This rank's parts of all weights, where ranks divide them, as checkpoints name them."""
-    for buffer, entry, part in owned_parts(buffers, sharded=True):
+    for buffer, entry, part in parts_of(buffers, FlatBuffer.shard):
         flat_range = (part.start - entry.span.start, part.stop - entry.span.start)
         yield ShardedState(f"model.{entry.name}", buffer.own(part), entry.sharding, flat_range)
 
@@ -366,7 +400,7 @@ def counted_weights(buffers: Iterable[FlatBuffer]) -> list[Tensor]:
     """This rank's parts of weights that it counts in sums over all ranks: each logical element once."""
     return [
         buffer.own(here)
-        for buffer, entry, part in owned_parts(buffers, sharded=True)
+        for buffer, entry, part in parts_of(buffers, FlatBuffer.portion)
         for span in entry.norm_spans
         if (here := span.overlap(part)) is not None
     ]

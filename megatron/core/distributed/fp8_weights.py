@@ -133,12 +133,13 @@ class Fp8Weights:
 
 def _parts_of(buffer: FlatBuffer) -> Iterator[_Part]:
     assert buffer.codes is not None
+    inner = buffer.levels.inner
     for bucket in buffer.buckets:
         shard = buffer.shard(bucket)
         for entry in bucket.entries:
             quantizer, here = entry.quantizer, entry.span.overlap(shard) or Span(shard.start, shard.start)
             assert quantizer is not None
-            axes = {"tensorwise": (buffer.reduce, quantizer.weight.axes), "blockwise": (buffer.reduce,), "delayed": ()}
+            axes = {"tensorwise": (inner, quantizer.weight.axes), "blockwise": (inner,), "delayed": ()}
             count, *shape = matrices_of(entry.parameter).shape
             yield _Part(
                 buffer=buffer,

@@ -14,9 +14,10 @@ import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
-from megatron.core.distributed.buffers import Bucket, FlatBuffer, ParamEntry, Span, owned_parts
+from megatron.core.distributed.buffers import Bucket, FlatBuffer, ParamEntry, Span, parts_of
 from megatron.core.distributed.unit_memory import UnitGradients
 from megatron.core.parallel.collectives import (
+    Chain,
     Handle,
     all_reduce,
     all_reduce_among,
@@ -96,10 +97,11 @@ class GradSync:
                     weight_gradients.main_grads[entry.parameter] = MainGrad(entry.main_grad, added, opened)
         # Backward completes parameters from the last registered to the first; every rank launches in this same order.
         reductions.sort(key=lambda reduction: -min(entry.order for entry in reduction.bucket.entries))
-        self._reductions = [each for each in reductions if each.buffer.num_shards > 1 and each.bucket.grads is None]
-        self._owned = [
-            (entry, part, buffer.own_grads(part)) for buffer, entry, part in owned_parts(buffers, sharded=sharded)
+        self._reductions = [
+            each for each in reductions if each.buffer.levels.num_ranks > 1 and each.bucket.grads is None
         ]
+        owned = parts_of(buffers, FlatBuffer.owned if sharded else FlatBuffer.whole)
+        self._owned = [(entry, part, buffer.own_grads(part)) for buffer, entry, part in owned]
 
     def detach(self) -> None:
         """Collect no gradients any more: autograd leaves them in ``parameter.grad``, as usual."""
@@ -130,6 +132,7 @@ class GradSync:
         """
         while self._launched < len(self._reductions):
             self._launch_next()
+        self._sum_copies(last=0)
         for reduction in self._reductions:
             assert reduction.handle is not None
             reduction.handle.wait()
@@ -178,23 +181,36 @@ class GradSync:
     def _launch_next(self) -> None:
         reduction = self._reductions[self._launched]
         self._launched += 1
-        buffer, span = reduction.buffer, reduction.bucket.span
+        buffer, span, levels = reduction.buffer, reduction.bucket.span, reduction.buffer.levels
         grads = span.of(buffer.grads)
-        if self._sharded:
-            own = buffer.shard(reduction.bucket).of(buffer.grads)
-            if self._sums_in_fp32 and grads.dtype.itemsize < 4:
-                self._wait_for_all_but(IN_FLIGHT - 1)
-                reduction.handle = reduce_scatter_in_fp32_async(own, grads, self._mesh, *buffer.reduce)
-            else:
-                reduction.handle = reduce_scatter_into_async(own, grads, self._mesh, *buffer.reduce)
+        if not self._sharded:
+            reduction.handle = all_reduce_async(grads, self._mesh, *levels.inner)
+            return
+        own = buffer.shard(reduction.bucket).of(buffer.grads)
+        if self._sums_in_fp32 and grads.dtype.itemsize < 4:
+            self._wait_for_all_but(IN_FLIGHT - 1)
+            reduction.handle = reduce_scatter_in_fp32_async(own, grads, self._mesh, *levels.inner)
         else:
-            reduction.handle = all_reduce_async(grads, self._mesh, *buffer.reduce)
+            reduction.handle = reduce_scatter_into_async(own, grads, self._mesh, *levels.inner)
+        if levels.num_copies > 1:
+            over_copies = partial(levels.start_sum, own, self._mesh, in_fp32=self._sums_in_fp32)
+            reduction.handle = Chain(reduction.handle, over_copies)
+            self._sum_copies(last=IN_FLIGHT)
+
+    def _sum_copies(self, *, last: int) -> None:
+        """Start to sum shards over their copies, but for the ``last`` reductions that were launched."""
+        for reduction in self._reductions[: max(0, self._launched - last)]:
+            if isinstance(reduction.handle, Chain):
+                reduction.handle.advance()
 
     def _wait_for_all_but(self, last: int) -> None:
         """Wait for reductions that were started, but for the ``last``; their parts then take no memory any more."""
         for reduction in self._reductions[: max(0, self._launched - 1 - last)]:
             assert reduction.handle is not None
-            reduction.handle.wait()
+            if isinstance(reduction.handle, Chain):
+                reduction.handle.advance()
+            else:
+                reduction.handle.wait()
 
     def _sum_partial(self) -> None:
         """Sum gradients over ``partial_grad`` axes: large ones in place, all small ones as one message per group."""

@@ -16,7 +16,6 @@ from megatron.core.distributed.fp8_weights import Fp8Weights
 from megatron.core.distributed.unit_memory import UnitWeights
 from megatron.core.parallel.collectives import Handle, all_gather_into_async
 from megatron.core.parallel.context import ParallelContext
-from megatron.core.parallel.grid import Axis
 from megatron.core.parallel.low_precision import LowPrecision
 
 
@@ -42,7 +41,7 @@ class ParamGather:
             (buffer, bucket)
             for buffer in buffers
             for bucket in buffer.buckets
-            if buffer.num_shards > 1 and bucket.weights is None
+            if buffer.owned(bucket) != bucket.span and bucket.weights is None
         ]
         self._order = sorted(entries, key=lambda entry: min(entry.order for entry in entry[1].entries))
         self._pending: dict[Bucket, Handle[Tensor]] = {}
@@ -59,6 +58,7 @@ class ParamGather:
             first = {bucket for module in uncalled for bucket in self._hooked[module]}
             self._order.sort(key=lambda entry: entry[1] not in first)
             self._needed_first = first
+        self.units.start_shards()
         self._start()
         if not self._hooked:
             self.finish()
@@ -69,7 +69,7 @@ class ParamGather:
             self._fp8.release()
         for buffer, bucket in self._order:
             flat = buffer.params if buffer.codes is None else buffer.codes
-            self._gather(bucket, buffer.shard(bucket).of(flat), bucket.span.of(flat), buffer.reduce)
+            self._gather(buffer, bucket, buffer.owned(bucket).of(flat), bucket.span.of(flat))
 
     def start_again(self) -> None:
         """Start again after a step that changed no weight: scales of weights in 8 bits may have changed."""
@@ -94,15 +94,18 @@ class ParamGather:
             self._fp8.restore()
             for buffer in self._fp8.buffers:
                 for bucket in buffer.buckets:
-                    self._gather(bucket, buffer.own(buffer.shard(bucket)), bucket.span.of(buffer.params), buffer.reduce)
+                    self._gather(buffer, bucket, buffer.own(buffer.shard(bucket)), bucket.span.of(buffer.params))
             self.finish()
 
-    def _gather(self, bucket: Bucket, own: Tensor, whole: Tensor, axes: tuple[Axis, ...]) -> None:
+    def _gather(self, buffer: FlatBuffer, bucket: Bucket, own: Tensor, whole: Tensor) -> None:
+        # What ZeRO 3 divides inside of copies comes and goes by unit: of what rests, state alone is divided, over them.
+        axes = buffer.levels.outer if buffer.levels.divides_state else buffer.levels.inner
         self._pending[bucket] = all_gather_into_async(whole, own, self._mesh, *axes)
 
     def finish(self) -> None:
-        """Wait until all parameters are those of the last update."""
+        """Wait until all parameters, or this rank's shards of them, are those of the last update."""
         self._wait(tuple(self._pending))
+        self.units.finish_shards()
 
     def overlap_forward(self, model: nn.Module) -> None:
         """Let each module of ``model`` wait for its own parameters when it is called.

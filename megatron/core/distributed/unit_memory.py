@@ -77,6 +77,14 @@ class UnitGradients:
             if home.bucket.grads is not None and home.bucket.grads.is_allocated:
                 self._reduce(home)
         self.settle()
+        homes = dict.fromkeys(self._homes.values())
+        over_copies = [
+            buffer.levels.start_sum(buffer.own_grads(buffer.shard(bucket)), self._mesh, in_fp32=self._sums_in_fp32)
+            for buffer, bucket in homes
+            if buffer.levels.num_copies > 1
+        ]
+        for handle in over_copies:
+            handle.wait()
 
     def _reduce(self, home: _Home) -> None:
         grads = home.bucket.grads
@@ -86,7 +94,7 @@ class UnitGradients:
         own = grads.flat.new_empty(home.bucket.span.size // home.buffer.num_shards)
         narrow = self._sums_in_fp32 and own.dtype.itemsize < 4
         start = reduce_scatter_in_fp32_async if narrow else reduce_scatter_into_async
-        self._pending.append((home, start(own, grads.flat, self._mesh, *home.buffer.reduce)))
+        self._pending.append((home, start(own, grads.flat, self._mesh, *home.buffer.levels.inner)))
         self.settle(keep=self._in_flight)
 
     def settle(self, *, keep: int = 0) -> None:
@@ -119,6 +127,7 @@ class UnitWeights:
         self.keeps = keeps
         self._homes = _homes(buffer for buffer in buffers if any(bucket.weights for bucket in buffer.buckets))
         self._gathered: dict[Bucket, Handle[Tensor]] = {}
+        self._arriving: dict[Bucket, Handle[Tensor]] = {}
 
     @property
     def is_empty(self) -> bool:
@@ -145,6 +154,19 @@ class UnitWeights:
         for bucket in list(self._gathered):
             self._free(bucket)
 
+    def start_shards(self) -> None:
+        """Start to gather this rank's shards from their copies, where each has updated a portion. A collective."""
+        for buffer, bucket in dict.fromkeys(self._homes.values()):
+            if buffer.levels.divides_state and buffer.policy.is_trained:
+                shard = buffer.own(buffer.shard(bucket))
+                self._arriving[bucket] = buffer.levels.start_gather(shard, self._mesh)
+
+    def finish_shards(self) -> None:
+        """Wait for them."""
+        for handle in self._arriving.values():
+            handle.wait()
+        self._arriving.clear()
+
     def make_whole(self) -> None:
         """Gather all weights. A collective."""
         for home in dict.fromkeys(self._homes.values()):
@@ -158,8 +180,9 @@ class UnitWeights:
         assert bucket.weights is not None, "only buckets with memory by unit are among the homes"
         bucket.weights.allocate()
         own = buffer.own(buffer.shard(bucket))
-        handle = all_gather_into_async(bucket.weights.flat, own, self._mesh, *buffer.reduce)
-        self._gathered[bucket] = handle
+        if (arriving := self._arriving.pop(bucket, None)) is not None:
+            arriving.wait()
+        self._gathered[bucket] = all_gather_into_async(bucket.weights.flat, own, self._mesh, *buffer.levels.inner)
 
     def _free(self, bucket: Bucket) -> None:
         handle = self._gathered.pop(bucket, None)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatron.core.distributed.buffers import FlatBuffer, Span, owned_parts
+from megatron.core.distributed.buffers import FlatBuffer, Span, parts_of
 from megatron.core.parallel.collectives import all_reduce, gather_objects
 from megatron.core.parallel.context import ParallelContext
 from megatron.core.parallel.mesh import Mesh
@@ -37,7 +37,7 @@ class GradientStatistics:
 class ModelStatistics:
     """Norms and counts of the model, the same on every rank.
 
-    Each rank looks only at its own shards, even where it holds more: replicated and sharded optimizers then add the
+    Each rank looks only at its own portions, even where it holds more: replicated and sharded optimizers then add the
     same numbers in the same order and get the same norm to the last bit, and ranks share the work.
 
     ``frozen``: the parts of frozen parameters that this rank counts (``frozen_parts``).
@@ -50,7 +50,7 @@ class ModelStatistics:
         self._counted: list[tuple[FlatBuffer, list[Span]]] = [(buffer, []) for buffer in buffers]
         self._replicas: list[tuple[FlatBuffer, list[Span]]] = [(buffer, []) for buffer in buffers]
         for (buffer, counted), (_, replicas) in zip(self._counted, self._replicas):
-            for _, entry, part in owned_parts([buffer], sharded=True):
+            for _, entry, part in parts_of([buffer], FlatBuffer.portion):
                 here = [span for each in entry.norm_spans if (span := each.overlap(part)) is not None]
                 for span in here:
                     if counted and counted[-1].stop == span.start:  # one span for neighbours
@@ -105,7 +105,7 @@ def nonfinite_gradients(buffers: Sequence[FlatBuffer], mesh: Mesh, *, limit: int
     whole = {
         entry.name: entry.main_grad for buffer in buffers if buffer.grad_shards is None for entry in buffer.entries
     }
-    in_shards = owned_parts([buffer for buffer in buffers if buffer.grad_shards is not None], sharded=True)
+    in_shards = parts_of([buffer for buffer in buffers if buffer.grad_shards is not None], FlatBuffer.owned)
     found = whole | {entry.name: buffer.own_grads(part) for buffer, entry, part in in_shards}
     extremes = {name: torch.aminmax(grads) for name, grads in found.items()}
     here = [name for name, each in extremes.items() if not all(math.isfinite(end.item()) for end in each)]

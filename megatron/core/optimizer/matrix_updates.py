@@ -15,6 +15,7 @@ from torch import Tensor
 
 from megatron.config.optimizer import OptimizerConfig
 from megatron.core.distributed.buffers import Bucket, FlatBuffer, ParamEntry, Span
+from megatron.core.distributed.levels import Levels, levels_of
 from megatron.core.optimizer.update_rule import MatrixRule
 from megatron.core.parallel.collectives import Handle
 from megatron.core.parallel.context import ParallelContext
@@ -83,8 +84,8 @@ class MatrixBucket:
                 self.owned.append(OwnedMatrix(entry, number, matrix.shape, state))
         messages = partial(_messages, buffer, bucket, stacks, owners, place, self._group)
         is_sharded = span != bucket.span
-        self._there = messages(counted=True, is_sharded=True)
-        self._back = messages(counted=False, is_sharded=is_sharded)
+        self._there = messages(counted=True, held=buffer.portion)
+        self._back = messages(counted=False, held=buffer.owned if is_sharded else buffer.whole)
 
     def collect(self, flat: Tensor) -> Handle[Tensor]:
         """Start to send ``flat``, numbers of this rank's ``span``, to the owners of the matrices they are in."""
@@ -154,13 +155,13 @@ def _messages(
     group: RankGroup,
     *,
     counted: bool,
-    is_sharded: bool,
+    held: Callable[[Bucket, Levels], Span],
 ) -> list[_Message]:
     """This rank's messages with each rank of the stage, in the same order at both ends: parameters of the bucket in
     turn, and of each the blocks in the order of the numbers of the rank that holds them.
 
     ``place``: of the matrices that this rank owns. ``counted``: each element from one rank; else to all that hold it.
-    ``is_sharded``: ranks hold their shard of the bucket; else all of it.
+    ``held``: what the rank of given levels holds of the bucket.
     """
     mesh, messages = group.mesh, [_Message([], []) for _ in group.members]
     for index, entry in enumerate(bucket.entries):
@@ -168,9 +169,8 @@ def _messages(
         for position, rank in enumerate(group.members):
             if not owned_here and rank != mesh.world_rank:
                 continue
-            there = Mesh(mesh.dense, mesh.expert, world_rank=rank)
-            shard = buffer.shard(bucket, there.rank(*buffer.reduce)) if is_sharded else bucket.span
-            part = shard.overlap(entry.span)
+            there = mesh.seen_by(rank)
+            part = held(bucket, levels_of(there, entry.sharding.reduce)).overlap(entry.span)
             if part is None:
                 continue
             start, stop = part.start - entry.span.start, part.stop - entry.span.start
@@ -203,7 +203,7 @@ class MatrixUpdates:
             for bucket in buffer.buckets if rule is not None else ():
                 assert rule is not None
                 stacks = [matrices_of(entry.parameter, config) for entry in bucket.entries]
-                span = buffer.shard(bucket) if sharded else bucket.span
+                span = buffer.owned(bucket) if sharded else bucket.span
                 owners = dealt([[matrix.shape for matrix in stack] for stack in stacks], loads)
                 self.buckets.append(MatrixBucket(buffer, bucket, span, rule, context, stacks, owners))
 

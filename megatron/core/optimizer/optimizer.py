@@ -196,7 +196,7 @@ class Optimizer:
         self._numbers = {id(buffer): number for number, buffer in enumerate(buffers)}
         transfer = HostTransfer.of(config, context.device)
         spans = [
-            (buffer, bucket, buffer.shard(bucket) if sharded else bucket.span)
+            (buffer, bucket, buffer.owned(bucket) if sharded else bucket.span)
             for buffer in buffers
             for bucket in buffer.buckets
         ]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from itertools import accumulate
 from typing import Any, Generic, Literal, TypeVar
@@ -56,6 +56,27 @@ class Handle(Generic[T]):
                         work.wait()
             self._works, self._sent = (), None
         return self._result
+
+
+class Chain(Handle[T]):
+    """Communication in several steps, of which each starts when the one before has ended."""
+
+    def __init__(self, first: Handle[T], *following: Callable[[], Handle[T]]) -> None:
+        """Hold the first step in flight, and what starts the others."""
+        self._current, self._following = first, [*following]
+
+    def advance(self) -> None:
+        """Start the next step if there is one, after waiting for the current one."""
+        if self._following:
+            self._current.wait()
+            self._current = self._following.pop(0)()
+
+    @override
+    def wait(self) -> T:
+        """Take all steps; the result of the last one."""
+        while self._following:
+            self.advance()
+        return self._current.wait()
 
 
 def _waiting(collective: str, mesh: Mesh, axes: tuple[Axis, ...]) -> AbstractContextManager[None]:

@@ -8,7 +8,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-Axis = Literal["dc", "pp", "dp", "cp", "tp", "edp", "ep", "etp"]
+Axis = Literal["dc", "pp", "dp", "cp", "tp", "edp", "ep", "etp", "dp_out", "dp_in", "edp_out", "edp_in"]
+
+LEVELS: Mapping[Axis, tuple[Axis, Axis]] = {"dp": ("dp_out", "dp_in"), "edp": ("edp_out", "edp_in")}
+"""Axes of replicas, and the two that each of them is divided into: copies, and the ranks of one copy."""
 
 
 @dataclass(frozen=True)
@@ -26,6 +29,19 @@ class RankGrid:
     def size(self) -> int:
         """Number of ranks in the grid."""
         return math.prod(self.axes.values())
+
+    def in_levels(self, copies: int) -> RankGrid:
+        """A grid of the same ranks, with each axis of ``LEVELS`` as two: ``copies`` parts, and the ranks of a part."""
+        axes: dict[Axis, int] = {}
+        for axis, size in self.axes.items():
+            if axis in LEVELS:
+                (outer, inner), (ranks, rest) = LEVELS[axis], divmod(size, copies)
+                if rest:
+                    raise ValueError(f"axis {axis} has {size} ranks, which cannot be divided into {copies} copies")
+                axes |= {outer: copies, inner: ranks}
+            else:
+                axes[axis] = size
+        return RankGrid(axes)
 
     def coordinates(self, rank: int) -> dict[Axis, int]:
         """Position of ``rank`` on every axis."""

@@ -53,7 +53,8 @@ def parallel_context(
         device = prepared_device(parallel, launch, deterministic=deterministic)
         watch: AbstractContextManager[None] = nullcontext()
         mesh = mesh_of(parallel, world_size=launch.world_size, rank=launch.rank)
-        mesh.urgent = frozenset(mesh.members(*GROUPS[name]) for name in parallel.high_priority_stream_groups)
+        urgent = [GROUPS[name] for name in parallel.high_priority_stream_groups]
+        mesh.urgent = frozenset(mesh.members(*each) for axes in urgent for each in (axes, *mesh.levels(axes)))
         # A minute more than a stall may last, so that liveness reports it before the backend times out.
         mesh.timeout = timedelta(minutes=parallel.distributed_timeout_minutes + 1)
         if launch.world_size > 1:
@@ -84,6 +85,7 @@ def mesh_of(parallel: ParallelConfig, *, world_size: int, rank: int) -> Mesh:
         pp=pp,
         dp=world_size // (dc * tp * cp * pp),
         dc=dc,
+        copies=parallel.num_distributed_optimizer_instances,
         ep=parallel.expert_model_parallel_size,
         etp=parallel.expert_tensor_parallel_size,
         rank=rank,

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from megatron.config.parallel import GroupName
 from megatron.core.parallel.activity import Activity
-from megatron.core.parallel.grid import Axis, RankGrid
+from megatron.core.parallel.grid import LEVELS, Axis, RankGrid
 from megatron.core.torch_release import require_torch
 
 if TYPE_CHECKING:
@@ -32,7 +32,9 @@ GROUPS: dict[GroupName, tuple[Axis, ...]] = {
     "ep_dp": ("edp",),
 }
 
-EXPERT_AXES = frozenset(("edp", "ep", "etp"))
+EXPERT_AXES = frozenset(("edp", "edp_out", "edp_in", "ep", "etp"))
+
+_IN_LEVELS = frozenset(axis for levels in LEVELS.values() for axis in levels)
 
 WORLD: tuple[Axis, ...] = ("dc", "pp", "dp", "cp", "tp")
 """All ranks of a run."""
@@ -53,6 +55,9 @@ class Mesh:
 
     ``dc`` divides the ranks into the workers of ``megatron.core.diloco``, which all other axes lie inside of.
 
+    ``copies``: parts of a worker's replicas, the outer level of two; the ranks of a part divide what a copy of the
+    model has, see ``levels``. Neighbouring ranks are in one part, of dense and expert axes alike.
+
     ``pp`` may be combined with axes of either grid; mixing dense and expert axes in one union is a programming error.
     The expert grid numbers ranks stage by stage, also where ``pp`` isn't the slowest dense axis: a rank has one stage,
     and expert axes divide the ranks of a stage. ``activity``: what the rank is doing. ``urgent``:
@@ -63,6 +68,7 @@ class Mesh:
     dense: RankGrid
     expert: RankGrid
     world_rank: int = 0
+    copies: int = 1
     activity: Activity = field(default_factory=Activity, repr=False, compare=False)
     urgent: frozenset[tuple[int, ...]] = frozenset()
     timeout: timedelta | None = None
@@ -73,6 +79,7 @@ class Mesh:
     def __post_init__(self) -> None:
         if self.dense.size != self.expert.size:
             raise ValueError(f"the dense grid holds {self.dense.size} ranks and the expert grid {self.expert.size}")
+        self._dense_levels, self._expert_levels = (grid.in_levels(self.copies) for grid in (self.dense, self.expert))
 
     @classmethod
     def single(cls) -> Mesh:
@@ -90,6 +97,7 @@ class Mesh:
         ep: int = 1,
         etp: int | None = None,
         dc: int = 1,
+        copies: int = 1,
         rank: int = 0,
         pp_before_dp: bool = True,
     ) -> Mesh:
@@ -100,23 +108,38 @@ class Mesh:
             raise ValueError(f"tp·cp·dp = {tp * cp * dp} ranks cannot be divided into ep·etp = {ep * expert_tp}")
         outer: dict[Axis, int] = {"pp": pp, "dp": dp} if pp_before_dp else {"dp": dp, "pp": pp}
         dense = RankGrid({"dc": dc, **outer, "cp": cp, "tp": tp})
-        return cls(dense, RankGrid({"dc": dc, "pp": pp, "edp": edp, "ep": ep, "etp": expert_tp}), rank)
+        return cls(dense, RankGrid({"dc": dc, "pp": pp, "edp": edp, "ep": ep, "etp": expert_tp}), rank, copies)
 
     @property
     def world_size(self) -> int:
         """Number of ranks in the run."""
         return self.dense.size
 
+    def seen_by(self, rank: int) -> Mesh:
+        """The coordinates of another rank, which asks for no groups."""
+        return Mesh(self.dense, self.expert, rank, self.copies)
+
+    def levels(self, axes: tuple[Axis, ...]) -> tuple[tuple[Axis, ...], tuple[Axis, ...]]:
+        """Axes of replicas as two levels: that of the ranks of one copy, and that of the copies, none for one copy."""
+        if self.copies == 1:
+            return axes, ()
+        inner = tuple(LEVELS[axis][1] if axis in LEVELS else axis for axis in axes)
+        return inner, tuple(LEVELS[axis][0] for axis in axes if axis in LEVELS)
+
     def _grid(self, axes: tuple[Axis, ...]) -> RankGrid:
-        return self.expert if EXPERT_AXES.intersection(axes) else self.dense
+        of_experts = EXPERT_AXES.intersection(axes)
+        if _IN_LEVELS.intersection(axes):
+            return self._expert_levels if of_experts else self._dense_levels
+        return self.expert if of_experts else self.dense
 
     def members(self, *axes: Axis) -> tuple[int, ...]:
         """World ranks of the group of this rank over ``axes``."""
         if axes not in self._members:
-            if self._grid(axes) is self.dense:
-                self._members[axes] = self.dense.members(self.world_rank, *axes)
+            grid = self._grid(axes)
+            if not EXPERT_AXES.intersection(axes):
+                self._members[axes] = grid.members(self.world_rank, *axes)
             else:
-                numbers = self.expert.members(self.expert_number, *axes)
+                numbers = grid.members(self.expert_number, *axes)
                 self._members[axes] = tuple(
                     self.dense.rank_at(self._stage_by_stage.coordinates(number)) for number in numbers
                 )

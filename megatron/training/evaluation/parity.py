@@ -80,8 +80,10 @@ def whole_gradients(buffers: Iterable[FlatBuffer], mesh: Mesh, *, sharded: bool)
     for buffer in buffers:
         for bucket in buffer.buckets:
             if sharded:
-                own = buffer.own_grads(buffer.shard(bucket)).clone()
-                whole = all_gather(own, mesh, *buffer.reduce)
+                own, levels = buffer.own_grads(buffer.owned(bucket)).clone(), buffer.levels
+                if levels.divides_state:
+                    own = all_gather(own, mesh, *levels.outer)
+                whole = all_gather(own, mesh, *levels.inner)
             else:
                 whole = bucket.span.of(buffer.grads)
             for entry in bucket.entries:

@@ -54,6 +54,7 @@ def build_training_state(config: RunConfig, models: Sequence[nn.Module], context
         units={each: unit.name for model in models for unit in units_of(model) for each in unit.parameters},
         zero_stage=stage,
         seed=config.training.seed,
+        divides_state=parallel.outer_dp_sharding_strategy == "optim",
     )
     buffers, frozen = build(), build(of_frozen=True) if stage == 3 else []
     grad_sync = GradSync(

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from megatron.core.models.gpt.config import GROUPS
+from tests.harness.sentences import check_line
 from tests.unit.config.command_lines import parse
 
 STAGES = {
@@ -24,6 +26,7 @@ STAGES = {
     "--use-torch-fsdp2": 3,
     "--use-distributed-optimizer --use-torch-fsdp2": 3,
     "--use-megatron-fsdp --megatron-fsdp-main-params-dtype fp32 --outer-dp-sharding-strategy no_shard": 3,
+    "--use-megatron-fsdp --enable-full-sharding-in-hsdp": 3,
     "--use-megatron-fsdp --fsdp-double-buffer --megatron-fsdp-version 2": 3,
 }
 
@@ -32,6 +35,27 @@ STAGES = {
 def test_a_flag_means_its_stage(flags: str) -> None:
     """A spelling of ZeRO was taken for another stage, or for none: weights were whole where they should be divided."""
     assert parse(flags, ranks=2).parallel.zero_stage == STAGES[flags]
+
+
+COPIES = {
+    "--use-distributed-optimizer --num-distributed-optimizer-instances 4": (4, "optimizer state"),
+    "--use-megatron-fsdp --num-distributed-optimizer-instances 4 --enable-full-sharding-in-hsdp": (4, "divides"),
+    "--use-megatron-fsdp --num-distributed-optimizer-instances 2 --num-experts 4 --expert-model-parallel-size 2": (
+        "each expert",
+    ),
+    "--use-megatron-fsdp --outer-dp-sharding-strategy optim": (
+        "--outer-dp-sharding-strategy",
+        "--num-distributed-optimizer-instances",
+    ),
+}
+"""Copies of what 4 ranks divide, and facts of the remark about them."""
+
+
+@pytest.mark.parametrize("flags", COPIES)
+def test_copies_that_divide_less_are_remarked(flags: str) -> None:
+    """Who asked for ZeRO got the memory of plain data parallelism, and no word."""
+    notes = parse(flags, ranks=4, extra_groups=GROUPS).notes
+    check_line("\n".join(notes), "--num-distributed-optimizer-instances", *COPIES[flags])
 
 
 def test_a_format_of_megatron_fsdp_is_honoured() -> None:
