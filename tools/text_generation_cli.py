@@ -103,7 +103,7 @@ def prompts_of(config: GenerateConfig) -> list[str]:
     try:
         prompts = [line for line in Path(path).read_text(encoding="utf-8").split("\n") if line]
     except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"--prompt-file {path} cannot be read: {error}") from None
+        raise DataError(f"--prompt-file {path} cannot be read: {getattr(error, 'strerror', None) or error}") from None
     if not prompts:
         raise DataError(f"--prompt-file {path} holds no prompts; write one a line")
     return [*config.prompt, *prompts]

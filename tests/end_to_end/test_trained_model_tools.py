@@ -10,7 +10,7 @@ import pytest
 from megatron.errors import DataError, MegatronError
 from tasks import main as tasks
 from tests.end_to_end.commands import TINY, run
-from tests.harness.sentences import expect_error
+from tests.harness.sentences import check_line, expect_error
 from tools import text_generation_cli
 
 GENERATE, EVALUATE = "tools/text_generation_cli.py", "tasks/main.py"
@@ -62,27 +62,25 @@ def test_perplexity_is_the_same_on_one_rank_and_on_two(checkpoints: str, tmp_pat
 
 
 @pytest.mark.parametrize(
-    ("more", "words", "code"),
+    ("more", "facts"),
     [
-        (["--load", "nowhere", "--prompt", "1"], "--load nowhere: there is no such folder", 2),
-        (["localhost:1", "--prompt", "1"], "is a server running there", 2),
-        (["--prompt", "1"], "missing: --load (folder of checkpoints)", 2),
+        (["--load", "nowhere", "--prompt", "1"], ["--load nowhere"]),
+        (["localhost:1", "--prompt", "1"], ["localhost:1"]),
+        (["--prompt", "1"], ["--load"]),
         (
             ["--load", "{}", "--prompt", " ".join(["1"] * 30)],
-            "prompt 1: the prompt has 30 tokens; with 64 generated ones",
-            2,
+            ["prompt 1", "30 tokens", "64"],
         ),
-        (["--load", "{}", "--prompt", "1 301"], "301", 2),
-        (["--load", "{}", "--prompt-file", "missing"], "--prompt-file missing cannot be read", 2),
-        (["--load", "{}", "--top-p", "1.5", "--prompt", "1"], "--top-p", 2),
-        (["--load", "{}", "--ckpt-step", "7", "--prompt", "1"], "no usable checkpoint of --ckpt-step 7", 2),
+        (["--load", "{}", "--prompt", "1 301"], ["301"]),
+        (["--load", "{}", "--prompt-file", "missing"], ["--prompt-file missing"]),
+        (["--load", "{}", "--top-p", "1.5", "--prompt", "1"], ["--top-p", "1.5"]),
+        (["--load", "{}", "--ckpt-step", "7", "--prompt", "1"], ["--ckpt-step 7"]),
     ],
     ids=["no folder", "server", "no model", "too long", "unknown token", "no file", "impossible", "no step"],
 )
-def test_mistakes_are_one_sentence(checkpoints: str, more: list[str], words: str, code: int) -> None:
-    with pytest.raises(MegatronError, match=re.escape(words)) as caught:
+def test_mistakes_are_one_sentence(checkpoints: str, more: list[str], facts: list[str]) -> None:
+    with expect_error(MegatronError, *facts, exit_code=2):
         text_generation_cli.main([word.format(checkpoints) for word in more])
-    assert caught.value.exit_code == code
 
 
 @pytest.mark.parametrize(
@@ -101,8 +99,7 @@ def test_ranks_do_not_repeat_what_the_first_says(
 
 def test_more_ranks_than_heads_are_refused_with_what_would_work(checkpoints: str) -> None:
     said = run(GENERATE, "", "--load", checkpoints, "--prompt", "1", ranks=3, expect=1)
-    assert "3 ranks were started, and the 4 heads (4 for keys and values) and the 128 columns of its MLPs of" in said
-    assert "are not divisible by 3, the ranks that divide each layer: start 1, 2 or 4" in said
+    check_line(said, "3 ranks", "4 heads", "128 columns", "start 1, 2 or 4")
 
 
 @pytest.mark.parametrize("line", ["{broken", '{"body": "1"}'])

@@ -34,9 +34,10 @@ _OF_ONE_RUN = {
     r"(?<=iter_\d{7}-)[0-9a-f]{8}\b": "*",
     r"(?<=\.partial-)[0-9a-f]{8}\b": "*",
     r"largest difference \S+ between logits of up to \S+,": "largest difference * between logits of up to *,",
+    r"\bcpu has \d+\.\d+ GB\b": "cpu has * GB",
     r"differ by \S+, where rounding explains \S+;": "differ by *, where rounding explains *;",
 }
-"""What names one process or one attempt, and rounding, which differs among processors."""
+"""What names one process, one attempt or one machine, and rounding, which differs among processors."""
 _CLOCK = re.compile(r"\b\d+:\d\d:\d\d\b")
 """A time of day, or a duration: ``09:30:12`` has no fact of a test, though each of its numbers is one at some time."""
 

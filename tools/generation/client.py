@@ -89,8 +89,9 @@ class Client:
                     f"{self._url} has not answered in {self._seconds:g} s: give it more with --request-timeout, or ask "
                     "for less with --tokens-to-generate"
                 ) from None
+            said = getattr(reason, "strerror", None) or reason
             raise ConfigError(
-                f"{self._url}: {reason}; is a server running there (tools/run_text_generation_server.py)?"
+                f"{self._url}: {said}; is a server running there (tools/run_text_generation_server.py)?"
             ) from None
         if not isinstance(answer, dict) or not isinstance(answer.get("text"), list):  # Megatron-LM refuses with 200
             raise DataError(f"{self._url} answers: {answer if isinstance(answer, str) else json.dumps(answer)[:200]}")

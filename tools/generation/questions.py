@@ -95,7 +95,7 @@ def _records(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     try:
         lines = path.read_text(encoding="utf-8").split("\n")
     except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"--input-jsonl {path} cannot be read: {error}") from None
+        raise DataError(f"--input-jsonl {path} cannot be read: {getattr(error, 'strerror', None) or error}") from None
     for number, line in enumerate(lines, start=1):
         if not line.strip():
             continue

@@ -67,13 +67,13 @@ def find_checkpoint(
         if passed_over and mesh.world_rank == 0:
             logger.warning("loading %s instead of the requested one: %s", found.path, "; ".join(passed_over))
         return replace(found, passed_over=tuple(passed_over), is_verified=verify)
-    reasons = "; ".join(survey.rejected + damaged) or "the folder holds nothing that looks like a checkpoint"
+    reasons = survey.rejected + damaged
+    nothing = "the folder holds nothing that looks like a checkpoint"
     if step is None:
-        raise CheckpointError(f"{named} holds no usable checkpoint: {reasons}")
-    others = ", ".join(map(str, sorted(whole_checkpoints(root)))) or "none"
-    raise CheckpointError(
-        f"{named} holds no usable checkpoint of --ckpt-step {step}: {reasons}; complete iterations: {others}"
-    )
+        raise CheckpointError(f"{named} holds no usable checkpoint: {'; '.join(reasons) or nothing}")
+    others = ", ".join(map(str, sorted(whole_checkpoints(root))))
+    reasons += [f"complete iterations: {others or 'none'}"] if others or reasons else [nothing]
+    raise CheckpointError(f"{named} holds no usable checkpoint of --ckpt-step {step}: {'; '.join(reasons)}")
 
 
 def is_unused(root: str | AnyPath) -> bool:

@@ -33,7 +33,7 @@ from megatron.core.parallel.model_context import ModelContext
 from megatron.core.tokenizers.base import Tokenizer
 from megatron.core.tokenizers.build import build_tokenizer
 from megatron.core.tokenizers.chat_settings import ChatSettings
-from megatron.errors import CheckpointError, ConfigError, DataError
+from megatron.errors import CheckpointError, ConfigError, DataError, enumeration
 from megatron.planning.stages import with_stages
 from megatron.training.checkpoints.loading import check_same_model, check_same_tokenizer, where_to_find_weights
 from megatron.training.run.stages import buffer_state, build_stages, model_state
@@ -193,7 +193,7 @@ def _for_inference(saved: RunConfig, choice: TrainedModelConfig, world_size: int
             pipeline_stages * each for each in divisors(saved.model.num_attention_heads) if not _undivided(saved, each)
         )
         raise ConfigError(
-            f"{world_size} ranks were started, and {' and '.join(wrong)} of the model in {choice.load} are not "
+            f"{world_size} ranks were started for the model in {choice.load}, and {enumeration(wrong)} are not "
             f"divisible by {parts}, the ranks that divide each layer: start {some(fits, near=world_size)}"
         )
     return dataclasses.replace(

@@ -145,20 +145,20 @@ def test_json_has_no_blank_lines(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("make", "sentence"),
+    ("make", "fact"),
     [
-        (lambda compile_for: compile_for.json_schema({"type": "strange"}), "cannot be followed: Invalid type: strange"),
-        (lambda compile_for: compile_for.json_schema({"not": {}}), "Unimplemented keys"),
-        (lambda compile_for: compile_for.json_schema({"$ref": "http://a.b/c"}), "cannot be followed"),
-        (lambda compile_for: compile_for.regex("a(b"), "unclosed group"),
-        (lambda compile_for: compile_for.grammar("start: other"), "unknown name"),
-        (lambda compile_for: compile_for.choice([]), "empty: name one at least"),
+        (lambda compile_for: compile_for.json_schema({"type": "strange"}), "strange"),
+        (lambda compile_for: compile_for.json_schema({"not": {}}), "not"),
+        (lambda compile_for: compile_for.json_schema({"$ref": "http://a.b/c"}), "http://a.b/c"),
+        (lambda compile_for: compile_for.regex("a(b"), "a(b"),
+        (lambda compile_for: compile_for.grammar("start: other"), "other"),
+        (lambda compile_for: compile_for.choice([]), "empty"),
     ],
 )
 def test_what_cannot_be_followed_is_one_sentence(
-    make: Callable[[ConstraintCompiler], Constraint], sentence: str, tmp_path: Path
+    make: Callable[[ConstraintCompiler], Constraint], fact: str, tmp_path: Path
 ) -> None:
-    with pytest.raises(ConfigError, match=sentence) as caught:
+    with expect_error(ConfigError, fact) as caught:
         make(compiler("tiktoken", tmp_path)[1])
     assert "\n" not in str(caught.value)
 

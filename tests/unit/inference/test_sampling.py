@@ -8,6 +8,7 @@ import torch
 from megatron.core.inference.sampler import filtered, picked
 from megatron.core.inference.sampling import Sampling
 from megatron.errors import ConfigError
+from tests.harness.sentences import expect_error
 
 PROBABILITIES = torch.tensor([[0.05, 0.5, 0.15, 0.3]])
 LOGITS = PROBABILITIES.log()
@@ -101,5 +102,5 @@ def test_filters_agree_with_a_plain_account_of_them() -> None:
 @pytest.mark.parametrize("settings", [{"temperature": -0.1}, {"top_k": -1}, {"top_p": 1.1}, {"top_p": -0.1}])
 def test_impossible_settings_are_one_sentence(settings: dict[str, float]) -> None:
     name, value = next(iter(settings.items()))
-    with pytest.raises(ConfigError, match=f"{name.replace('_', '-')} is {value}"):
+    with expect_error(ConfigError, f"{name.replace('_', '-')} is {value}"):
         Sampling(**settings)  # type: ignore[arg-type]

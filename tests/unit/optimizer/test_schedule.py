@@ -129,9 +129,8 @@ def test_without_warmup_the_first_step_runs_at_the_peak() -> None:
 )
 def test_impossible_curves_are_refused(changes: dict[str, Any], named: list[str]) -> None:
     """A division by zero, or a curve that rises, instead of a sentence that names the flags."""
-    with pytest.raises(ConfigError) as caught:
+    with expect_error(ConfigError, *named):
         golden_schedule(**changes)
-    assert all(word in str(caught.value) for word in named)
 
 
 def test_resume_with_equal_flags_continues() -> None:
@@ -165,9 +164,9 @@ def test_resume_overlooks_what_no_curve_reads() -> None:
 
     longer = constant(200)
     assert resumed_schedule(longer, constant(100).state_dict(50)) == longer
-    with pytest.raises(ConfigError, match="end_wd"):
+    with expect_error(ConfigError, "end_wd", "0.2"):
         resumed_schedule(longer, {**constant(100).state_dict(50), "end_wd": 0.2})
-    with pytest.raises(ConfigError, match="lr_warmup_init"):
+    with expect_error(ConfigError, "lr_warmup_init", "0.0001"):
         resumed_schedule(
             constant(200, lr_warmup_samples=10), constant(100, lr_warmup_samples=10, lr_warmup_init=1e-4).state_dict(5)
         )

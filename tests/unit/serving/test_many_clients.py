@@ -20,7 +20,7 @@ import pytest
 
 from megatron.serving.completions import read_completion
 from megatron.serving.errors import ApiError
-from tests.harness.sentences import check_line
+from tests.harness.sentences import check_line, expect_error
 from tests.harness.serving import Running, ask, served, slow_table
 
 BODY = {"prompt": "hello the world", "max_tokens": 50, "ignore_eos": True}
@@ -244,7 +244,7 @@ def test_a_refusal_of_the_engine_comes_before_a_stream_begins(running: Running) 
     call = read_completion({"prompt": "a", "max_tokens": 5}, running.server.model, id="a")
     engine = running.server.engine
     engine.check(call.requests)
-    with pytest.raises(ApiError, match="at most 512") as refused:
+    with expect_error(ApiError, "600", "at most 512") as refused:
         engine.check([replace(request, max_tokens=600) for request in call.requests])
     assert (refused.value.status, refused.value.code) == (400, "cannot_be_answered")
 

@@ -22,6 +22,7 @@ from megatron.core.transformer.place import BranchPlace
 from megatron.core.transformer.stack import StackConfig
 from megatron.errors import CheckpointError
 from tests.harness.kept import bytes_kept
+from tests.harness.sentences import expect_error
 from tests.unit.ssm.mixers import (
     VOCABULARY,
     assert_bf16_is_near_fp32,
@@ -132,5 +133,5 @@ def test_a_published_type_without_them_does_not_fit() -> None:
         activation="swiglu",
         untie_embeddings_and_output_weights=True,
     )
-    with pytest.raises(CheckpointError, match="olmo_hybrid"):
+    with expect_error(CheckpointError, "olmo_hybrid"):
         config_from_model(described, (GPTConfig(), SMALL), dtype="float32", source={}, tokens={})

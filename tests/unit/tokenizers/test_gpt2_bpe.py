@@ -96,7 +96,7 @@ def test_extra_ids_come_last(bpe_folder: Path, tiny: Tokenizer) -> None:
 
 def test_lone_surrogate_is_refused(tiny: Tokenizer) -> None:
     """JSON may hold half of a surrogate pair; it must be reported, not crash the run or become another character."""
-    with pytest.raises(DataError, match="surrogate"):
+    with expect_error(DataError, "surrogate"):
         tiny.tokenize_batch(["fine", "broken \ud800"])
 
 
@@ -141,7 +141,7 @@ def test_vocabulary_without_end_of_text(bpe_folder: Path, tmp_path: Path) -> Non
     vocab = json.loads((bpe_folder / "vocab.json").read_text())
     del vocab["<|endoftext|>"]
     (tmp_path / "vocab.json").write_text(json.dumps(vocab))
-    with pytest.raises(DataError, match=r"has no <\|endoftext\|>"):
+    with expect_error(DataError, tmp_path / "vocab.json", "<|endoftext|>"):
         build(tmp_path / "vocab.json", bpe_folder / "merges.txt")
 
 
@@ -155,7 +155,8 @@ def test_ids_that_would_take_all_memory_are_refused(bpe_folder: Path, tmp_path: 
             build(tmp_path / "vocab.json", bpe_folder / "merges.txt")
         tokenizer["model"]["vocab"]["zzz"] = number
         (tmp_path / "tokenizer.json").write_text(json.dumps(tokenizer))
-        with pytest.raises(DataError, match=r"gives 'zzz' the id \d+, but has 331 tokens|is not a tokenizer.json"):
+        fact = f"id {number}" if 0 <= number < 2**32 else tmp_path / "tokenizer.json"
+        with expect_error(DataError, fact, hide=[r"(?<=is not a tokenizer.json: ).*"]):  # the library's words
             build_tokenizer(
                 TokenizerConfig(tokenizer_type="HuggingFaceTokenizer", tokenizer_model=str(tmp_path / "tokenizer.json"))
             )

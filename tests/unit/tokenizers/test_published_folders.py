@@ -156,14 +156,14 @@ def charsmap(content: bytes) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("parts", "message"),
+    ("parts", "fact"),
     [
-        (charsmap(b""), "has a Precompiled normalizer whose precompiled_charsmap is damaged"),
-        (charsmap(b"abc"), "precompiled_charsmap is damaged"),
-        (charsmap(b"\xff" * 40), "precompiled_charsmap is damaged"),
-        ({"normalizer": {"type": "Precompiled", "precompiled_charsmap": "%"}}, "precompiled_charsmap is not base64"),
-        (charsmap(b"\0\4\0\0" + b"\xff" * 1024), "cannot encode text: the library fails on it"),
-        ({"pre_tokenizer": {"type": "FixedLength", "length": 0}}, "cannot encode text: the library fails on it"),
+        (charsmap(b""), "precompiled_charsmap"),
+        (charsmap(b"abc"), "precompiled_charsmap"),
+        (charsmap(b"\xff" * 40), "precompiled_charsmap"),
+        ({"normalizer": {"type": "Precompiled", "precompiled_charsmap": "%"}}, "base64"),
+        (charsmap(b"\0\4\0\0" + b"\xff" * 1024), "library"),
+        ({"pre_tokenizer": {"type": "FixedLength", "length": 0}}, "library"),
         (
             {
                 "post_processor": {
@@ -173,16 +173,16 @@ def charsmap(content: bytes) -> dict[str, Any]:
                     "special_tokens": {},
                 }
             },
-            "cannot encode text: the library fails on it",
+            "library",
         ),
-        ({"model": {"type": "Unigram", "vocab": [], "unk_id": 0}}, "is not a tokenizer.json: "),
-        ({"model": 3}, "is not a tokenizer.json: "),
+        ({"model": {"type": "Unigram", "vocab": [], "unk_id": 0}}, "tokenizer.json"),
+        ({"model": 3}, "tokenizer.json"),
     ],
 )
-def test_descriptions_that_the_library_panics_on(parts: Mapping[str, Any], message: str, tmp_path: Path) -> None:
+def test_descriptions_that_the_library_panics_on(parts: Mapping[str, Any], fact: str, tmp_path: Path) -> None:
     """A panic is no Exception: it ended every command in a traceback, whatever it caught."""
     described(**parts).write(tmp_path)
-    with pytest.raises(DataError, match=message):
+    with expect_error(DataError, tmp_path / "tokenizer.json", fact):
         build(tmp_path)
 
 
@@ -262,7 +262,7 @@ def test_an_opt_without_settings_converts(tmp_path: Path) -> None:
     assert tokenizer.detokenize([tokenizer.eod]) == "</s>"
     vocab, merges = str(tmp_path / "vocab.json"), str(tmp_path / "merges.txt")
     gpt2 = TokenizerConfig(tokenizer_type="GPT2BPETokenizer", vocab_file=vocab, merge_file=merges)
-    with pytest.raises(DataError, match=rf"use --tokenizer-type HuggingFaceTokenizer --tokenizer-model {tmp_path}"):
+    with expect_error(DataError, f"--tokenizer-type HuggingFaceTokenizer --tokenizer-model {tmp_path}"):
         build_tokenizer(gpt2)
 
 

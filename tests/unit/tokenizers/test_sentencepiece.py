@@ -84,7 +84,7 @@ def test_extra_ids_need_the_kind_that_adds_tokens(sentencepiece_model: Path) -> 
 
 @pytest.mark.parametrize("kind", ["SentencePieceTokenizer", "GPTSentencePieceTokenizer"])
 def test_lone_surrogate_is_refused(sentencepiece_model: Path, kind: str) -> None:
-    with pytest.raises(DataError, match="surrogate"):
+    with expect_error(DataError, "surrogate"):
         build(kind, sentencepiece_model).tokenize_batch(["fine", "broken \ud800"])
 
 

@@ -130,7 +130,7 @@ def test_not_json(tmp_path: Path) -> None:
 
 
 def test_lone_surrogate_is_refused(tiktoken_vocabulary: Path) -> None:
-    with pytest.raises(DataError, match="surrogate"):
+    with expect_error(DataError, "surrogate"):
         build(tiktoken_vocabulary).tokenize("\udfff")
 
 

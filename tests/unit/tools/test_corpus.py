@@ -129,7 +129,7 @@ def test_nothing_is_imported(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("percent", ["0", "100", "five"])
 def test_impossible_share(tmp_path: Path, percent: str) -> None:
-    with pytest.raises(ConfigError, match="--heldout-percent"):
+    with expect_error(ConfigError, "--heldout-percent", percent):
         make_stdlib_corpus.main(["--output-dir", str(tmp_path), "--heldout-percent", percent])
 
 

@@ -285,23 +285,23 @@ def test_flags_of_other_programs(
     """Public command lines of Megatron-LM's earlier versions, Megatron-DeepSpeed, GPT-NeoX and NeMo."""
     preprocess(corpus, tmp_path / "plain", flags)
     capsys.readouterr()
-    for number, (more, remark) in enumerate(
+    for number, (more, facts) in enumerate(
         (
-            ("--dataset-impl mmap", "--dataset-impl mmap has no effect: mmap is the only format"),
-            ("--chunk-size 25", "--chunk-size 25 has no effect: workers get about half a megabyte"),
-            ("--vocab-size 50304", "--vocab-size has no effect: HuggingFaceTokenizer knows its own"),
-            ("--num-docs 100", "--num-docs 100 has no effect: progress is counted in bytes"),
-            ("--jsonl-keys text", "--jsonl-keys text: taken as --json-keys text"),
-            ("--json_keys text", "--json_keys: read with dashes instead of underscores"),
-            ("--make-vocab-size-divisible-by 128", "has no effect: the data does not depend on"),
-            ("--tokenizer-library=megatron", "--tokenizer-library megatron has no effect: --tokenizer-type says"),
+            ("--dataset-impl mmap", ["--dataset-impl mmap"]),
+            ("--chunk-size 25", ["--chunk-size 25"]),
+            ("--vocab-size 50304", ["--vocab-size", "HuggingFaceTokenizer"]),
+            ("--num-docs 100", ["--num-docs 100"]),
+            ("--jsonl-keys text", ["--jsonl-keys text", "--json-keys text"]),
+            ("--json_keys text", ["--json_keys"]),
+            ("--make-vocab-size-divisible-by 128", ["--make-vocab-size-divisible-by"]),
+            ("--tokenizer-library=megatron", ["--tokenizer-library megatron", "--tokenizer-type"]),
         )
     ):
         preprocess(corpus, tmp_path / f"out{number}", flags, *more.split())
-        assert remark in capsys.readouterr().err
+        check_line(capsys.readouterr().err, *facts)
         assert documents(tmp_path / f"out{number}") == documents(tmp_path / "plain")
     for refused in ("--dataset-impl lazy", "--dataset-impl cached", "--ftfy", "--append-bos", "--dataset-impl"):
-        with pytest.raises(ConfigError, match=f"^{refused}: "):
+        with expect_error(ConfigError, refused):
             preprocess(corpus, tmp_path / "none", flags, *refused.split())
 
 
@@ -316,7 +316,7 @@ def test_flags_of_megatron_without_effect(
     tmp_path: Path, corpus: Path, flags: tuple[str, ...], capsys: pytest.CaptureFixture[str]
 ) -> None:
     preprocess(corpus, tmp_path / "out", flags, "--keep-sequential-samples", "--partitions", "4")
-    assert "--partitions 4 has no effect" in capsys.readouterr().err
+    check_line(capsys.readouterr().err, "--partitions 4")
 
 
 def test_unwritable_folder(tmp_path: Path, corpus: Path, flags: tuple[str, ...]) -> None:

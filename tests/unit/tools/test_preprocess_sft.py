@@ -99,19 +99,19 @@ def test_other_formats(tmp_path: Path, flags: list[str], tokenizer: RustTokenize
 
 
 @pytest.mark.parametrize(
-    ("record", "reason"),
+    ("record", "facts"),
     [
-        ({"text": "fox"}, r'neither "messages", "prompt" and "completion", .* \(keys are text\)'),
-        ({"messages": "fox"}, 'messages is "fox"; it must be a list of one or more messages'),
-        ({"messages": [{"role": "user"}]}, r'messages\[0\] of the role "user" has no content'),
-        ({"messages": [{"role": "assistant"}]}, r"messages\[0\] has neither content nor tool_calls"),
-        ({"messages": [{"role": "user", "content": 5}]}, r"messages\[0\]\.content is 5; it must be a text"),
-        ({"messages": [{"role": "user", "content": "fox"}]}, "nothing to learn: no turn of the assistant"),
-        ({"prompt": "fox", "completion": ""}, "nothing to learn"),
+        ({"text": "fox"}, ['"messages"', '"prompt"', '"completion"', "text"]),
+        ({"messages": "fox"}, ['messages is "fox"']),
+        ({"messages": [{"role": "user"}]}, ["messages[0]", '"user"', "content"]),
+        ({"messages": [{"role": "assistant"}]}, ["messages[0]", "content", "tool_calls"]),
+        ({"messages": [{"role": "user", "content": 5}]}, ["messages[0].content is 5"]),
+        ({"messages": [{"role": "user", "content": "fox"}]}, ["assistant"]),
+        ({"prompt": "fox", "completion": ""}, []),
     ],
 )
-def test_bad_lines(tmp_path: Path, flags: list[str], record: dict[str, Any], reason: str) -> None:
-    with pytest.raises(DataError, match=rf"in.jsonl:2: {reason}"):
+def test_bad_lines(tmp_path: Path, flags: list[str], record: dict[str, Any], facts: list[str]) -> None:
+    with expect_error(DataError, f"{tmp_path / 'in.jsonl'}:2", *facts):
         convert(tmp_path, [PAIR, record], flags)
     assert not list(tmp_path.glob("sft*"))
     assert len(IndexedDataset(convert(tmp_path, [PAIR, record], flags, "--on-bad-line", "skip"))) == 1

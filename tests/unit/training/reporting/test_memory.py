@@ -59,7 +59,7 @@ def test_curves_on_cpu_do_not_pretend_to_be_an_allocators() -> None:
 def test_a_model_that_does_not_fit_is_refused_before_it_is_built() -> None:
     """--hidden-size 4000000 ended in the allocator's traceback."""
     for changes in ("--hidden-size 4000000", "--num-layers 1000 --hidden-size 100000", "--seq-length 2000000000"):
-        with expect_error(ConfigError, "GB", hide=[r"cpu has \d+\.\d+ GB"]):
+        with expect_error(ConfigError, "GB"):
             check_memory(parse(changes), TRAIN_SPEC, ParallelContext.single())
     check_memory(parse(), TRAIN_SPEC, ParallelContext.single())
 
@@ -87,14 +87,13 @@ def test_running_out_of_memory_is_one_sentence() -> None:
     start may be started again (a first one too large was tried for ever), and other errors stay what they are.
     """
     context = ParallelContext.single()
-    sentence = r"out of memory at {} \(.*allocate memory.*\): this rank holds"
+    torchs_words = r"(?<=\()[^()]*allocate memory.*(?=\): this)"
     for progress, steps, code in (("start", 0, 2), ("iteration 7", 0, 2), ("iteration 7", 1, 1)):
         context.mesh.activity.progress, context.mesh.activity.steps = progress, steps
         with (
-            pytest.raises(ConfigError, match=sentence.format(progress)) as raised,
+            expect_error(ConfigError, progress, exit_code=code, hide=[torchs_words]),
             sized_allocations(parse(), TRAIN_SPEC, context),
         ):
             torch.empty(10**15)
-        assert raised.value.exit_code == code
     with pytest.raises(RuntimeError, match="another"), sized_allocations(parse(), TRAIN_SPEC, context):
         raise RuntimeError("another")
