@@ -277,6 +277,43 @@ def bits_of_gpus(source: Source) -> list[str]:
     ]
 
 
+def prose_of_an_error(source: Source) -> list[str]:
+    """What our errors say is in the snapshot of sentences: a test names facts to ``expect_error``, not words."""
+    if not source.path.startswith("tests/"):
+        return []
+    imports = [node for node in source.nodes if isinstance(node, ast.ImportFrom) and node.module is not None]
+    ours = {
+        each.asname or each.name
+        for node in imports
+        if str(node.module).startswith(("megatron", "tasks", "tools"))
+        for each in node.names
+        if each.name.endswith("Error")
+    }
+    raises = [
+        (node, item)
+        for node in source.nodes
+        if isinstance(node, ast.With | ast.AsyncWith)
+        for item in node.items
+        if isinstance(call := item.context_expr, ast.Call)
+        and call.args
+        and ast.unparse(call.func) in ("pytest.raises", "expect_error")
+        and any(isinstance(each, ast.Name) and each.id in ours for each in ast.walk(call.args[0]))
+    ]
+    matched = [
+        f"{source.at(node)} matches words of an error; name its facts to expect_error"
+        for node, item in raises
+        if isinstance(item.context_expr, ast.Call) and any(each.arg == "match" for each in item.context_expr.keywords)
+    ]
+    said = {f"str({ast.unparse(item.optional_vars)}.value)" for _, item in raises if item.optional_vars is not None}
+    return matched + [
+        f"{source.at(node)} looks for words in an error; name its facts to expect_error"
+        for node in source.nodes
+        if isinstance(node, ast.Compare)
+        and isinstance(node.ops[0], ast.In)
+        and ast.unparse(node.comparators[0]) in said
+    ]
+
+
 def family_in_shared_code(source: Source) -> list[str]:
     """Engines serve every family; a family is a folder in megatron/core/models, and the registry there lists them."""
     if not source.path.startswith("megatron/") or source.path.startswith(KNOWS_FAMILIES):
@@ -408,6 +445,7 @@ EVERYWHERE: tuple[Guard, ...] = (
     distributed_outside_parallel,
     gloo_alone,
     bits_of_gpus,
+    prose_of_an_error,
     family_in_shared_code,
     fact_of_one_family,
     another_family,

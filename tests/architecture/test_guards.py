@@ -11,6 +11,7 @@ from tests.architecture.source_tree import Source, files, is_library, relative, 
 
 TEXT_SUFFIXES = (".py", ".sh", ".sbatch", ".md", ".toml", ".yml", ".yaml", ".txt", ".cfg", "run", ".gitignore")
 
+RAISES = "from megatron.errors import DataError\nwith pytest.raises"
 BAD: list[tuple[Guard, str, str, str]] = [
     (guards.long_file, "megatron/x.py", "x = 1\n" * 501, "501 lines"),
     (guards.long_function, "megatron/x.py", "def f() -> None:\n" + "    x = 1\n" * 80, "f: 81 lines"),
@@ -46,6 +47,9 @@ BAD: list[tuple[Guard, str, str, str]] = [
     (guards.gloo_alone, "megatron/core/parallel/x.py", "dist.monitored_barrier()", "calls monitored_barrier"),
     (guards.gloo_alone, "megatron/core/parallel/x.py", "dist.irecv(x)", "calls irecv"),
     (guards.bits_of_gpus, "tests/gpu/test_x.py", "assert torch.equal(x, y)", "compares bits"),
+    (guards.prose_of_an_error, "tests/x.py", f"{RAISES}(DataError, match='no'):\n    f()", ":2 matches words"),
+    (guards.prose_of_an_error, "tests/x.py", f"{RAISES}((OSError, DataError), match=x):\n    f()", ":2 matches words"),
+    (guards.prose_of_an_error, "tests/x.py", f"{RAISES}(DataError) as e:\n    f()\nx in str(e.value)", ":4 looks for"),
     (guards.bits_of_gpus, "benchmarks/gpu_x.py", "assert_close(x, y, rtol=0, atol=0.0)", "compares bits"),
     (
         guards.distributed_outside_parallel,
@@ -87,6 +91,8 @@ BAD: list[tuple[Guard, str, str, str]] = [
 GOOD: list[tuple[Guard, str, str]] = [
     (guards.untyped, "megatron/x.py", "class A:\n    def f(self, *, b: int = 1) -> int: ..."),
     (guards.fragment_as_docstring, "tests/x.py", '"""See above."""'),
+    (guards.prose_of_an_error, "tests/x.py", f"{RAISES}(OSError, match='no'):\n    f()"),
+    (guards.prose_of_an_error, "tests/x.py", f"{RAISES}(DataError) as e:\n    f()\n'a' not in str(e.value)"),
     (guards.broken_first_line, "megatron/x.py", '"""Offers of ranks.\n\nAnd more."""'),
     (guards.broken_first_line, "megatron/x.py", 'def f() -> int:\n    """Offers of\n    ranks."""'),
     (guards.fragment_as_docstring, "megatron/x.py", '"""Offers of ranks. Of one rank, the first."""'),

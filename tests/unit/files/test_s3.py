@@ -161,7 +161,7 @@ def test_what_the_user_got_wrong(server: S3Server, monkeypatch: pytest.MonkeyPat
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
         monkeypatch.delenv(name)
     s3fs.S3FileSystem.clear_instance_cache()
-    with pytest.raises((OSError, ConfigError), match="credentials"):
+    with pytest.raises(OSError, match="(?i)credentials"):
         place("a").write_text("x", encoding="utf-8")
 
 
