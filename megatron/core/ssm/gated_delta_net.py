@@ -27,15 +27,13 @@ from megatron.core.ops.gated_norm import gated_norm
 from megatron.core.ops.text_cache import Slotted, States
 from megatron.core.parallel.costs import Costs, Workload, total_of
 from megatron.core.parallel.model_context import ModelContext
-from megatron.core.parallel.recompute import recomputed
 from megatron.core.parallel.sharding import Sharding, StackedPart
 from megatron.core.ssm import sequences
-from megatron.core.ssm.heads import head_parameter, wide_type
-from megatron.core.ssm.short_convolution import ShortConvolution, convolve_runs, last_rows
+from megatron.core.ssm.heads import head_parameter
+from megatron.core.ssm.mixer import RecurrentMixer
+from megatron.core.ssm.short_convolution import ShortConvolution, convolve_runs
 from megatron.core.tensor_parallel.initialize import Constant, Uniform
-from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear, make_parameter
-from megatron.core.transformer.initialization import input_init, output_init
-from megatron.core.transformer.inputs import LayerInputs
+from megatron.core.tensor_parallel.layers import make_parameter
 from megatron.core.transformer.place import BranchPlace
 from megatron.core.transformer.stack import Branch
 
@@ -70,7 +68,7 @@ class _Heads:
     A_log: Tensor
 
 
-class GatedDeltaNet(nn.Module):
+class GatedDeltaNet(RecurrentMixer[_Heads]):
     """The mixer over this rank's heads. ``A_log`` and ``dt_bias`` are fp32 or wider, and so are decays and states.
 
     With fewer key heads than ranks, the ranks of a key head divide its value heads and each compute its queries and
@@ -78,12 +76,9 @@ class GatedDeltaNet(nn.Module):
     """
 
     def __init__(self, place: BranchPlace, *, config: GatedDeltaNetConfig) -> None:
-        super().__init__()
-        model, context = place.stack.model, place.context
-        self.number, self._context, self._config = place.number, context, config
-        self._wide = wide_type(context)
-        self._recomputes = "gated_delta_net" in place.recompute
-        self._eps = config.linear_norm_epsilon or model.norm_epsilon
+        super().__init__(place, module="gated_delta_net", exchange=config.linear_cp_comm_type)
+        self._config, context = config, place.context
+        self._eps = config.linear_norm_epsilon or place.stack.model.norm_epsilon
         ranks, key_heads, heads = context.mesh.size("tp"), config.linear_num_key_heads, config.linear_num_value_heads
         self._key_heads, self._heads = max(1, key_heads // ranks), heads // ranks
         self._keys = self._key_heads * config.linear_key_head_dim
@@ -91,21 +86,12 @@ class GatedDeltaNet(nn.Module):
         keys, values = StackedPart(config.key_width, groups=key_heads), StackedPart(config.value_width)
         of_heads = StackedPart(heads)
         parts = (keys, keys, values, values, of_heads, of_heads)
-        self.in_proj = ColumnParallelLinear(
-            model.hidden_size,
-            sum(part.rows for part in parts),
-            context,
-            init=input_init(model),
-            bias=False,
-            parts=parts,
-        )
+        self.in_proj = self._projection_of(place, parts)
         self.conv1d = ShortConvolution(parts[:3], config.linear_conv_kernel_dim, context)
         self.dt_bias = head_parameter(heads, Constant(1.0), context)
         self.A_log = head_parameter(heads, Uniform(*_DECAYS, transform=torch.log), context)
         self.out_norm = _HeadNormWeight(config.linear_value_head_dim, context)
-        self.out_proj = RowParallelLinear(
-            config.value_width, model.hidden_size, context, init=output_init(place.stack), bias=False
-        )
+        self.out_proj = self._output_of(place, config.value_width)
         self._options = DeltaOptions(
             scale=config.linear_key_head_dim**-0.5, normalizes=True, chunk_size=config.linear_attention_chunk_size
         )
@@ -133,77 +119,39 @@ class GatedDeltaNet(nn.Module):
     def text_state(self) -> Slotted:
         """The last rows before the convolution, and the state of each value head."""
         config = self._config
-        return Slotted(
-            {
-                "conv": (config.linear_conv_kernel_dim - 1, self._channels),
-                "delta": (self._heads, config.linear_key_head_dim, config.linear_value_head_dim),
-            },
-            {"conv": self._context.dtype, "delta": self._wide},
-        )
+        state = (self._heads, config.linear_key_head_dim, config.linear_value_head_dim)
+        return self._kept_of_a_text(config.linear_conv_kernel_dim, self._channels, state)
 
     @override
-    def forward(self, x: Tensor, inputs: LayerInputs) -> Tensor:
-        """``[s, b, h] -> [s, b, h]``, through ``[S, b, values/tp]``."""
-        projected = self.in_proj(x)
-        if inputs.cache is not None:
-            mixed = inputs.cache.advance(self.number, self._advance, projected)
-        elif self._recomputes and self.training:
-            mixed = recomputed(self._mix, projected, inputs.document_ids)
-        else:
-            mixed = self._mix(projected, inputs.document_ids)
-        out: Tensor = self.out_proj(mixed)
-        return out
-
-    def _mix(self, projected: Tensor, document_ids: Tensor | None) -> Tensor:
-        """What is between the projections: [s, b, q|k|v|z|beta|alpha] -> [s, b, values]."""
-        rows, z, gates = self._parts(projected)
-        if self._context.mesh.size("cp") == 1:
-            mixed, _ = self._applied(rows.transpose(0, 1), gates.transpose(0, 1), self._own_heads(), document_ids)
-            y = mixed.transpose(0, 1).flatten(2)
-        elif self._config.linear_cp_comm_type == "a2a":
-            y = self._with_heads_split(projected, document_ids)
-        else:
-            y = self._with_states_passed(rows, gates, document_ids)
-        return self._normalized(y, z)
-
-    def _advance(self, states: States, projected: Tensor) -> tuple[Tensor, States]:
-        """Tokens [t, n, q|k|v|z|beta|alpha] of n texts to [t, n, values], and the states behind them."""
-        rows, z, gates = self._parts(projected)
-        rows, gates = rows.transpose(0, 1), gates.transpose(0, 1)
-        mixed, state = self._applied(rows, gates, self._own_heads(), None, states)
-        y = self._normalized(mixed.transpose(0, 1).flatten(2), z)
-        return y, {"conv": last_rows(states["conv"], rows), "delta": state}
-
     def _parts(self, projected: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """The rows of the convolution, ``z``, and ``beta`` with ``alpha``."""
+        """``z``, the rows of the convolution, and ``beta`` with ``alpha``."""
         rows, z, gates = torch.split(projected, [self._channels, self._values, 2 * self._heads], dim=-1)
-        return rows, z, gates
+        return z, rows, gates
 
-    def _normalized(self, y: Tensor, z: Tensor) -> Tensor:
-        """The norm of each value head, times SiLU of ``z``."""
+    @override
+    def _normalized(self, y: Tensor, gate: Tensor) -> Tensor:
+        """The norm of each value head, times SiLU of the gate."""
         weight = self.out_norm.weight.repeat(self._heads)
-        return gated_norm(y, z, weight, eps=self._eps, groups=self._heads, norm_before_gate=True)
+        return gated_norm(y, gate, weight, eps=self._eps, groups=self._heads, norm_before_gate=True)
 
+    @override
     def _own_heads(self) -> _Heads:
-        """Parameters of all heads of this rank."""
         return _Heads(self._key_heads, self.conv1d.weight, self.dt_bias, self.A_log)
 
-    def _applied(
-        self, rows: Tensor, gates: Tensor, heads: _Heads, document_ids: Tensor | None, states: States | None = None
+    @override
+    def _recur(
+        self, rows: Tensor, rest: Tensor, heads: _Heads, document_ids: Tensor | None, states: States | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Results [b, l, h, dv] and the last state, of whole sequences [b, l, q|k|v] and [b, l, beta|alpha].
-
-        ``states``: what came before.
-        """
-        before = None if states is None else states["conv"]
+        before, first = (None, None) if states is None else (states["conv"], states["state"])
+        rows, gates = rows.transpose(0, 1), rest.transpose(0, 1)
         convolved = causal_conv(rows, heads.conv_weight, None, initial=before, document_ids=document_ids)
         inputs = self._inputs(convolved, gates, heads, document_ids)
-        if states is None:
-            return self._backend.apply(inputs, self._options)
-        if rows.shape[1] > 1:
-            return self._backend.apply(inputs, self._options, states["delta"])
-        out, state = step(inputs.token(0), states["delta"], self._options)
-        return out.unsqueeze(1), state
+        if first is not None and rows.shape[1] == 1:  # the next token of each text
+            out, state = step(inputs.token(0), first, self._options)
+            out = out.unsqueeze(1)
+        else:
+            out, state = self._backend.apply(inputs, self._options, first)
+        return out.transpose(0, 1).flatten(2), state
 
     def _inputs(self, convolved: Tensor, gates: Tensor, heads: _Heads, document_ids: Tensor | None) -> DeltaInputs:
         """What the delta rule takes, of what the convolution gives [b, l, q|k|v] and [b, l, beta|alpha]."""
@@ -222,10 +170,8 @@ class GatedDeltaNet(nn.Module):
             document_ids=document_ids,
         )
 
+    @override
     def _with_heads_split(self, projected: Tensor, document_ids: Tensor | None) -> Tensor:
-        """Results [s, b, values] of this rank's tokens: each context-parallel rank computes the whole sequence for its
-        heads.
-        """
         mesh, own = self._context.mesh, self._own_heads()
         size = mesh.size("cp")
         channels, of_heads = self._channels_of_ranks(projected.device)
@@ -240,8 +186,8 @@ class GatedDeltaNet(nn.Module):
             own.dt_bias.index_select(0, own_heads),
             own.A_log.index_select(0, own_heads),
         )
-        mixed, _ = self._applied(rows.transpose(0, 1), gates.transpose(0, 1), heads, document_ids)
-        return sequences.to_sequence(mixed.transpose(0, 1).flatten(2), mesh)
+        mixed, _ = self._recur(rows, gates, heads, document_ids)
+        return sequences.to_sequence(mixed, mesh)
 
     def _channels_of_ranks(self, device: torch.device) -> tuple[Tensor, Tensor]:
         """Channels of q|k|v and value heads that each context-parallel rank computes, [cp, c] and [cp, h]. A key head
@@ -253,12 +199,11 @@ class GatedDeltaNet(nn.Module):
         heads = torch.arange(self._heads, device=device).view(ranks, -1)
         return torch.cat((q, k, v.view(ranks, -1)), dim=1), heads
 
-    def _with_states_passed(self, rows: Tensor, gates: Tensor, document_ids: Tensor | None) -> Tensor:
-        """Results [s, b, values] of this rank's tokens, whose two runs begin with zero states; what the states before
-        them add is known once all ranks have told what their runs do to a state.
-        """
+    @override
+    def _with_states_passed(self, rows: Tensor, rest: Tensor, document_ids: Tensor | None) -> Tensor:
+        """What the states before runs add is known once all ranks have told what their runs do to a state."""
         mesh, heads = self._context.mesh, self._own_heads()
-        rows, gates = sequences.runs_of(rows), sequences.runs_of(gates)
+        rows, gates = sequences.runs_of(rows), sequences.runs_of(rest)
         runs = convolve_runs(rows, heads.conv_weight, None, document_ids, mesh)
         inputs = self._inputs(runs.rows, gates, heads, runs.document_ids)
         found = slice_map(inputs, self._options, self._backend, continues=runs.continues)

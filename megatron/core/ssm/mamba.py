@@ -33,15 +33,13 @@ from megatron.core.parallel.collectives import all_reduce_among
 from megatron.core.parallel.costs import Costs, Workload, total_of
 from megatron.core.parallel.exchange import RankGroup
 from megatron.core.parallel.model_context import ModelContext
-from megatron.core.parallel.recompute import recomputed
 from megatron.core.parallel.sharding import Sharding, StackedPart
 from megatron.core.ssm import sequences
-from megatron.core.ssm.heads import head_parameter, wide_type
-from megatron.core.ssm.short_convolution import BiasedShortConvolution, convolve_runs, last_rows
+from megatron.core.ssm.heads import head_parameter
+from megatron.core.ssm.mixer import RecurrentMixer
+from megatron.core.ssm.short_convolution import BiasedShortConvolution, convolve_runs
 from megatron.core.tensor_parallel.initialize import Constant, Uniform
-from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear, make_parameter
-from megatron.core.transformer.initialization import input_init, output_init
-from megatron.core.transformer.inputs import LayerInputs
+from megatron.core.tensor_parallel.layers import make_parameter
 from megatron.core.transformer.place import BranchPlace
 from megatron.core.transformer.stack import Branch
 
@@ -85,7 +83,7 @@ class _Heads:
     D: Tensor
 
 
-class MambaMixer(nn.Module):
+class MambaMixer(RecurrentMixer[_Heads]):
     """The mixer over this rank's heads. ``A_log``, ``D`` and ``dt_bias`` are fp32 or wider, and so are time steps and
     states.
 
@@ -93,11 +91,9 @@ class MambaMixer(nn.Module):
     """
 
     def __init__(self, place: BranchPlace, *, config: MambaConfig) -> None:
-        super().__init__()
+        super().__init__(place, module="mamba", exchange=config.mamba_cp_comm_type)
         model, context = place.stack.model, place.context
-        self.number, self._context, self._config = place.number, context, config
-        self._wide = wide_type(context)
-        self._eps, self._recomputes = model.norm_epsilon, "mamba" in place.recompute
+        self._config, self._eps = config, model.norm_epsilon
         ranks, groups, heads = context.mesh.size("tp"), config.mamba_num_groups, config.num_heads(model)
         inner_size = config.inner_size(model)
         self._heads, self._groups = heads // ranks, max(1, groups // ranks)
@@ -107,23 +103,14 @@ class MambaMixer(nn.Module):
         of_groups = StackedPart(groups * config.mamba_state_dim, groups=groups)
         inner = StackedPart(inner_size)
         parts = (inner, inner, of_groups, of_groups, StackedPart(heads))
-        self.in_proj = ColumnParallelLinear(
-            model.hidden_size,
-            sum(part.rows for part in parts),
-            context,
-            init=input_init(model),
-            bias=False,
-            parts=parts,
-        )
+        self.in_proj = self._projection_of(place, parts)
         self.conv1d = BiasedShortConvolution(parts[1:4], config.mamba_conv_kernel_dim, context)
         lowest, highest = (math.log(each) for each in _STEPS)
         self.dt_bias = head_parameter(heads, Uniform(lowest, highest, transform=_as_bias), context)
         self.A_log = head_parameter(heads, Uniform(*_DECAYS, torch.log), context)
         self.D = head_parameter(heads, Constant(1.0), context)
         self.norm = NormWeight(inner_size, context)
-        self.out_proj = RowParallelLinear(
-            inner_size, model.hidden_size, context, init=output_init(place.stack), bias=False
-        )
+        self.out_proj = self._output_of(place, inner_size)
 
     def describe_backend(self, device: torch.device) -> tuple[str, str]:
         """What it computes by a backend, and the one that serves on ``device``, in words; ConfigError for none."""
@@ -132,47 +119,18 @@ class MambaMixer(nn.Module):
     @property
     def text_state(self) -> Slotted:
         """The last rows before the convolution, and the state of each head."""
-        config = self._config
-        channels = self._inner + 2 * self._states
-        return Slotted(
-            {
-                "conv": (config.mamba_conv_kernel_dim - 1, channels),
-                "ssm": (self._heads, config.mamba_head_dim, config.mamba_state_dim),
-            },
-            {"conv": self._context.dtype, "ssm": self._wide},
-        )
+        config, channels = self._config, self._inner + 2 * self._states
+        state = (self._heads, config.mamba_head_dim, config.mamba_state_dim)
+        return self._kept_of_a_text(config.mamba_conv_kernel_dim, channels, state)
 
     @override
-    def forward(self, x: Tensor, inputs: LayerInputs) -> Tensor:
-        """``[s, b, h] -> [s, b, h]``, through ``[S, b, d/tp]``."""
-        projected = self.in_proj(x)
-        if inputs.cache is not None:
-            mixed = inputs.cache.advance(self.number, self._advance, projected)
-        elif self._recomputes and self.training:
-            mixed = recomputed(self._mix, projected, inputs.document_ids)
-        else:
-            mixed = self._mix(projected, inputs.document_ids)
-        out: Tensor = self.out_proj(mixed)
-        return out
-
-    def _mix(self, projected: Tensor, document_ids: Tensor | None) -> Tensor:
-        """What is between the projections: [s, b, z|x|B|C|dt] -> [s, b, d]."""
-        mesh = self._context.mesh
-        gate, given, dt = self._parts(projected)
-        if mesh.size("cp") == 1:
-            y, _ = self._scanned(given, dt, self._own_heads(), document_ids)
-        elif self._config.mamba_cp_comm_type == "a2a":
-            y = self._with_heads_split(projected, document_ids)
-        else:
-            y = self._with_states_passed(given, dt, document_ids)
-        return self._normalized(y, gate)
-
     def _parts(self, projected: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """z, the rows of the convolution, and dt, of ``projected`` [s, b, z|x|B|C|dt]."""
         widths = [self._inner, self._inner + 2 * self._states, self._heads]
         gate, given, dt = torch.split(projected, widths, dim=-1)
         return gate, given, dt
 
+    @override
     def _normalized(self, y: Tensor, gate: Tensor) -> Tensor:
         average = self._average if self._sharers > 1 else None
         return gated_norm(y, gate, self.norm.weight, eps=self._eps, groups=self._groups, average=average)
@@ -183,8 +141,8 @@ class MambaMixer(nn.Module):
         members = RankGroup.of(mesh, "tp").neighbours(self._sharers).members
         return all_reduce_among(mean.contiguous(), mesh, members).div_(self._sharers)
 
+    @override
     def _own_heads(self) -> _Heads:
-        """Parameters of all heads of this rank."""
         conv, a = self.conv1d, -self.A_log.exp()
         return _Heads(self._groups, conv.weight, conv.bias, self.dt_bias, a, self.D)
 
@@ -205,17 +163,14 @@ class MambaMixer(nn.Module):
             document_ids,
         )
 
-    def _scanned(
-        self, given: Tensor, dt: Tensor, heads: _Heads, document_ids: Tensor | None, states: States | None = None
+    @override
+    def _recur(
+        self, rows: Tensor, rest: Tensor, heads: _Heads, document_ids: Tensor | None, states: States | None = None
     ) -> tuple[Tensor, Tensor]:
-        """y [l, b, d], with the D term, and the last state, of whole sequences [l, b, x|B|C] and dt [l, b, h].
-
-        ``states``: what came before.
-        """
-        conv, before = (None, None) if states is None else (states["conv"], states["ssm"])
-        rows = given.transpose(0, 1)
+        conv, before = (None, None) if states is None else (states["conv"], states["state"])
+        rows = rows.transpose(0, 1)
         convolved = causal_conv(rows, heads.conv_weight, heads.conv_bias, initial=conv, document_ids=document_ids)
-        inputs = self._inputs(convolved, dt.transpose(0, 1), heads, document_ids)
+        inputs = self._inputs(convolved, rest.transpose(0, 1), heads, document_ids)
         if before is not None and rows.shape[1] == 1:  # the next token of each text
             y, state = step(inputs.token(0), before)
             y = y.unsqueeze(1)
@@ -228,8 +183,8 @@ class MambaMixer(nn.Module):
         """``y + D·x`` [b, l, h, p], computed in fp32 or wider."""
         return (y + x * heads.D.unsqueeze(-1)).to(y.dtype)
 
+    @override
     def _with_heads_split(self, projected: Tensor, document_ids: Tensor | None) -> Tensor:
-        """y [s, b, d] of this rank's tokens: each context-parallel rank scans the whole sequence for its heads."""
         mesh, own = self._context.mesh, self._own_heads()
         channels = self._channels_of_ranks(projected.device)
         of_conv, of_heads = torch.split(
@@ -245,7 +200,7 @@ class MambaMixer(nn.Module):
             own.conv_bias.index_select(0, of_conv),
             *(each.index_select(0, of_heads) for each in (own.dt_bias, own.a, own.D)),
         )
-        y, _ = self._scanned(given, dt, heads, document_ids)
+        y, _ = self._recur(given, dt, heads, document_ids)
         return sequences.to_sequence(y, mesh)
 
     def _channels_of_ranks(self, device: torch.device) -> Tensor:
@@ -257,22 +212,16 @@ class MambaMixer(nn.Module):
         B, C = (sequences.groups_by_rank(each, dim, ranks) for each in (B, C))
         return torch.cat((x.view(ranks, -1), B, C, dt.view(ranks, -1)), dim=1)
 
-    def _with_states_passed(self, given: Tensor, dt: Tensor, document_ids: Tensor | None) -> Tensor:
-        """y [s, b, d] of this rank's tokens, whose two runs begin with zero states; what came before is added."""
+    @override
+    def _with_states_passed(self, rows: Tensor, rest: Tensor, document_ids: Tensor | None) -> Tensor:
         mesh, heads = self._context.mesh, self._own_heads()
-        given, dt = sequences.runs_of(given), sequences.runs_of(dt)
-        runs = convolve_runs(given, heads.conv_weight, heads.conv_bias, document_ids, mesh)
+        rows, dt = sequences.runs_of(rows), sequences.runs_of(rest)
+        runs = convolve_runs(rows, heads.conv_weight, heads.conv_bias, document_ids, mesh)
         inputs = self._inputs(runs.rows, dt, heads, runs.document_ids)
         y, added = self._scan(inputs)
         state = sequences.states_before(total_decay(inputs, previous=runs.previous), added, mesh)
         y = y + output_of_initial_state(inputs, state, previous=runs.previous)
         return sequences.joined(self._with_skip(y, inputs.x, heads)).flatten(2)
-
-    def _advance(self, states: States, projected: Tensor) -> tuple[Tensor, States]:
-        """Tokens [t, n, z|x|B|C|dt] of n texts to [t, n, d], and the states behind them."""
-        gate, given, dt = self._parts(projected)
-        y, state = self._scanned(given, dt, self._own_heads(), None, states)
-        return self._normalized(y, gate), {"conv": last_rows(states["conv"], given.transpose(0, 1)), "ssm": state}
 
     def costs(self, workload: Workload) -> Costs:
         """Keeps what the projection gives and what is computed from it; recomputed, only what the projection gives.

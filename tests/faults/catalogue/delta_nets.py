@@ -14,7 +14,7 @@ MATH, UNIT, ROWS = (
 FAULTS = (
     Fault(
         "recomputed_delta_net_forgets_documents",
-        MIXER,
+        "megatron/core/ssm/mixer.py",
         old="mixed = recomputed(self._mix, projected, inputs.document_ids)",
         new="mixed = recomputed(self._mix, projected, None)",
         suffers="A recomputed layer lets documents that are packed together read each other.",

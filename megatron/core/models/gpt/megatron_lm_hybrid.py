@@ -87,7 +87,8 @@ def unsupported(model: ModelConfig, groups: Sequence[object]) -> dict[str, bool]
     hybrid, mamba = HybridConfig.among(groups), MambaConfig.among(groups)
     has_mamba = MAMBA in hybrid.all_letters
     return {
-        "no limits of the time step (--mamba-time-step-limits)": has_mamba and mamba.mamba_time_step_limits is not None,
+        "no limits of the time step (--mamba-time-step-limits, or a Nemotron-H's time_step_min)": has_mamba
+        and mamba.mamba_time_step_limits is not None,
         "no convolution of Mamba-2 over other than 4 tokens (--mamba-conv-kernel-dim)": (
             has_mamba and mamba.mamba_conv_kernel_dim != 4
         ),
