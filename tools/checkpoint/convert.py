@@ -1,4 +1,4 @@
-"""Convert a model between Hugging Face's format, Megatron-LM's and this project's, and prove that it is the same model.
+"""Convert a model between Hugging Face's format, Megatron-LM's, GGUF and this project's, and prove that it is the same.
 
 Runs on a CPU with a few tensors in memory; the architecture comes from the source. Ends by comparing logits of source
 and target, and writes nothing when they differ.
@@ -24,7 +24,7 @@ from megatron.config.flags import Settings, flag, switch
 from megatron.config.legacy_flags import legacy_table
 from megatron.config.parse import parse_groups
 from megatron.core.checkpointing.manifest import MANIFEST
-from megatron.core.conversion.programs import Program, Quantized
+from megatron.core.conversion.programs import GgufType, Program, Quantized
 from megatron.core.files.remote_path import AnyPath, path_of
 from megatron.core.models.registry import family_titled
 from megatron.errors import ConfigError, kept_on_interrupt, run_command
@@ -78,12 +78,13 @@ class ConvertConfig(Settings):
         "Print the published types of models that --from hf and --to hf convert, and nothing else.", name="--list"
     )
     source: Program | None = flag(
-        "Format of --load: Hugging Face, this project's, Megatron-LM's (torch or torch_dist).",
+        "Format of --load: Hugging Face, this project's, Megatron-LM's (torch or torch_dist), a GGUF file.",
         name="--from",
         default=None,
     )
     load: str | None = flag(
-        "Folder of the model or of checkpoints; with --from hf also a repository, ORG/NAME or ORG/NAME@REVISION.",
+        "Folder of the model or of checkpoints; with --from hf also a repository, ORG/NAME or ORG/NAME@REVISION, and "
+        "with --from gguf also a file.",
         default=None,
     )
     target: Program | None = flag("Format of --save.", name="--to", default=None)
@@ -91,7 +92,13 @@ class ConvertConfig(Settings):
     ckpt_step: int | None = flag("Iteration to convert instead of the newest.", default=None, at_least=0)
     load_ema: bool = switch("Convert the moving average of the weights that a run with --ema-decay saved.")
     max_shard_size: str | None = flag(
-        "Largest weight file of a Hugging Face target, such as 200MB; 5GB unless given.", default=None
+        "Largest weight file of a Hugging Face target, such as 200MB, 5GB unless given; of a GGUF target 50GB.",
+        default=None,
+    )
+    gguf_type: GgufType | None = flag(
+        "Numbers of a GGUF target's weights; as the model's own unless given. q4_0 to q8_0 are blocks of 32 with a "
+        "scale each.",
+        default=None,
     )
     ckpt_format: Literal["torch_dist", "torch"] | None = flag(
         "Format of a Megatron-LM target: torch_dist (unless given) loads there at any layout, torch on one rank.",
@@ -180,7 +187,7 @@ def job_of(config: ConvertConfig) -> Conversion:
         instead = "; --quantize writes such a model in few bits" if target == "hf" else ""
         raise ConfigError(f"--from {source} --to {target}: source and target formats are the same{instead}")
     _check_effect(config, source, target)
-    max_shard_size = bytes_of(config.max_shard_size or "5GB")
+    max_shard_size = bytes_of(config.max_shard_size or ("50GB" if target == "gguf" else "5GB"))
     from megatron.core.conversion.convert import Conversion
     from megatron.core.conversion.huggingface.quantizing import Rounding
     from megatron.core.quantization.scheme import scheme_named
@@ -197,6 +204,7 @@ def job_of(config: ConvertConfig) -> Conversion:
         step=config.ckpt_step,
         averaged=config.load_ema,
         max_shard_size=max_shard_size,
+        gguf_type=config.gguf_type,
         dist=config.ckpt_format != "torch",
         true_vocab_size=config.true_vocab_size,
         ignored=config.ignore_saved_args,
@@ -209,7 +217,12 @@ def job_of(config: ConvertConfig) -> Conversion:
 def _check_effect(config: ConvertConfig, source: Program, target: Program) -> None:
     """Raise ConfigError for a flag that has no effect on this pair of formats."""
     effects = (
-        ("--ckpt-step", config.ckpt_step, source != "hf", "chooses among checkpoints; a Hugging Face model is one"),
+        (
+            "--ckpt-step",
+            config.ckpt_step,
+            source not in ("hf", "gguf"),
+            "chooses among checkpoints; a published model is one",
+        ),
         ("--load-ema", config.load_ema or None, source == "megatron", "is for --from megatron"),
         ("--true-vocab-size", config.true_vocab_size, source == "megatron-lm", "is for --from megatron-lm"),
         (
@@ -218,7 +231,8 @@ def _check_effect(config: ConvertConfig, source: Program, target: Program) -> No
             source == "megatron-lm",
             "is for --from megatron-lm",
         ),
-        ("--max-shard-size", config.max_shard_size, target == "hf", "is for --to hf"),
+        ("--max-shard-size", config.max_shard_size, target in ("hf", "gguf"), "is for --to hf and --to gguf"),
+        ("--gguf-type", config.gguf_type, target == "gguf", "is for --to gguf"),
         ("--quantize", config.quantize, target == "hf", "is for --to hf"),
         ("--group-size", config.group_size, config.quantize is not None, "is for --quantize int4 and int4-asym"),
         (
@@ -249,11 +263,11 @@ def is_ours(load: AnyPath) -> bool:
 
 def _their_name(flag: str, name: str | None, known: dict[str, str], ours: str) -> Program:
     if name is None:
-        raise ConfigError(f"missing: {ours} (hf, megatron or megatron-lm)")
+        raise ConfigError(f"missing: {ours} (hf, megatron, megatron-lm or gguf)")
     format_name = known.get(name.removeprefix("loader_").removeprefix("saver_"))
     if format_name is None:
         raise ConfigError(
-            f"{flag} {name} is not supported; use {ours} hf, megatron or megatron-lm ({', '.join(known)})"
+            f"{flag} {name} is not supported; use {ours} hf, megatron, megatron-lm or gguf ({', '.join(known)})"
         )
     return format_name  # type: ignore[return-value]
 

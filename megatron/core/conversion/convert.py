@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import tempfile
 from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -14,6 +15,10 @@ from torch import Tensor
 from megatron.core.checkpointing.streamed import SourceError
 from megatron.core.conversion import proof
 from megatron.core.conversion.averaging import read_average
+from megatron.core.conversion.gguf.number_types import library
+from megatron.core.conversion.gguf.proof import gguf_file, own_type, prove_reading, prove_writing
+from megatron.core.conversion.gguf.reading import read_gguf
+from megatron.core.conversion.gguf.writing import write_gguf
 from megatron.core.conversion.huggingface.hub import model_folder
 from megatron.core.conversion.huggingface.quantizing import Rounding, as_read
 from megatron.core.conversion.huggingface.reading import read_config, read_huggingface
@@ -27,7 +32,7 @@ from megatron.core.conversion.megatron_lm.reading import read_megatron_lm
 from megatron.core.conversion.megatron_lm.writing import write_megatron_lm
 from megatron.core.conversion.native import read_native, write_native
 from megatron.core.conversion.portable import LazyTensor, PortableModel
-from megatron.core.conversion.programs import TITLES, Program
+from megatron.core.conversion.programs import TITLES, GgufType, Program
 from megatron.core.conversion.quantized_proof import check_readers, prove_quantized
 from megatron.core.conversion.questions import Answer, Question, question_for
 from megatron.core.conversion.remote import becoming, fetched
@@ -43,10 +48,11 @@ class Conversion:
     ``load`` and ``save`` may be in object storage, and ``load`` the name of a repository of the Hugging Face Hub,
     ``ORG/NAME`` or ``ORG/NAME@REVISION``. ``step``: iteration of a folder of checkpoints, instead of the
     newest. ``averaged``: take the moving average of the weights. ``max_shard_size``: bytes of one weight file of
-    Hugging Face's. ``dist``: write Megatron-LM's torch_dist format, else its torch format. ``true_vocab_size``: words
-    of a Megatron-LM vocabulary before padding, where its tokenizer is missing. ``ignored``: arguments saved in a
-    Megatron-LM source that are read as if they weren't there. ``family``: the title of the only one that is accepted.
-    ``rounding``: how weights of a Hugging Face target are quantized.
+    Hugging Face's, or of one GGUF file. ``gguf_type``: numbers of a GGUF file's weights; as the source's unless given.
+    ``dist``: write Megatron-LM's torch_dist format, else its torch format. ``true_vocab_size``: words of a Megatron-LM
+    vocabulary before padding, where its tokenizer is missing. ``ignored``: arguments saved in a Megatron-LM source that
+    are read as if they weren't there. ``family``: the title of the only one that is accepted. ``rounding``: how weights
+    of a Hugging Face target are quantized.
     """
 
     source: Program
@@ -56,6 +62,7 @@ class Conversion:
     step: int | None = None
     averaged: bool = False
     max_shard_size: int = 5_000_000_000
+    gguf_type: GgufType | None = None
     dist: bool = True
     true_vocab_size: int | None = None
     ignored: tuple[str, ...] = ()
@@ -84,9 +91,11 @@ def _convert(job: Conversion, say: Callable[[str], None]) -> proof.Proof | None:
         proof.transformers_version()
         if job.rounding is not None:
             check_readers(job.rounding.scheme)
-    with _at_hand(job, say) as (place, step):
+    if "gguf" in (job.source, job.target):
+        library()
+    with _at_hand(job, say) as (place, step), tempfile.TemporaryDirectory(prefix="megatron-tokenizer-") as scratch:
         with _reading(job.load):
-            portable = _read(job, place, step=step)
+            portable = _read(job, place, step=step, scratch=Path(scratch))
         tensors = {name: _guarded(tensor, job.load) for name, tensor in portable.tensors.items()}
         portable = dataclasses.replace(portable, tensors=tensors)
         title = family_of(portable.groups).title
@@ -105,7 +114,7 @@ def _convert(job: Conversion, say: Callable[[str], None]) -> proof.Proof | None:
         if not job.skip_proof:
             proof.check_memory(proof.memory_needed(portable, {job.source, job.target}))
         with becoming(job.save, say=say, check=lambda: check_target(job.save)) as aside:
-            _write(job, portable, aside)
+            _write(job, portable, aside, say)
             found = None if job.skip_proof else _prove(job, portable, place, aside, say, step=step)
     if job.rounding is not None:
         say(f"weights of linear layers are in {job.rounding.scheme.name}: rounded, and no longer the source's numbers")
@@ -128,6 +137,9 @@ def _at_hand(job: Conversion, say: Callable[[str], None]) -> Iterator[tuple[AnyP
         yield job.load, job.step
         return
     with ExitStack() as stack:
+        if job.source == "gguf" and isinstance(job.load, Path):
+            yield job.load, None
+            return
         with _reading(job.load):
             # Of Megatron-LM's, one checkpoint and not all that a run has left.
             place = find_folder(job.load, step=job.step) if job.source == "megatron-lm" else job.load
@@ -135,12 +147,14 @@ def _at_hand(job: Conversion, say: Callable[[str], None]) -> Iterator[tuple[AnyP
         yield folder, None
 
 
-def _read(job: Conversion, place: AnyPath, *, step: int | None) -> PortableModel:
+def _read(job: Conversion, place: AnyPath, *, step: int | None, scratch: Path) -> PortableModel:
     match job.source:
         case "hf":
             return read_huggingface(_folder(place))
         case "megatron":
             return (read_average if job.averaged else read_native)(place, step=step)
+        case "gguf":
+            return read_gguf(_folder(place), scratch=scratch)
         case "megatron-lm":
             words = job.true_vocab_size
             return read_megatron_lm(_folder(place), step=step, true_vocab_size=words, ignored=job.ignored)
@@ -178,7 +192,7 @@ def check_target(save: AnyPath) -> None:
         raise CheckpointError(f"--save {save} exists and is not empty: name a new folder, nothing is overwritten")
 
 
-def _write(job: Conversion, portable: PortableModel, aside: Path) -> None:
+def _write(job: Conversion, portable: PortableModel, aside: Path, say: Callable[[str], None]) -> None:
     match job.target:
         case "hf":
             write_huggingface(portable, aside, max_shard_size=job.max_shard_size, rounding=job.rounding)
@@ -186,6 +200,9 @@ def _write(job: Conversion, portable: PortableModel, aside: Path) -> None:
             write_native(portable, aside, final=job.save)
         case "megatron-lm":
             write_megatron_lm(portable, aside, dist=job.dist, final=job.save)
+        case "gguf":
+            kind = job.gguf_type or own_type(portable)
+            write_gguf(portable, aside, kind=kind, say=say, max_shard_size=job.max_shard_size)
 
 
 def _prove(
@@ -198,9 +215,14 @@ def _prove(
     step: int | None,
 ) -> proof.Proof:
     """Compare the logits of the files read with those of the files written."""
-    question = question_for(portable.model, portable.groups)
+    question, words = question_for(portable.model, portable.groups), portable.model.vocab_size or 0
+    if job.source == "gguf":
+        return prove_reading(gguf_file(_folder(place)), _answer(job.target, aside, question), question, words=words)
     with _reading(job.load):
         before = _answer(job.source, place, question, step=step, averaged=job.averaged, ignored=job.ignored)
+    if job.target == "gguf":
+        kind = job.gguf_type or own_type(portable)
+        return prove_writing(gguf_file(aside), portable, before, question, kind=kind, say=say)
     quantization = job.rounding or portable.quantization
     if job.target != "hf" or quantization is None:
         return _compared(portable, before, _answer(job.target, aside, question))
@@ -234,3 +256,5 @@ def _answer(
             return proof.native_answer(place, question, step=step, averaged=averaged)
         case "megatron-lm":
             return megatron_lm_answer(_folder(place), question, step=step, ignored=ignored)
+        case "gguf":
+            raise AssertionError("GGUF files are proven by their readers")

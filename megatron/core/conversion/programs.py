@@ -4,8 +4,15 @@ from __future__ import annotations
 
 from typing import Literal
 
-Program = Literal["hf", "megatron", "megatron-lm"]
-"""Names of ``--from`` and ``--to``: Hugging Face, this project, Megatron-LM."""
-TITLES: dict[Program, str] = {"hf": "Hugging Face", "megatron": "this project's", "megatron-lm": "Megatron-LM's"}
+Program = Literal["hf", "megatron", "megatron-lm", "gguf"]
+"""Names of ``--from`` and ``--to``: Hugging Face, this project, Megatron-LM, llama.cpp."""
+TITLES: dict[Program, str] = {
+    "hf": "Hugging Face",
+    "megatron": "this project's",
+    "megatron-lm": "Megatron-LM's",
+    "gguf": "GGUF",
+}
+GgufType = Literal["f32", "f16", "bf16", "q8_0", "q4_0", "q4_1", "q5_0", "q5_1"]
+"""Values of ``--gguf-type``."""
 Quantized = Literal["int8", "int4", "int4-asym", "w8a8", "fp8", "fp8-block"]
 """Values of ``--quantize``: schemes that need no texts and have a reader."""

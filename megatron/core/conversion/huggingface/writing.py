@@ -63,6 +63,29 @@ def write_huggingface(
     _write_weights(tensors, folder, max_shard_size)
 
 
+def published_form(portable: PortableModel, *, wanted: Sequence[str]) -> tuple[str, dict[str, LazyTensor]]:
+    """The published type that the model is written as, and its tensors there, without those that are held twice.
+
+    It is the source's, or the first of those ``wanted`` that the model fits, or another. Raises CheckpointError for an
+    architecture that no family has.
+    """
+    own = read_config(path.parent).get("model_type") if (path := portable.companions.get(CONFIG)) else None
+    model_type = fitting_type(portable.model, portable.groups, wanted=[*([own] if own else ()), *wanted])
+    found = theirs_of(portable.model, portable.groups, model_type)
+    return model_type, to_theirs(found, portable.tensors, portable.model)
+
+
+def fitting_type(model: ModelConfig, groups: Sequence[object], *, wanted: Sequence[str]) -> str:
+    """The first of the published types ``wanted`` that a model is of, or another; CheckpointError if there is none."""
+    found = ""
+    for each in wanted:
+        config = config_from_model(model, groups, dtype="float32", source={"model_type": each}, tokens={})
+        found = config["model_type"]
+        if found == each:
+            return each
+    return found
+
+
 def check_writable(model: ModelConfig, groups: Sequence[object]) -> None:
     """Raise CheckpointError for a model that ``write_huggingface`` would refuse. ``groups`` identify its family."""
     model = dataclasses.replace(model, vocab_size=model.vocab_size or 1)

@@ -30,7 +30,8 @@ class Piece(NamedTuple):
 class SentencePieceFile:
     """A model's vocabulary in the order of ids. ``charsmap``: its compiled normalization rules, empty without any.
 
-    ``roles``: spellings of ``bos_token``, ``eos_token`` and ``unk_token``, where the model has them.
+    ``roles``: spellings of ``bos_token``, ``eos_token`` and ``unk_token``, where the model has them. ``adds_space``:
+    whether a space is put before a text; ``removes_spaces``: whether others beside one are removed.
     """
 
     pieces: tuple[Piece, ...]
@@ -40,6 +41,8 @@ class SentencePieceFile:
     unk_id: int
     unk_piece: str
     roles: dict[str, str]
+    adds_space: bool = True
+    removes_spaces: bool = True
 
 
 def read_sentencepiece(content: bytes, *, where: str) -> SentencePieceFile | None:
@@ -71,6 +74,8 @@ def read_sentencepiece(content: bytes, *, where: str) -> SentencePieceFile | Non
         unk_id=unk_id,
         unk_piece=unk_piece,
         roles=roles,
+        adds_space=bool(normalizer.get(3, 1)),
+        removes_spaces=bool(normalizer.get(4, 1)),
     )
 
 

@@ -1,0 +1,93 @@
+"""A GGUF file as a portable model: weights of few bits become the numbers that they stand for."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import torch
+
+from megatron.core.conversion.chat_files import read_chat
+from megatron.core.conversion.companions import companions_in, tokenizer_in
+from megatron.core.conversion.gguf.architectures import ARCHITECTURES, Architecture
+from megatron.core.conversion.gguf.files import GgufFile, open_gguf
+from megatron.core.conversion.gguf.rotary import FACTORS
+from megatron.core.conversion.gguf.settings import read_settings
+from megatron.core.conversion.gguf.tensors import EMBEDDING, OUTPUT, file_matches
+from megatron.core.conversion.gguf.tokenizer_files import write_tokenizer
+from megatron.core.conversion.huggingface.writing import fitting_type, theirs_of
+from megatron.core.conversion.portable import (
+    LazyTensor,
+    PortableModel,
+    check_shapes,
+    refuse_larger_weights,
+    refuse_more_layers,
+    refuse_out_of_bounds,
+)
+from megatron.core.conversion.tables import to_ours, to_theirs
+from megatron.errors import CheckpointError
+
+
+def read_gguf(place: Path, *, scratch: Path) -> PortableModel:
+    """The model in a GGUF file or a folder with one; its tokenizer's files are written into ``scratch``.
+
+    Raises CheckpointError for a file that is damaged, an architecture that isn't known, and keys or tensors that don't
+    fit it.
+    """
+    file, where = open_gguf(place), str(place)
+    name = str(file.keys.get("general.architecture"))
+    architecture = next((each for each in ARCHITECTURES if each.name == name), None)
+    if architecture is None:
+        known = ", ".join(each.name for each in ARCHITECTURES)
+        raise CheckpointError(f"{where} is a {name} model (general.architecture); GGUF files of {known} are read")
+    keys = {key.removeprefix(f"{name}."): value for key, value in file.keys.items()}
+    keys.setdefault("vocab_size", len(keys.get("tokenizer.ggml.tokens", ())))
+    tensors = _without_copy(file, architecture)
+    factors = {each: tensors[each].make().tolist() for each in FACTORS if each in tensors}
+    try:
+        model, groups = read_settings({**keys, **factors}, tensors, architecture)
+    except KeyError as error:
+        raise CheckpointError(f"{where} lacks the key {name}.{error.args[0]}") from None
+    except (TypeError, ValueError) as error:
+        raise CheckpointError(f"{where}: its keys don't describe a {name} model: {error}") from None
+    refuse_more_layers(model, groups, tensors, where=where)
+    refuse_out_of_bounds((model, *groups), {}, where=where)
+    refuse_larger_weights(model, groups, tensors, where=where)
+    model_type = fitting_type(model, groups, wanted=architecture.types)
+    published = theirs_of(model, groups, model_type)
+    shapes = {
+        their: tuple(part.shape)
+        for match in published
+        for their, part in zip(match.theirs, match.transform.split(torch.empty(match.shape, device="meta"), model))
+    }
+    in_halves = dataclasses.replace(model, rotary_interleaved=False)
+    found = file_matches(shapes, in_halves, architecture)
+    held = {each: tensor for each, tensor in tensors.items() if each not in FACTORS}
+    check_shapes(
+        {each: tensor.shape for each, tensor in held.items()}, {match.ours: match.shape for match in found}, where=where
+    )
+    theirs = to_theirs(found, held, in_halves)
+    write_tokenizer(keys, scratch)
+    tokenizer = tokenizer_in(scratch, rows=model.vocab_size or 0)
+    files = companions_in(scratch)
+    chat, notes = read_chat(files, tokenizer, rows=model.vocab_size or 0)
+    return PortableModel(
+        model=model,
+        groups=groups,
+        tensors=to_ours(published, theirs, model, where=where),
+        tokenizer=tokenizer,
+        seq_length=min(model.max_position_embeddings, 4096),
+        companions=files,
+        notes=(f"note: {where} holds numbers of the types {', '.join(file.kinds)}", *notes),
+        chat=chat,
+    )
+
+
+def _without_copy(file: GgufFile, architecture: Architecture) -> dict[str, LazyTensor]:
+    """The tensors, without an output layer that is the word embedding again, as architectures need that don't tie."""
+    tensors = dict(file.tensors)
+    if architecture.has_output and tensors.keys() >= {OUTPUT, EMBEDDING}:
+        output, embedding = tensors[OUTPUT], tensors[EMBEDDING]
+        if output.shape == embedding.shape and torch.equal(output.make(), embedding.make()):
+            del tensors[OUTPUT]
+    return tensors
