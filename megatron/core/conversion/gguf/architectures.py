@@ -185,7 +185,14 @@ ARCHITECTURES = (
         refuse=_narrow,
         has_output=True,
     ),
-    Architecture(name="command-r", types=("cohere",), keys=("logit_scale",), read=_per_head, refuse=_command_r),
+    Architecture(
+        name="command-r",
+        types=("cohere",),
+        facts={"rotary_interleaved": True},
+        keys=("logit_scale",),
+        read=_per_head,
+        refuse=_command_r,
+    ),
     Architecture(name="olmo", types=("olmo",), keys=("attention.clamp_kqv",), rules=_TURNED, lacks=_NO_OUTPUT_BIAS),
     Architecture(
         name="olmo2",
@@ -213,7 +220,7 @@ ARCHITECTURES = (
     ),
     Architecture(name="qwen3moe", types=("qwen3_moe",), keys=("expert_feed_forward_length",), lacks=_NO_OUTPUT_BIAS),
     Architecture(name="smollm3", types=("smollm3",), rules=_TURNED, facts={"no_rope_freq": "4"}),
-    Architecture(name="glm4", types=("glm4",)),
-    Architecture(name="chatglm", types=("glm",)),
+    Architecture(name="glm4", types=("glm4",), facts={"rotary_interleaved": True}),
+    Architecture(name="chatglm", types=("glm",), facts={"rotary_interleaved": True}),
 )
 """All that are written and read."""

@@ -6,6 +6,7 @@ name, sizes (innermost first), type and place; the tensors' bytes, aligned.
 
 from __future__ import annotations
 
+import math
 import mmap
 import re
 import struct
@@ -126,6 +127,8 @@ def open_gguf(place: Path) -> GgufFile:
 
 def _parts(place: Path) -> list[Path]:
     """The files of a model, in their order."""
+    if not place.exists():
+        raise CheckpointError(f"--load {place} does not exist: give a .gguf file, or a folder with one")
     if not place.is_dir():
         paths = [place]
     else:
@@ -191,11 +194,8 @@ def _read_header(path: Path, cursor: _Cursor, size: int) -> tuple[dict[str, Any]
 
 
 def _nbytes(place: _Place) -> int:
-    block, size = library().GGML_QUANT_SIZES[place.kind]
-    count = 1
-    for each in place.shape:
-        count *= each
-    return count // block * size
+    sizes: tuple[int, int] = library().GGML_QUANT_SIZES[place.kind]
+    return math.prod(place.shape) // sizes[0] * sizes[1]
 
 
 def _lazy(place: _Place, *, whole: bool) -> LazyTensor:

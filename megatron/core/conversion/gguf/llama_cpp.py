@@ -10,10 +10,12 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from megatron.core.conversion.gguf.files import open_gguf
 from megatron.errors import CheckpointError
 
 _SCRIPT = Path(__file__).with_name("llama_cpp_process.py")
@@ -36,7 +38,8 @@ def llama_cpp_rows(file: Path, prompts: Sequence[Sequence[int] | str], *, words:
     """
     with tempfile.TemporaryDirectory(prefix="megatron-llama-cpp-") as folder:
         answers, asked = Path(folder, "answers"), Path(folder, "job.json")
-        job = {"model": str(file), "vocabulary": words, "context": context, "answers": str(answers)}
+        job: dict[str, Any] = {"model": str(file), "vocabulary": words, "context": context, "answers": str(answers)}
+        job["chosen"] = _plain_token(file)
         asked.write_text(
             json.dumps({**job, "prompts": [each if isinstance(each, str) else list(each) for each in prompts]})
         )
@@ -46,6 +49,12 @@ def llama_cpp_rows(file: Path, prompts: Sequence[Sequence[int] | str], *, words:
             raise CheckpointError(f"llama.cpp cannot run {file.name}: {_reason(done)}")
         found = torch.frombuffer(bytearray(answers.read_bytes()), dtype=torch.float32)
     return found.view(len(prompts), words)
+
+
+def _plain_token(file: Path) -> int:
+    """The id of a token that is a text of letters; the first one where there is none."""
+    tokens = open_gguf(file).keys.get("tokenizer.ggml.tokens", ())
+    return next((number for number, text in enumerate(tokens) if text.isascii() and text.isalpha()), 0)
 
 
 def _reason(done: subprocess.CompletedProcess[str]) -> str:

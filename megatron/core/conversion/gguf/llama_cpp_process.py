@@ -1,7 +1,8 @@
 """The process in which llama.cpp answers: it ends the whole process on a file that it doesn't like.
 
 Started as a script with the path of a JSON file: ``model``, ``context`` (positions), ``vocabulary`` (words),
-``prompts`` (lists of ids, or texts) and ``answers``, the file that gets log-probabilities ``[prompts, words]`` in float32.
+``chosen`` (a token of plain text), ``prompts`` (lists of ids, or texts) and ``answers``, the file that gets
+log-probabilities ``[prompts, words]`` in float32.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ NEVER = -1e4
 
 def main(job: dict[str, Any]) -> None:
     """Load the model once, and ask what follows each prompt."""
-    import xllamacpp
+    import xllamacpp  # type: ignore[import-not-found, unused-ignore]
 
     settings = xllamacpp.CommonParams()
     settings.model.path = job["model"]
@@ -29,14 +30,16 @@ def main(job: dict[str, Any]) -> None:
     settings.flash_attn_type = xllamacpp.llama_flash_attn_type.LLAMA_FLASH_ATTN_TYPE_DISABLED
     settings.cache_type_k = settings.cache_type_v = xllamacpp.ggml_type.GGML_TYPE_F32
     server = xllamacpp.Server(settings)
-    words = job["vocabulary"]
     with Path(job["answers"]).open("wb") as file:
         for prompt in job["prompts"]:
-            array("f", _answer(server, prompt, words)).tofile(file)
+            array("f", _answer(server, prompt, words=job["vocabulary"], chosen=job["chosen"])).tofile(file)
 
 
-def _answer(server: Any, prompt: list[int] | str, words: int) -> list[float]:
-    question = {"prompt": prompt, "n_predict": 1, "n_probs": words, "temperature": 0.0, "cache_prompt": False}
+def _answer(server: Any, prompt: list[int] | str, *, words: int, chosen: int) -> list[float]:
+    question: dict[str, Any] = {"prompt": prompt, "n_predict": 1, "n_probs": words, "temperature": 0.0, "cache_prompt": False}
+    # It tells nothing after a token that ends texts or is a part of a character: another one is chosen. Probabilities
+    # are those before that.
+    question["logit_bias"] = [[chosen, 1e6]]
     found = server.handle_completions(question)
     if isinstance(found, str):
         found = json.loads(found)

@@ -20,7 +20,6 @@ from megatron.core.conversion.portable import PortableModel
 from megatron.core.conversion.programs import GgufType
 from megatron.core.conversion.proof import TOLERANCE, Proof, ProofError, compare, portable_answer
 from megatron.core.conversion.questions import Answer, Question
-from megatron.core.models.gpt.questions import CausalQuestion
 from megatron.errors import CheckpointError, DataError
 
 # llama.cpp rounds what weights are multiplied by to 16 or 8 bits, too: differences allowed, as a part of the largest.
@@ -178,13 +177,13 @@ def prove_reading(file: Path, target: Answer, question: Question, *, words: int)
 
 
 def _prove_reader(file: Path, held: GgufFile, ours: Answer, question: Question, *, words: int) -> Proof:
-    assert isinstance(question, CausalQuestion), "all architectures are decoders"
-    places = chosen_positions(question.tokens)
+    tokens: Tensor = question.tokens  # type: ignore[attr-defined]  # all architectures are decoders
+    places = chosen_positions(tokens)
     rows = log_probabilities(ours, places, words)
     name = str(held.keys["general.architecture"])
     if (version := llama_cpp_version()) is not None:
-        prompts = [question.tokens[sample, : place + 1].tolist() for sample, place in places]
-        theirs = llama_cpp_rows(file, prompts, words=words, context=question.tokens.shape[1] + 8)
+        prompts = [tokens[sample, : place + 1].tolist() for sample, place in places]
+        theirs = llama_cpp_rows(file, prompts, words=words, context=tokens.shape[1] + 8)
         reader, tolerance = f"llama.cpp (xllamacpp {version})", tolerance_of(name, held.kinds)
     elif (answer := transformers_answer(file, question)) is not None:
         theirs, reader, tolerance = log_probabilities(answer, places, words), "transformers' GGUF loader", TOLERANCE

@@ -46,9 +46,7 @@ def read_gguf(place: Path, *, scratch: Path) -> PortableModel:
     factors = {each: tensors[each].make().tolist() for each in FACTORS if each in tensors}
     try:
         model, groups = read_settings({**keys, **factors}, tensors, architecture)
-    except KeyError as error:
-        raise CheckpointError(f"{where} lacks the key {name}.{error.args[0]}") from None
-    except (TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:
         raise CheckpointError(f"{where}: its keys don't describe a {name} model: {error}") from None
     refuse_more_layers(model, groups, tensors, where=where)
     refuse_out_of_bounds((model, *groups), {}, where=where)

@@ -26,6 +26,7 @@ _SIZES = {
     "attention.key_length": "kv_channels",
     "vocab_size": "vocab_size",
 }
+_NEEDED = ("block_count", "embedding_length")
 _OPTIONAL = {
     "attention.scale": "softmax_scale",
     "attention.clamp_kqv": "clip_qkv",
@@ -82,6 +83,9 @@ def read_settings(
     found: dict[str, Any] = {**described.merged("fixed"), **architecture.facts}
     if described.activations and "activation" not in found:
         found["activation"] = next(iter(described.activations.values()))
+    for key in _NEEDED:
+        if key not in keys:
+            raise CheckpointError(f"a file of a model has the key {architecture.name}.{key}, and it is missing")
     for key, field in _SIZES.items():
         if key in keys:
             found[field] = keys[key]

@@ -36,6 +36,7 @@ def write_tokenizer(keys: Mapping[str, Any], folder: Path) -> None:
         (folder / "tokenizer.model").write_bytes(_sentencepiece(words, tokens, kinds))
         settings = {"tokenizer_class": "LlamaTokenizer" if kind == "llama" else "T5Tokenizer"}
         settings |= {"add_bos_token": bool(words.get("add_bos_token", kind == "llama"))}
+        settings["add_prefix_space"] = bool(words.get("add_space_prefix", True))
         settings |= {"add_eos_token": bool(words.get("add_eos_token", False)), "extra_ids": 0}
     else:
         raise CheckpointError(

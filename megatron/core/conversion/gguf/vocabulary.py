@@ -13,6 +13,7 @@ from megatron.core.conversion.companions import text_tokenizer_of
 from megatron.core.conversion.gguf.cuts import cut_name
 from megatron.core.tokenizers.base import Tokenizer
 from megatron.core.tokenizers.chat_settings import ChatSettings
+from megatron.core.tokenizers.conversations import own_template
 from megatron.core.tokenizers.end_tokens import own_ends
 from megatron.core.tokenizers.published.sentencepiece_file import BPE, SentencePieceFile, read_sentencepiece
 from megatron.core.tokenizers.rust import RustTokenizer
@@ -73,8 +74,10 @@ def vocabulary_keys(config: TokenizerConfig, chat: ChatSettings | None, *, rows:
         )
     keys |= entries.keys(scored=f"{_PREFIX}scores" in keys)
     keys |= _roles(tokenizer, chat)
-    if chat is not None and chat.template is not None:
-        keys["tokenizer.chat_template"] = chat.template
+    own = own_template(config.tokenizer_model) if config.tokenizer_type == "HuggingFaceTokenizer" else None
+    template = own if chat is None or chat.template is None else chat.template
+    if template is not None:
+        keys["tokenizer.chat_template"] = template
     return keys
 
 

@@ -1,0 +1,252 @@
+"""GGUF files: llama.cpp computes what the model computes, and they are read back as they were written."""
+
+from __future__ import annotations
+
+import dataclasses
+import errno
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("gguf", reason="GGUF files are written with the extra gguf")
+pytest.importorskip("xllamacpp", reason="llama.cpp proves GGUF files; it is in the extra dev-all")
+
+import gguf
+
+from megatron.core.conversion.gguf import writing
+from megatron.core.conversion.gguf.architectures import ARCHITECTURES
+from megatron.core.conversion.gguf.files import open_gguf
+from megatron.core.conversion.gguf.proof import gguf_file, transformers_answer
+from megatron.core.conversion.gguf.reading import read_gguf
+from megatron.core.conversion.gguf.writing import gguf_form
+from megatron.core.conversion.huggingface.reading import read_huggingface
+from megatron.core.conversion.portable import PortableModel
+from megatron.core.conversion.proof import ProofError, portable_answer
+from megatron.core.conversion.questions import question_for
+from megatron.errors import CheckpointError
+from tests.harness.published import random_model
+from tests.harness.sentences import check_line, expect_error
+from tests.published import MODELS
+from tests.published.llama import LONGROPE
+from tests.published.sizes import SIZES
+from tests.tiers import tiers
+from tests.unit.conversion.test_families import do
+
+Folder = Callable[[str], Path]
+
+_WIDE = {**SIZES, "hidden_size": 64, "intermediate_size": 96, "head_dim": 16}
+_LONG = {"max_position_embeddings": 1024, "original_max_position_embeddings": 512}
+OWN: dict[str, tuple[str, dict[str, Any]]] = {
+    "gemma2, usual scale": ("gemma2", {**_WIDE, "query_pre_attn_scalar": 16, "sliding_window": 9}),
+    "gemma3, usual scale": (
+        "gemma3_text",
+        {**_WIDE, "query_pre_attn_scalar": 16, "sliding_window": 9, "layer_types": None, "num_hidden_layers": 7},
+    ),
+    "gemma3, every third layer full, stretched, capped": (
+        "gemma3_text",
+        {
+            **_WIDE,
+            "query_pre_attn_scalar": 16,
+            "sliding_window": 9,
+            "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+            "final_logit_softcapping": 5.0,
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e6},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 3e3},
+            },
+        },
+    ),
+    "cohere without norms of queries and keys": ("cohere", {**SIZES, "use_qk_norm": False}),
+    "phi3 longrope within the original length": (
+        "phi3",
+        {**SIZES, **_LONG, "pad_token_id": 0, "rope_parameters": {**LONGROPE, "original_max_position_embeddings": 512}},
+    ),
+    "llama in blocks": ("llama", _WIDE),
+}
+"""Cases that llama.cpp's architectures know, where those of ``MODELS`` are others."""
+FIRST = (
+    "llama 3",
+    "llama yarn, two scales",
+    "qwen2_moe",
+    "gpt2",
+    "falcon newer, six heads, one group",
+    "stablelm norms of heads, grouped",
+    "gemma3, every third layer full, stretched, capped",
+    "nemotron",
+    "glm yarn",
+)
+MEASURED = (
+    *FIRST,
+    *OWN,
+    *("bloom", "bloom three heads, untied", "falcon newer", "falcon newer, one norm, one group", "falcon multi-query"),
+    *("gemma", "glm", "glm without biases, tied", "glm three heads, whole heads rotated", "glm4"),
+    *("glm4 without biases, wide heads", "gpt2 narrow mlp", "gpt_neox", "gpt_neox in sequence, three heads, tied"),
+    *("granite", "granite tied, usual scale, wide heads", "granite with biases, three heads", "llama"),
+    *("llama multi-head, tied", "llama one group, wide heads", "llama with biases", "llama with attention biases"),
+    *("llama with mlp biases", "llama stretched", "llama 3 with other factors", "llama yarn", "smollm2", "mistral"),
+    *("mistral, window as long as sequences", "qwen2", "qwen2 tied", "qwen2 yarn", "qwen3", "qwen3 tied"),
+    *("qwen3 yarn", "mixtral", "mixtral three heads, one group", "qwen3_moe", "olmoe", "nemotron with biases"),
+    *("nemotron whole heads rotated", "olmo", "olmo not clipped, tied", "olmo2", "olmo3", "olmo2 tied, three heads"),
+    *("phi", "phi three heads, one group", "phi whole heads rotated", "phi3", "phi4 mini", "smollm3", "stablelm"),
+    *("stablelm parallel, three heads, one group, biases", "stablelm grouped, tied", "starcoder2"),
+)
+"""Models that llama.cpp is measured with; the default tier has one of each way to differ."""
+
+
+@pytest.fixture(scope="session")
+def source(model_folder: Folder, tmp_path_factory: pytest.TempPathFactory) -> Folder:
+    """The folder of a case, of ``MODELS`` or ``OWN``."""
+    base = tmp_path_factory.mktemp("gguf-models")
+
+    def folder(name: str) -> Path:
+        if name not in OWN:
+            return model_folder(name)
+        path = base / str(list(OWN).index(name))
+        if not path.exists():
+            random_model(*OWN[name]).save_pretrained(path)
+        return path
+
+    return folder
+
+
+def read(file: Path, tmp_path: Path) -> PortableModel:
+    return read_gguf(file, scratch=tmp_path / "scratch")
+
+
+@pytest.mark.parametrize("name", tiers(MEASURED, first=FIRST))
+def test_llama_cpp_computes_the_same(name: str, source: Folder, tmp_path: Path) -> None:
+    """A file that llama.cpp loads and computes otherwise answers with nonsense, or a little worse without a word."""
+    said = do("hf", source(name), "gguf", tmp_path / "model", gguf_type="f32")
+    assert any(line.startswith("proof: llama.cpp") for line in said)
+    before, back = read_huggingface(source(name)), read(tmp_path / "model", tmp_path)
+    assert back.tensors.keys() == before.tensors.keys()
+    for each, tensor in back.tensors.items():
+        # norms that are stored with one subtracted lose a bit when it is added
+        assert (tensor.make() - before.tensors[each].make()).abs().max() < 2e-7, each
+
+
+def test_every_architecture_is_measured() -> None:
+    """A table that nobody has run is a guess."""
+    types = {(OWN.get(name) or MODELS[name])[0] for name in MEASURED}
+    assert [each.name for each in ARCHITECTURES if not types & {*each.types}] == []
+
+
+@pytest.mark.parametrize("kind", ["q8_0", "q4_0", pytest.param("q5_1", marks=pytest.mark.slow(reason="as q4_0"))])
+def test_few_bits_are_what_transformers_reads(kind: Any, source: Folder, tmp_path: Path) -> None:
+    """Weights of few bits that a reader takes for others would be blamed on quantization."""
+    do("hf", source("llama in blocks"), "gguf", tmp_path / "model", gguf_type=kind)
+    file, back = gguf_file(tmp_path / "model"), read(tmp_path / "model", tmp_path)
+    question = question_for(back.model, back.groups)
+    theirs = transformers_answer(file, question)
+    assert theirs is not None
+    assert (portable_answer(back, question)["words"] - theirs["words"]).abs().max() < 1e-5
+    assert open_gguf(file).kinds == tuple(sorted({"F32", kind.upper(), "Q8_0"}))
+    before = read_huggingface(source("llama in blocks")).tensors["decoder.layers.0.mlp.linear_fc2.weight"].make()
+    after = back.tensors["decoder.layers.0.mlp.linear_fc2.weight"].make()
+    assert 0 < (before - after).abs().max() < before.abs().max() * (0.01 if kind == "q8_0" else 0.15)
+
+
+def test_numbers_keep_their_type_and_parts(source: Folder, tmp_path: Path) -> None:
+    """Without ``--gguf-type`` nothing is rounded, and a model in parts is read whole."""
+    random_model(*OWN["llama in blocks"]).to(torch.bfloat16).save_pretrained(tmp_path / "source")
+    do("hf", tmp_path / "source", "gguf", tmp_path / "model", max_shard_size=40_000)
+    parts = sorted(path.name for path in (tmp_path / "model").iterdir())
+    assert len(parts) > 2 and parts[0] == f"model-BF16-00001-of-{len(parts):05d}.gguf"
+    do("gguf", tmp_path / "model", "megatron", tmp_path / "ours")
+    before = read_huggingface(tmp_path / "source")
+    for name, tensor in read(tmp_path / "model" / parts[0], tmp_path).tensors.items():
+        assert torch.equal(tensor.make().float(), before.tensors[name].make().float()), name
+    (tmp_path / "model" / parts[1]).unlink()
+    with expect_error(CheckpointError, parts[1]):
+        read(tmp_path / "model", tmp_path)
+
+
+def test_a_window_is_the_context_where_there_are_none(source: Folder, tmp_path: Path) -> None:
+    """llama.cpp would attend beyond Mistral's window; within it both are the same."""
+    portable = read_huggingface(source("mistral with a window"))
+    form = gguf_form(portable)
+    assert form.keys["context_length"] == 8
+    assert "attention.sliding_window" not in form.keys
+    check_line("\n".join(form.notes), "the window, 8 of 64 positions")
+
+
+REFUSED = {
+    "opt": ("opt", "--to hf"),
+    "llama dynamic, short": ("llama", "dynamic_ntk"),
+    "llama yarn, every setting": ("--yarn-correction-range-round-to-int",),
+    "gpt2 untied, exact gelu": ("--activation is gelu",),
+    "qwen3 one group, five heads, biases": ("qwen3", "model.layers.0.self_attn.o_proj.bias"),
+    "starcoder2 without biases, untied": ("blk.0.attn_output.bias",),
+    "olmo2 one group, wide heads": ("hidden size / heads",),
+    "cohere": ("64 layers",),
+    "gemma untied, three heads": ("lm_head.weight",),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_a_file_cannot_say_is_refused(name: str, source: Folder) -> None:
+    """A setting that is dropped makes another model of it, which nothing tells."""
+    portable = read_huggingface(source(name))
+    with expect_error(CheckpointError, *REFUSED[name]):
+        gguf_form(portable)
+
+
+def test_rows_that_no_blocks_divide(source: Folder, tmp_path: Path) -> None:
+    """Blocks have 32 numbers of a row: weights with other rows keep 16 bits, and a file of those alone is refused."""
+    with expect_error(CheckpointError, "--gguf-type q4_0", "32", "48, 80"):
+        do("hf", source("llama"), "gguf", tmp_path / "model", gguf_type="q4_0")
+    assert not (tmp_path / "model").exists()
+    sizes = {**SIZES, "hidden_size": 64, "intermediate_size": 80}
+    random_model("llama", sizes).save_pretrained(tmp_path / "source")
+    said = do("hf", tmp_path / "source", "gguf", tmp_path / "model", gguf_type="q4_0")
+    check_line("\n".join(said), "blk.0.ffn_down.weight", "32")
+
+
+def test_a_wrong_file_is_not_written(source: Folder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The proof is by llama.cpp: rows of queries in another order are another model there, and the same read back."""
+    wrong = [dataclasses.replace(each, rules=()) if each.name == "llama" else each for each in ARCHITECTURES]
+    for module in ("writing", "reading"):
+        monkeypatch.setattr(f"megatron.core.conversion.gguf.{module}.ARCHITECTURES", wrong)
+    with expect_error(ProofError, "llama.cpp", hide=[r"xllamacpp [\d.]+", r"difference \S+", r"up to [\d.]+"]):
+        do("hf", source("llama in blocks"), "gguf", tmp_path / "model", gguf_type="f32")
+    assert [*tmp_path.iterdir()] == []
+
+
+def test_a_full_disk_leaves_nothing(source: Folder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Half a file would be loaded by a program that maps it."""
+
+    def full(self: Any, tensor: Any, *_: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(gguf.GGUFWriter, "write_tensor_data", full)
+    with expect_error(CheckpointError, "No space left on device", exit_code=1):
+        do("hf", source("llama in blocks"), "gguf", tmp_path / "model")
+    assert [*tmp_path.iterdir()] == []
+
+
+def test_one_tensor_is_in_memory(source: Folder, tmp_path: Path) -> None:
+    """A model that is larger than memory is exported."""
+    portable, alive, most = read_huggingface(source("llama in blocks")), 0, 0
+
+    class Counted(torch.Tensor):
+        def __del__(self) -> None:
+            nonlocal alive
+            alive -= 1
+
+    def counted(make: Callable[[], torch.Tensor]) -> torch.Tensor:
+        nonlocal alive, most
+        alive += 1
+        most = max(most, alive)
+        return make().as_subclass(Counted)
+
+    tensors = {
+        name: dataclasses.replace(tensor, make=lambda make=tensor.make: counted(make))  # type: ignore[misc]
+        for name, tensor in portable.tensors.items()
+    }
+    writing.write_gguf(
+        dataclasses.replace(portable, tensors=tensors), tmp_path / "m", kind="q8_0", say=print, max_shard_size=1 << 40
+    )
+    assert most <= 3
