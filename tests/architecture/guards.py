@@ -82,6 +82,7 @@ KNOWS_FAMILIES = (
     "megatron/core/models/registry.py",
     "megatron/config/refused_flags.py",  # flags of Megatron-LM that no program here has
     "megatron/core/conversion/megatron_lm/known_arguments.py",  # arguments in Megatron-LM's checkpoints
+    "megatron/core/conversion/gguf/tokenizer_kinds.py",  # llama.cpp's names, by the models that had them first
 )
 KNOWS_NOT_EVEN_GPT = (
     "megatron/core/parallel/",

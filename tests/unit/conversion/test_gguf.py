@@ -17,7 +17,6 @@ pytest.importorskip("xllamacpp", reason="llama.cpp proves GGUF files; it is in t
 import gguf
 
 from megatron.core.conversion.gguf import writing
-from megatron.core.conversion.gguf.architectures import ARCHITECTURES
 from megatron.core.conversion.gguf.files import open_gguf
 from megatron.core.conversion.gguf.proof import gguf_file, transformers_answer
 from megatron.core.conversion.gguf.reading import read_gguf
@@ -26,6 +25,8 @@ from megatron.core.conversion.huggingface.reading import read_huggingface
 from megatron.core.conversion.portable import PortableModel
 from megatron.core.conversion.proof import ProofError, portable_answer
 from megatron.core.conversion.questions import question_for
+from megatron.core.models.gpt.gguf import DecoderFiles
+from megatron.core.models.gpt.gguf.architectures import ARCHITECTURES
 from megatron.errors import CheckpointError
 from tests.harness.published import random_model
 from tests.harness.sentences import check_line, expect_error
@@ -208,8 +209,7 @@ def test_rows_that_no_blocks_divide(source: Folder, tmp_path: Path) -> None:
 def test_a_wrong_file_is_not_written(source: Folder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The proof is by llama.cpp: rows of queries in another order are another model there, and the same read back."""
     wrong = [dataclasses.replace(each, rules=()) if each.name == "llama" else each for each in ARCHITECTURES]
-    for module in ("writing", "reading"):
-        monkeypatch.setattr(f"megatron.core.conversion.gguf.{module}.ARCHITECTURES", wrong)
+    monkeypatch.setattr(DecoderFiles, "architectures", wrong)
     with expect_error(ProofError, "llama.cpp", hide=[r"xllamacpp [\d.]+", r"difference \S+", r"up to [\d.]+"]):
         do("hf", source("llama in blocks"), "gguf", tmp_path / "model", gguf_type="f32")
     assert [*tmp_path.iterdir()] == []

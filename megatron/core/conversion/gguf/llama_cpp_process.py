@@ -19,7 +19,7 @@ NEVER = -1e4
 
 def main(job: dict[str, Any]) -> None:
     """Load the model once, and ask what follows each prompt."""
-    import xllamacpp  # type: ignore[import-not-found, unused-ignore]
+    import xllamacpp  # type: ignore[import-not-found, import-untyped, unused-ignore]
 
     settings = xllamacpp.CommonParams()
     settings.model.path = job["model"]
@@ -36,7 +36,13 @@ def main(job: dict[str, Any]) -> None:
 
 
 def _answer(server: Any, prompt: list[int] | str, *, words: int, chosen: int) -> list[float]:
-    question: dict[str, Any] = {"prompt": prompt, "n_predict": 1, "n_probs": words, "temperature": 0.0, "cache_prompt": False}
+    question: dict[str, Any] = {
+        "prompt": prompt,
+        "n_predict": 1,
+        "n_probs": words,
+        "temperature": 0.0,
+        "cache_prompt": False,
+    }
     # It tells nothing after a token that ends texts or is a part of a character: another one is chosen. Probabilities
     # are those before that.
     question["logit_bias"] = [[chosen, 1e6]]

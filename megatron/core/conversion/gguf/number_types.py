@@ -13,7 +13,9 @@ from megatron.errors import CheckpointError
 
 FILE_TYPES = {"f32": 0, "f16": 1, "q4_0": 2, "q4_1": 3, "q8_0": 7, "q5_0": 8, "q5_1": 9, "bf16": 32}
 """``general.file_type`` of a file most of whose numbers have a type."""
-_FEW_BITS = ("q4_0", "q4_1", "q5_0", "q5_1")
+_FEWER = ("q4_0", "q4_1", "q5_0", "q5_1")
+FEW_BITS = ("q8_0", *_FEWER)
+"""Types that are blocks of whole numbers with a scale."""
 # Small, and read as fp32 by llama.cpp whatever the others are.
 _ALWAYS_FP32 = (
     *("_norm.weight", "ffn_gate_inp.weight", "ffn_gate_inp_shexp.weight", "position_embd.weight"),
@@ -53,7 +55,7 @@ def tensor_types(tensors: Mapping[str, LazyTensor], kind: GgufType, *, say: Call
             found[name] = types.F16
             uneven.append(name)
         else:
-            found[name] = types.Q8_0 if is_head and kind in _FEW_BITS else types[kind.upper()]
+            found[name] = types.Q8_0 if is_head and kind in _FEWER else types[kind.upper()]
     if uneven and types[kind.upper()] not in found.values():
         widths = sorted({tensors[name].shape[-1] for name in uneven})
         raise CheckpointError(

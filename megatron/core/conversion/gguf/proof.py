@@ -12,7 +12,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from megatron.core.conversion.companions import text_tokenizer_of
-from megatron.core.conversion.gguf.architectures import ARCHITECTURES
+from megatron.core.conversion.gguf.architecture import architecture_named
 from megatron.core.conversion.gguf.files import GgufFile, open_gguf
 from megatron.core.conversion.gguf.llama_cpp import llama_cpp_rows, llama_cpp_version
 from megatron.core.conversion.gguf.reading import read_gguf
@@ -66,7 +66,7 @@ class GgufProof(Proof):
 def chosen_positions(tokens: Tensor) -> list[tuple[int, int]]:
     """Samples and positions of ``tokens`` ``[b, s]`` that are compared, the first and the last among them."""
     samples, length = tokens.shape
-    places = sorted({round(each) for each in torch.linspace(0, length - 1, _POSITIONS).tolist()})
+    places = sorted({number * (length - 1) // (_POSITIONS - 1) for number in range(_POSITIONS)})
     return [(sample, place) for sample in range(samples) for place in places]
 
 
@@ -89,8 +89,8 @@ def compare_rows(ours: Tensor, theirs: Tensor, *, tolerance: float, reader: str)
 
 def tolerance_of(architecture: str, kinds: Sequence[str]) -> float:
     """How far llama.cpp may be from exact results with numbers of these types."""
-    own = next(each.tolerance for each in ARCHITECTURES if each.name == architecture)
-    return max(own, *(_OF_TYPES.get(kind, _OF_FEW_BITS) for kind in kinds))
+    own, _ = architecture_named(architecture, where="it")
+    return max(own.tolerance, *(_OF_TYPES.get(kind, _OF_FEW_BITS) for kind in kinds))
 
 
 def check_rounding(source: PortableModel, back: PortableModel, *, kind: str) -> None:

@@ -9,10 +9,9 @@ import torch
 
 from megatron.core.conversion.chat_files import read_chat
 from megatron.core.conversion.companions import companions_in, tokenizer_in
-from megatron.core.conversion.gguf.architectures import ARCHITECTURES, Architecture
+from megatron.core.conversion.gguf.architecture import Architecture, architecture_named
 from megatron.core.conversion.gguf.files import GgufFile, open_gguf
 from megatron.core.conversion.gguf.rotary import FACTORS
-from megatron.core.conversion.gguf.settings import read_settings
 from megatron.core.conversion.gguf.tensors import EMBEDDING, OUTPUT, file_matches
 from megatron.core.conversion.gguf.tokenizer_files import write_tokenizer
 from megatron.core.conversion.huggingface.writing import fitting_type, theirs_of
@@ -36,16 +35,13 @@ def read_gguf(place: Path, *, scratch: Path) -> PortableModel:
     """
     file, where = open_gguf(place), str(place)
     name = str(file.keys.get("general.architecture"))
-    architecture = next((each for each in ARCHITECTURES if each.name == name), None)
-    if architecture is None:
-        known = ", ".join(each.name for each in ARCHITECTURES)
-        raise CheckpointError(f"{where} is a {name} model (general.architecture); GGUF files of {known} are read")
+    architecture, written = architecture_named(name, where=where)
     keys = {key.removeprefix(f"{name}."): value for key, value in file.keys.items()}
     keys.setdefault("vocab_size", len(keys.get("tokenizer.ggml.tokens", ())))
     tensors = _without_copy(file, architecture)
     factors = {each: tensors[each].make().tolist() for each in FACTORS if each in tensors}
     try:
-        model, groups = read_settings({**keys, **factors}, tensors, architecture)
+        model, groups = written.read({**keys, **factors}, tensors, architecture)
     except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:
         raise CheckpointError(f"{where}: its keys don't describe a {name} model: {error}") from None
     refuse_more_layers(model, groups, tensors, where=where)

@@ -10,7 +10,7 @@ import torch
 
 from megatron.config.model import ModelConfig
 from megatron.core.checkpointing.manifest import listed
-from megatron.core.conversion.gguf.architectures import Architecture
+from megatron.core.conversion.gguf.architecture import Architecture
 from megatron.core.conversion.gguf.transforms import STACKED, stacked_parts
 from megatron.core.conversion.tables import Match
 from megatron.core.conversion.transforms import SAME

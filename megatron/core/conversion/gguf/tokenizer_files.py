@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.core.conversion.gguf.cuts import pre_tokenizer
+from megatron.core.conversion.gguf.tokenizer_kinds import BYTE_LEVEL, CLASSES, PIECES, UNIGRAMS
 from megatron.core.conversion.gguf.vocabulary import CONTROL, NORMAL, UNUSED, USER_DEFINED, spelled_id
 from megatron.errors import CheckpointError
 
@@ -29,18 +30,19 @@ def write_tokenizer(keys: Mapping[str, Any], folder: Path) -> None:
     if len(kinds) != len(tokens):
         raise CheckpointError(f"tokenizer.ggml.token_type has {len(kinds)} entries for {len(tokens)} tokens")
     folder.mkdir(parents=True, exist_ok=True)
-    if kind == "gpt2":
+    if kind == BYTE_LEVEL:
         _write_json(folder / "tokenizer.json", _byte_level(words, tokens, kinds))
         settings: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast"}
-    elif kind in ("llama", "t5"):
+    elif kind in CLASSES:
         (folder / "tokenizer.model").write_bytes(_sentencepiece(words, tokens, kinds))
-        settings = {"tokenizer_class": "LlamaTokenizer" if kind == "llama" else "T5Tokenizer"}
-        settings |= {"add_bos_token": bool(words.get("add_bos_token", kind == "llama"))}
+        settings = {"tokenizer_class": CLASSES[kind]}
+        settings |= {"add_bos_token": bool(words.get("add_bos_token", kind == PIECES))}
         settings["add_prefix_space"] = bool(words.get("add_space_prefix", True))
         settings |= {"add_eos_token": bool(words.get("add_eos_token", False)), "extra_ids": 0}
     else:
         raise CheckpointError(
-            f"tokenizer.ggml.model is {kind!r}: gpt2 (byte-level BPE), llama and t5 (SentencePiece) are read"
+            f"tokenizer.ggml.model is {kind!r}: {BYTE_LEVEL} (byte-level BPE), {PIECES} and {UNIGRAMS} (SentencePiece) "
+            "are read"
         )
     for role, name in (("bos", "bos"), ("eos", "eos"), ("unk", "unknown"), ("pad", "padding")):
         number = words.get(f"{name}_token_id")
@@ -114,7 +116,7 @@ def _sentencepiece(words: Mapping[str, Any], tokens: list[str], kinds: list[int]
     )
     ids = {40: "unknown", 41: "bos", 42: "eos", 43: "padding"}
     numbers = {number: words.get(f"{name}_token_id", 0 if name == "unknown" else -1) for number, name in ids.items()}
-    trainer = {3: _BPE if words.get("model") == "llama" else _UNIGRAM, 35: int(6 in kinds), **numbers}
+    trainer = {3: _BPE if words.get("model") == PIECES else _UNIGRAM, 35: int(6 in kinds), **numbers}
     normalizer = {3: int(words.get("add_space_prefix", True)), 4: int(words.get("remove_extra_whitespaces", False))}
     charsmap = bytes(bytearray(each & 0xFF for each in words.get("precompiled_charsmap", ())))
     return b"".join(

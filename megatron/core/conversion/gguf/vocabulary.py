@@ -11,6 +11,7 @@ from typing import Any
 from megatron.config.tokenizer import TokenizerConfig
 from megatron.core.conversion.companions import text_tokenizer_of
 from megatron.core.conversion.gguf.cuts import cut_name
+from megatron.core.conversion.gguf.tokenizer_kinds import BYTE_LEVEL, PIECES, UNIGRAMS
 from megatron.core.tokenizers.base import Tokenizer
 from megatron.core.tokenizers.chat_settings import ChatSettings
 from megatron.core.tokenizers.conversations import own_template
@@ -44,7 +45,7 @@ class _Entries:
         self.texts[number], self.kinds[number], self.scores[number] = text, kind, score
 
     def keys(self, *, scored: bool) -> dict[str, Any]:
-        """Their keys."""
+        """The keys that hold them."""
         found = {f"{_PREFIX}tokens": self.texts, f"{_PREFIX}token_type": self.kinds}
         return {**found, **({f"{_PREFIX}scores": self.scores} if scored else {})}
 
@@ -69,8 +70,8 @@ def vocabulary_keys(config: TokenizerConfig, chat: ChatSettings | None, *, rows:
                 entries.put(number, tokenizer.detokenize([number]), CONTROL)
     else:
         raise CheckpointError(
-            f"llama.cpp has no tokenizer like {config.tokenizer_type}; GGUF files are written with byte-level BPE, "
-            "SentencePiece and WordPiece"
+            f"llama.cpp has no tokenizer like {config.tokenizer_type}; GGUF files are written with byte-level BPE "
+            "and SentencePiece"
         )
     keys |= entries.keys(scored=f"{_PREFIX}scores" in keys)
     keys |= _roles(tokenizer, chat)
@@ -90,7 +91,7 @@ def _of_ids(entries: _Entries) -> dict[str, Any]:
     for number in range(len(entries.texts)):
         entries.put(number, spelled_id(number), CONTROL)
     end = len(entries.texts) - 1
-    roles = {"bos_token_id": end, "eos_token_id": end, "add_bos_token": False, "model": "llama", "pre": "default"}
+    roles = {"bos_token_id": end, "eos_token_id": end, "add_bos_token": False, "model": PIECES, "pre": "default"}
     return {**entries.keys(scored=True), **{f"{_PREFIX}{name}": value for name, value in roles.items()}}
 
 
@@ -120,8 +121,6 @@ def _of_pipeline(spec: Mapping[str, Any], config: TokenizerConfig, entries: _Ent
     """Keys of the model of a pipeline of the tokenizers library."""
     model = spec["model"]
     kind = model.get("type")
-    if kind == "WordPiece":
-        return _of_word_pieces(model, entries)
     given = Path(config.tokenizer_model or config.vocab_file or "")
     beside = (given if given.is_dir() else given.parent) / "tokenizer.model"
     if kind in ("BPE", "Unigram") and _is_spaced(spec) and beside.is_file():
@@ -129,20 +128,20 @@ def _of_pipeline(spec: Mapping[str, Any], config: TokenizerConfig, entries: _Ent
     if kind == "Unigram":
         for number, (text, score) in enumerate(model["vocab"]):
             entries.put(number, text, _piece_kind(text, number == model.get("unk_id")), score)
-        return {f"{_PREFIX}model": "t5", f"{_PREFIX}scores": (), **_spaces(spec)}
+        return {f"{_PREFIX}model": UNIGRAMS, f"{_PREFIX}scores": (), **_spaces(spec)}
     if kind != "BPE":
-        raise CheckpointError(f"llama.cpp has no tokenizer whose model is {kind}: BPE, unigrams or word pieces are")
+        raise CheckpointError(f"llama.cpp has no tokenizer whose model is {kind}: BPE and unigrams are written")
     merges = [each if isinstance(each, list) else each.split(" ") for each in model["merges"]]
     if _is_spaced(spec):
         ranks = {"".join(pair): -float(rank) for rank, pair in reversed([*enumerate(merges)])}
         for text, number in model["vocab"].items():
             kind_of_piece = _piece_kind(text, text == model.get("unk_token"))
             entries.put(number, text, kind_of_piece, ranks.get(text, -1e6 if kind_of_piece == NORMAL else 0.0))
-        return {f"{_PREFIX}model": "llama", f"{_PREFIX}pre": "default", f"{_PREFIX}scores": (), **_spaces(spec)}
+        return {f"{_PREFIX}model": PIECES, f"{_PREFIX}pre": "default", f"{_PREFIX}scores": (), **_spaces(spec)}
     for text, number in model["vocab"].items():
         entries.put(number, text, NORMAL)
     return {
-        f"{_PREFIX}model": "gpt2",
+        f"{_PREFIX}model": BYTE_LEVEL,
         f"{_PREFIX}pre": cut_name(spec),
         f"{_PREFIX}merges": [" ".join(pair) for pair in merges],
     }
@@ -184,7 +183,7 @@ def _of_pieces(model: SentencePieceFile, entries: _Entries) -> dict[str, Any]:
         entries.put(
             number, piece.text, kind if kind != NORMAL else _piece_kind(piece.text, number == model.unk_id), piece.score
         )
-    keys: dict[str, Any] = {f"{_PREFIX}model": "llama" if model.kind == BPE else "t5", f"{_PREFIX}scores": ()}
+    keys: dict[str, Any] = {f"{_PREFIX}model": PIECES if model.kind == BPE else UNIGRAMS, f"{_PREFIX}scores": ()}
     keys[f"{_PREFIX}add_space_prefix"] = model.adds_space
     if model.kind == BPE:
         keys[f"{_PREFIX}pre"] = "default"
@@ -195,23 +194,6 @@ def _of_pieces(model: SentencePieceFile, entries: _Entries) -> dict[str, Any]:
     if model.unk_id >= 0:
         keys[f"{_PREFIX}unknown_token_id"] = model.unk_id
     return keys
-
-
-def _of_word_pieces(model: Mapping[str, Any], entries: _Entries) -> dict[str, Any]:
-    """Keys of WordPiece: a file marks the beginnings of words, and the vocabulary what continues them."""
-    mark = model.get("continuing_subword_prefix") or "##"
-    for text, number in model["vocab"].items():
-        whole = text.startswith("[") and text.endswith("]") and len(text) > 2
-        spelled = text if whole else text.removeprefix(mark) if text.startswith(mark) else f"{_SPACE}{text}"
-        entries.put(number, spelled, CONTROL if whole else NORMAL)
-    ids = model["vocab"]
-    roles = {
-        "cls_token_id": "[CLS]",
-        "seperator_token_id": "[SEP]",
-        "mask_token_id": "[MASK]",
-        "unknown_token_id": "[UNK]",
-    }
-    return {f"{_PREFIX}model": "bert", **{f"{_PREFIX}{key}": ids[text] for key, text in roles.items() if text in ids}}
 
 
 def _put_added(added: Sequence[Mapping[str, Any]], entries: _Entries) -> None:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,9 @@ import numpy as np
 
 from megatron.config.flags import flags_of
 from megatron.config.model import ModelConfig
-from megatron.core.conversion.gguf.architectures import ARCHITECTURES, Architecture
-from megatron.core.conversion.gguf.number_types import FILE_TYPES, library, tensor_types
+from megatron.core.conversion.gguf.architecture import Architecture, GgufFormat, known_architectures
+from megatron.core.conversion.gguf.number_types import FEW_BITS, FILE_TYPES, library, tensor_types
 from megatron.core.conversion.gguf.rotary import factor_tensors, spelled_out
-from megatron.core.conversion.gguf.settings import read_settings, written_settings
 from megatron.core.conversion.gguf.tensors import EMBEDDING, OUTPUT, file_matches
 from megatron.core.conversion.gguf.vocabulary import vocabulary_keys
 from megatron.core.conversion.huggingface.writing import published_form
@@ -46,7 +46,7 @@ def gguf_form(portable: PortableModel) -> GgufForm:
     """The model as a file holds it; CheckpointError for one that llama.cpp doesn't know, or a setting that files can't
     say.
     """
-    architecture, published = _architecture_of(portable)
+    architecture, written, published = _architecture_of(portable)
     model = portable.model
     if architecture.period is None and model.window_size is not None:
         model = _without_windows(model)
@@ -58,23 +58,23 @@ def gguf_form(portable: PortableModel) -> GgufForm:
     tensors = {**to_ours(found, published, in_halves, where=f"a {architecture.name} file"), **factor_tensors(model)}
     if architecture.has_output:
         tensors.setdefault(OUTPUT, tensors[EMBEDDING])
-    keys = written_settings(model, portable.groups, architecture)
-    _check_said(model, portable.groups, keys, tensors, architecture)
+    keys = written.written(model, portable.groups, architecture)
+    again = partial(written.read, architecture=architecture)
+    _check_said(model, portable.groups, keys, tensors, architecture, again)
     words = vocabulary_keys(portable.tokenizer, portable.chat, rows=model.vocab_size or 0)
     return GgufForm(architecture, {**keys, **words}, tensors, tuple(_notes(portable.model, model)))
 
 
-def _architecture_of(portable: PortableModel) -> tuple[Architecture, Mapping[str, LazyTensor]]:
-    """The architecture that the model is written as, and its tensors as its published type has them."""
-    known = [each for architecture in ARCHITECTURES for each in architecture.types]
-    model_type, published = published_form(portable, wanted=known)
-    architecture = next((each for each in ARCHITECTURES if model_type in each.types), None)
-    if architecture is None:
+def _architecture_of(portable: PortableModel) -> tuple[Architecture, GgufFormat, Mapping[str, LazyTensor]]:
+    """The architecture that the model is written as, its family's format, and the published type's tensors."""
+    by_type = {each: found for found in known_architectures() for each in found[0].types}
+    model_type, published = published_form(portable, wanted=list(by_type))
+    if model_type not in by_type:
         raise CheckpointError(
             f"GGUF files are not written of a {family_of(portable.groups).title} of the published type {model_type}, "
-            f"but of {', '.join(sorted(known))}; the nearest way is a folder that vLLM and transformers read: --to hf"
+            f"but of {', '.join(sorted(by_type))}; the nearest way is a folder that vLLM and transformers read: --to hf"
         )
-    return architecture, published
+    return (*by_type[model_type], published)
 
 
 def _without_windows(model: ModelConfig) -> ModelConfig:
@@ -109,11 +109,12 @@ def _check_said(
     keys: Mapping[str, Any],
     tensors: Mapping[str, LazyTensor],
     architecture: Architecture,
+    read: Callable[[Mapping[str, Any], Collection[str]], tuple[ModelConfig, tuple[object, ...]]],
 ) -> None:
     """Raise CheckpointError for a setting that reading the file wouldn't find again."""
     factors = {name: tensor.make().tolist() for name, tensor in factor_tensors(model).items()}
     names = tensors if model.untie_embeddings_and_output_weights else tensors.keys() - {OUTPUT}
-    again, groups_again = read_settings({**keys, **factors}, names, architecture)
+    again, groups_again = read({**keys, **factors}, names)
     wrong = [
         f"{flag.positive} is {mine} and not {getattr(theirs, flag.field)}"
         for own, theirs in ((spelled_out(model), spelled_out(again)), *zip(groups, groups_again))
@@ -148,6 +149,11 @@ def write_gguf(
     """Write the model into the new ``folder`` with its weights as ``kind``: one file, or parts of ``max_shard_size``
     bytes. A tensor is in memory at a time.
     """
+    if portable.quantization is not None and kind in FEW_BITS:
+        raise CheckpointError(
+            f"--gguf-type {kind} would round again what {portable.quantization.scheme.name} has rounded already: "
+            "give --gguf-type f32, f16 or bf16, or convert the model that was quantized"
+        )
     form, gguf = gguf_form(portable), library()
     types = tensor_types(form.tensors, kind, say=say)
     for note in form.notes:

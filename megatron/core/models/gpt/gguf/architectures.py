@@ -1,55 +1,13 @@
-"""The architectures that llama.cpp computes, as files name them: their published types, and what a file says of one.
-
-What the code of an architecture does with every model is a fact here; what it reads from a file is a key. A model is
-written as an architecture whose file, read back, describes the same model.
-"""
+"""Decoders that llama.cpp computes, by the names of its architectures."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 from megatron.config.model import ModelConfig
+from megatron.core.conversion.gguf.architecture import Architecture, Metadata
 from megatron.core.conversion.gguf.transforms import NEIGHBOURS, PLUS_ONE, TURNED, UNGROUPED, Rule
-
-Metadata = Mapping[str, Any]
-"""Keys and values of a file; those of an architecture without its name in front."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Architecture:
-    """An architecture of llama.cpp.
-
-    ``name``: in files. ``types``: published types that are written so; the fixed fields are those of the first.
-    ``facts``: fields that all such models have beside those; ``expert_facts``: the same of experts. ``keys``: settings
-    that a file may hold beside those of all decoders. ``write``, ``read``: keys from a model's settings, and fields
-    from keys and names of tensors, that no table says; ``groups``: parts of a model beside experts.
-
-    ``period``: layers with a window are all but each ``period``-th (0: all layers); None where there are no windows.
-    ``rules``: how some tensors differ from the published type's. ``lacks``: ends of names of tensors that it doesn't
-    have; ``needs``: names of some that other models may lack. ``has_output``: whether the output layer is written also
-    where it is the word embedding. ``refuse``: why a model isn't one of these. ``unread``: fields that need not be
-    found again. ``tolerance``: largest difference of llama.cpp's logits in fp32, as a part of the largest.
-    """
-
-    name: str
-    types: tuple[str, ...]
-    facts: Mapping[str, Any] = field(default_factory=dict)
-    keys: Collection[str] = ()
-    period: int | None = None
-    rules: Sequence[Rule] = ()
-    write: Callable[[ModelConfig, Sequence[object]], Metadata] = lambda model, groups: {}
-    read: Callable[[Metadata, Collection[str]], Mapping[str, Any]] = lambda keys, tensors: {}
-    expert_facts: Mapping[str, Any] = field(default_factory=dict)
-    groups: Callable[[Metadata, Collection[str]], Sequence[object]] = lambda keys, tensors: ()
-    lacks: tuple[str, ...] = ()
-    needs: tuple[str, ...] = ()
-    unread: tuple[str, ...] = ()
-    refuse: Callable[[ModelConfig], Sequence[str]] = lambda model: ()
-    has_output: bool = False
-    tolerance: float = 1e-4
-
 
 _GELU = 1e-3  # GELU and its relatives are looked up in a table of 16 bits
 _HALVES = ("q_proj.weight", "q_proj.bias", "k_proj.weight", "k_proj.bias")

@@ -1,4 +1,4 @@
-"""The settings of a model as keys of a GGUF file, and back."""
+"""The settings of a decoder as keys of a GGUF file, and back."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 from megatron.config.layer_patterns import window_pattern
 from megatron.config.model import ModelConfig
 from megatron.config.moe import MoEConfig
-from megatron.core.conversion.gguf.architectures import Architecture, Metadata
+from megatron.core.conversion.gguf.architecture import Architecture, Metadata
 from megatron.core.conversion.gguf.rotary import read_rotary, written_rotary
 from megatron.core.conversion.huggingface.formats import format_of
 from megatron.core.models.gpt.config import GPTConfig
