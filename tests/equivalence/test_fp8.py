@@ -28,6 +28,8 @@ from tests.equivalence.flags import (
     SP,
     TP2,
     ZB_H1,
+    ZERO_2,
+    ZERO_3,
     ZERO_OVERLAPPED,
 )
 from tests.equivalence.test_delta_nets import NETS
@@ -129,6 +131,7 @@ def test_layout_rounds_what_one_rank_rounds(variant: str, layout: str) -> None:
     check_at(VARIANTS[variant] + (" --num-layers 4" if layout in DEEP else ""), LAYOUTS[layout])
 
 
+EIGHT_BITS, OVERLAPPED = "--fp8-param-gather", "--overlap-grad-reduce --overlap-param-gather"
 GATHERING = f"{ZERO_OVERLAPPED} --ddp-bucket-size 3000 --fp8-param-gather"
 GATHERED: dict[str, tuple[str, str]] = {
     "tensorwise, tp2 sp dp2": ("tensorwise", f"--world-size 4 {TP2} {SP} {GATHERING} --micro-batch-size 4"),
@@ -143,6 +146,29 @@ GATHERED: dict[str, tuple[str, str]] = {
     "tensorwise, cp2": ("tensorwise", f"--world-size 2 {CP2} {GATHERING} --micro-batch-size 4"),
     "experts, tensorwise, dp2": ("experts, tensorwise", f"--world-size 2 {GATHERING} --micro-batch-size 4"),
     "experts, delayed, dp4 ep2": ("experts, delayed", f"--world-size 4 {EP2} {GATHERING}"),
+    "tensorwise, dp2 zero 2": ("tensorwise", f"--world-size 2 {ZERO_2} {EIGHT_BITS} --micro-batch-size 4"),
+    "delayed, tp2 sp dp2 zero 3": (
+        "delayed",
+        f"--world-size 4 {TP2} {SP} {ZERO_3} {OVERLAPPED} {EIGHT_BITS} --micro-batch-size 4",
+    ),
+    "blocks that shards cut, dp4 zero 3 in two copies, state over both": (
+        "blockwise",
+        f"--world-size 4 {ZERO_3} --num-distributed-optimizer-instances 2 --outer-dp-sharding-strategy optim "
+        f"{EIGHT_BITS}",
+    ),
+    "tensorwise, dp4 zero 1 in two copies": (
+        "tensorwise",
+        f"--world-size 4 {GATHERING} --num-distributed-optimizer-instances 2",
+    ),
+    "history, dp2 zero 3, recompute": (
+        "delayed, history",
+        f"--world-size 2 {ZERO_3} {FULL} {EIGHT_BITS} --micro-batch-size 4",
+    ),
+    "ends in bf16, pp2 dp2 zero 3": (
+        "tensorwise e4m3, biases, wide gradients of weights, ends in bf16",
+        f"--world-size 4 {PP2} {ZB_H1} {ZERO_3} {EIGHT_BITS} --micro-batch-size 4",
+    ),
+    "experts, delayed, dp4 ep2 zero 3": ("experts, delayed", f"--world-size 4 {EP2} {ZERO_3} {EIGHT_BITS}"),
     "experts, delayed, tp2 etp2 dp2": (
         "experts, delayed",
         f"--world-size 4 {TP2} {ETP2} {GATHERING} --micro-batch-size 4",
@@ -150,7 +176,11 @@ GATHERED: dict[str, tuple[str, str]] = {
 }
 
 
-@pytest.mark.parametrize("name", tiers(GATHERED, first=[*GATHERED][:3]))
+FIRST_GATHERED = [name for name in GATHERED if "copies" in name or "zero 2" in name or "zero 3" in name][:3]
+FIRST_GATHERED += [*GATHERED][:3]
+
+
+@pytest.mark.parametrize("name", tiers(GATHERED, first=FIRST_GATHERED))
 def test_weights_gathered_in_8_bits_are_those_that_ranks_would_quantize(name: str) -> None:
     """--fp8-param-gather: shards cut weights and their blocks, and their scales belong to the whole."""
     variant, layout = GATHERED[name]

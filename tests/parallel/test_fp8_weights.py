@@ -10,17 +10,22 @@ import torch
 from torch import Tensor, nn
 
 from megatron.config.fp8 import Fp8Config
-from megatron.core.distributed import param_gather
+from megatron.config.run import RunConfig
+from megatron.core.distributed import param_gather, unit_memory
 from megatron.core.distributed.buffers import build_buffers
 from megatron.core.distributed.param_gather import ParamGather
 from megatron.core.ops.quantize import bytes_of, tensorwise
 from megatron.core.parallel.collectives import all_gather_into_async
+from megatron.core.parallel.context import ParallelContext
 from megatron.core.parallel.low_precision import LowPrecision
 from megatron.core.parallel.model_context import ModelContext
 from megatron.core.tensor_parallel.fp8_linear import weight_quantizers
 from megatron.core.tensor_parallel.initialize import Normal, initialize
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear
+from megatron.planning.communication import sent_bytes
+from megatron.training.step import train_step
 from tests.harness import run_ranks
+from tests.harness.runs import GPT, tiny_run
 
 WIDTH, OUTPUTS = 96, 40
 
@@ -84,6 +89,37 @@ def test_ranks_send_and_hold_codes_alone() -> None:
         assert not found["sent first"] and biases < 512 and 2 * WIDTH * OUTPUTS <= padded < 2 * WIDTH * OUTPUTS + 128
         assert found["bytes held"] <= 2 * 2 and found["reads"] == [True, True]
         assert found["codes"] == found["whole"] == [True, True] and found["gathered afterwards"] == [None, None]
+
+
+BY_UNIT = (
+    "--mock-data --tokenizer-type NullTokenizer --bf16 --fp8-format hybrid --fp8-recipe tensorwise --fp8-param-gather "
+    "--zero-stage 3 --hidden-size 64 --disable-bias-linear --overlap-grad-reduce --overlap-param-gather"
+)
+
+
+def gathered_in_a_step(context: ParallelContext) -> tuple[dict[torch.dtype, int], RunConfig, int]:
+    """Bytes that a step with ZeRO 3 gathers on this rank, by type; the run, and its weights in 8 bits."""
+    run, sent = tiny_run(context, BY_UNIT), dict[torch.dtype, int]()
+    batches, send = run.data.training_batches(0), all_gather_into_async
+    train_step(run, next(batches))
+
+    def noted(whole: Tensor, own: Tensor, *others: Any) -> Any:
+        sent[whole.dtype] = sent.get(whole.dtype, 0) + whole.nbytes - own.nbytes
+        return send(whole, own, *others)
+
+    with mock.patch.object(unit_memory, "all_gather_into_async", noted):
+        train_step(run, next(batches))
+    weights = weight_quantizers(run.models)
+    assert all(torch.isnan(each).all() for each in weights), "nobody finds another weight than that of the step"
+    return sent, run.config, sum(each.numel() for each in weights)
+
+
+def test_units_are_gathered_in_8_bits() -> None:
+    """ZeRO 3 gathers weights twice for each microbatch: in bf16 twice the bytes."""
+    for sent, config, elements in run_ranks(gathered_in_a_step, dp=2, dtype=torch.bfloat16):
+        assert sent[torch.uint8] == 2 * config.num_microbatches() * elements // 2
+        stated = sent_bytes(config, GPT.train_spec, 0)
+        assert sent.keys() == {torch.uint8, torch.bfloat16} and sum(sent.values()) == stated.weights
 
 
 def test_one_rank_keeps_its_weights() -> None:

@@ -165,6 +165,12 @@ CASES: dict[str, tuple[dict[str, Any], str]] = {
         "--fp8-param-gather --overlap-grad-reduce --overlap-param-gather --use-precision-aware-optimizer "
         "--exp-avg-dtype bf16",
     ),
+    "weights gathered in FP8 by unit, two copies, state over both, precision-aware": (
+        {"dtype": torch.bfloat16, "dp": 4, "copies": 2},
+        "--bf16 --fp8-format hybrid --use-megatron-fsdp --num-distributed-optimizer-instances 2 --fp8-param-gather "
+        "--outer-dp-sharding-strategy optim --overlap-grad-reduce --overlap-param-gather "
+        "--use-precision-aware-optimizer",
+    ),
     "WSD, linear weight decay": (
         {},
         "--lr-decay-style WSD --lr-wsd-decay-iters 4 --start-weight-decay 0 --end-weight-decay 0.2 "
@@ -221,14 +227,15 @@ def test_two_halves_are_the_whole(name: str, runs: Runs) -> None:
 
 
 @pytest.mark.slow  # the equivalence table has them, and a resume above
+@pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize("recipe", tiers(RECIPES, first=["delayed"]))
-def test_weights_gathered_in_fp8_change_no_bit(recipe: str, runs: Runs) -> None:
+def test_weights_gathered_in_fp8_change_no_bit(recipe: str, stage: int, runs: Runs) -> None:
     """--fp8-param-gather can be turned on and off at any checkpoint. Norms, samples and checkpoints in between read the
     weights as they are.
     """
     world = {"dtype": torch.bfloat16, "dp": 2}
     flags = (
-        f"--bf16 --fp8-format hybrid --fp8-recipe {recipe} --use-distributed-optimizer --clip-grad 0 --log-params-norm "
+        f"--bf16 --fp8-format hybrid --fp8-recipe {recipe} --zero-stage {stage} --clip-grad 0 --log-params-norm "
         "--save-interval 2 --generate-samples-interval 2 --generate-samples-prompts 1 --generate-samples-tokens 4"
     )
     on = f"{flags} --fp8-param-gather"
@@ -240,6 +247,46 @@ def test_weights_gathered_in_fp8_change_no_bit(recipe: str, runs: Runs) -> None:
         runs.run(f"{first} --exit-interval {CUT}", save=name, world=world)
         runs.run(then, save=name, load=name, world=world)
         runs.assert_same_end("whole", name)
+
+
+@pytest.mark.slow  # the equivalence table has both, to 1e-9
+@pytest.mark.parametrize("stage", [2, 3])
+def test_weights_gathered_in_fp8_are_those_of_any_stage(stage: int, runs: Runs) -> None:
+    """Codes of a unit that are of other weights, or of other scales, would be another run from the first steps on."""
+    world, flags = {"dtype": torch.bfloat16, "dp": 2}, "--bf16 --fp8-format hybrid --fp8-param-gather"
+    once = f"{flags} --micro-batch-size 4 --log-params-norm"  # sums of several microbatches round otherwise
+    expected = runs.run(f"{once} --zero-stage 1", world=world).steps
+    assert runs.run(f"{once} --zero-stage {stage}", world=world).steps == expected
+
+
+COPIES = "--num-distributed-optimizer-instances 2"
+GROUPS_OF_RANKS: dict[str, tuple[dict[str, Any], str]] = {
+    "two copies, ZeRO 1": ({"dp": 4, "copies": 2}, f"--use-distributed-optimizer {COPIES}"),
+    "two copies, ZeRO 3, state over both": (
+        {"dp": 4, "copies": 2},
+        f"--use-megatron-fsdp {COPIES} --outer-dp-sharding-strategy optim --overlap-grad-reduce --overlap-param-gather",
+    ),
+    "one copy, ZeRO 2": ({"dp": 4}, "--data-parallel-sharding-strategy optim_grads"),
+    "no ZeRO": ({"dp": 2}, ""),
+}
+
+
+@pytest.mark.parametrize("name", tiers(GROUPS_OF_RANKS, first=["two copies, ZeRO 3, state over both"]))
+def test_copies_are_saved_once_and_load_anywhere(name: str, runs: Runs) -> None:
+    """A checkpoint of two copies would have half of the numbers, or each twice, or go on as another run."""
+    world, flags = GROUPS_OF_RANKS["two copies, ZeRO 1"]
+    same, fp64 = "--attention-dropout 0 --hidden-dropout 0 --ema-decay 0.9", {"dtype": torch.float64}
+    runs.run(f"{flags} {same} --exit-interval {CUT}", save="two", world=fp64 | world)
+    runs.run(f"--use-distributed-optimizer {same} --exit-interval {CUT}", save="one", world=fp64 | {"dp": 2})
+    sizes = [sum(path.stat().st_size for path in runs.last(each).glob("*.distcp")) for each in ("two", "one")]
+    assert sizes[0] == pytest.approx(sizes[1], rel=0.1)
+    other, into = GROUPS_OF_RANKS[name]
+    runs.run(f"{into} {same}", save="on", load="two", world=fp64 | other)
+    runs.run(f"--use-distributed-optimizer {same}", save="straight", load="one", world=fp64 | {"dp": 2})
+    found, expected = tensors(runs.last("on")), tensors(runs.last("straight"))
+    assert found.keys() == expected.keys()
+    for each, value in expected.items():
+        torch.testing.assert_close(found[each], value, rtol=0.0, atol=1e-9)
 
 
 def test_scales_of_fp8_are_those_of_any_layout(runs: Runs) -> None:

@@ -146,19 +146,21 @@ def test_released_weights_have_no_memory() -> None:
         assert 0 not in whole.values()
 
 
-def losses_around_a_load(context: ParallelContext, folder: Path, stage: str) -> tuple[float, float, float]:
+def losses_around_a_load(
+    context: ParallelContext, folder: Path, stage: str, precision: str = "", gathering: str = ""
+) -> tuple[float, float, float]:
     """The loss of a trained model; of another one, evaluated and then loaded with it; and that one's Adam step."""
 
     def loss(run: Run) -> float:
         return evaluate(run, trained.data.evaluation_batches("valid", evaluation=0)).means["lm loss"]
 
-    flags = f"--eval-iters 1 --split 8,2,0 --pipeline-model-parallel-size {context.mesh.size('pp')}"
+    flags = f"--eval-iters 1 --split 8,2,0 --pipeline-model-parallel-size {context.mesh.size('pp')} {precision}"
     trained = sharded_run(context, "optim", f"{flags} --save {folder}")
     batches = trained.data.training_batches(0)
     for _ in range(2):
         train_step(trained, next(batches))
     Saver(trained).save()
-    other = sharded_run(context, stage, f"{flags} --load {folder} --seed 99")
+    other = sharded_run(context, stage, f"{flags} --load {folder} --seed 99 {gathering}")
     before = loss(other)
     load(other)
     expected, found = loss(trained), loss(other)
@@ -170,6 +172,13 @@ def losses_around_a_load(context: ParallelContext, folder: Path, stage: str) -> 
 def test_loaded_weights_take_effect_at_once(stage: str, pp: int, tmp_path: Path) -> None:
     """In another trainer loaded weights took effect after the first step: copies had been gathered before."""
     for expected, found, step in run_ranks(losses_around_a_load, tmp_path, stage, dp=2, pp=pp, dtype=torch.float64):
+        assert found == pytest.approx(expected, abs=1e-9) and step == 2
+
+
+def test_loaded_weights_in_8_bits_take_effect_at_once(tmp_path: Path) -> None:
+    """Codes that were made for an evaluation before loading would be those of other weights."""
+    given = tmp_path, STAGES[3], "--bf16 --fp8-format hybrid --fp8-recipe tensorwise", "--fp8-param-gather"
+    for expected, found, step in run_ranks(losses_around_a_load, *given, dp=2, dtype=torch.bfloat16):
         assert found == pytest.approx(expected, abs=1e-9) and step == 2
 
 

@@ -39,11 +39,6 @@ RULES: tuple[Rule, ...] = (
         lambda run: run.fp8.fp8_param_gather and run.parallel.zero_stage == 0,
     ),
     rule(
-        "--fp8-param-gather is not available with --data-parallel-sharding-strategy optim_grads_params, whose ranks "
-        "gather weights layer by layer in the model's type; leave it out, or use optim_grads",
-        lambda run: run.fp8.fp8_param_gather and run.parallel.zero_stage == 3,
-    ),
-    rule(
         "--fp8-param-gather saves nothing with --fp8-recipe mxfp8, whose codes of both directions are as many bytes as "
         "bf16; leave it out, or use --fp8-recipe blockwise",
         lambda run: run.fp8.fp8_param_gather and run.fp8.fp8_recipe == "mxfp8",

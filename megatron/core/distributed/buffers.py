@@ -15,6 +15,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from megatron.core.distributed.layout import ALIGNMENT as ALIGNMENT
+from megatron.core.distributed.layout import Span as Span
+from megatron.core.distributed.layout import lay_out as lay_out
+from megatron.core.distributed.layout import usual_bucket_size as usual_bucket_size
 from megatron.core.distributed.levels import Levels, levels_of
 from megatron.core.distributed.parameter_policy import ParameterPolicy, Policies, parameter_policies
 from megatron.core.distributed.transient import TransientTensor
@@ -25,42 +29,8 @@ from megatron.core.parallel.sharding import ShardedState, Sharding, sharding_of
 from megatron.core.tensor_parallel.fp8_linear import Fp8Quantizer
 from megatron.core.tensor_parallel.initialize import draw, has_values
 
-# Elements. Parameters start on cache lines, and shards are whole SIMD vectors: no element of a fused update is computed
-# by a kernel's tail loop in one layout and by its vector loop in another, which would round differently.
-ALIGNMENT = 64
 _SCRATCH_ELEMENTS = 1 << 20
 _BUS_WIDTH_ELEMENTS = 1 << 16  # multiples of which NCCL's rings send at full speed on many nodes
-
-
-@dataclass(frozen=True)
-class Span:
-    """Elements ``[start, stop)`` of a flat tensor."""
-
-    start: int
-    stop: int
-
-    @property
-    def size(self) -> int:
-        """Number of elements."""
-        return self.stop - self.start
-
-    def of(self, flat: Tensor) -> Tensor:
-        """The view of ``flat``."""
-        return flat[self.start : self.stop]
-
-    def part(self, index: int, count: int) -> Span:
-        """Part ``index`` of ``count`` equal ones."""
-        size = self.size // count
-        return Span(self.start + index * size, self.start + (index + 1) * size)
-
-    def overlap(self, other: Span) -> Span | None:
-        """What both spans hold; None when that is nothing."""
-        start, stop = max(self.start, other.start), min(self.stop, other.stop)
-        return Span(start, stop) if start < stop else None
-
-    def moved(self, offset: int) -> Span:
-        """The span seen from a tensor that starts ``offset`` elements earlier."""
-        return Span(self.start + offset, self.stop + offset)
 
 
 @dataclass(eq=False)
@@ -97,13 +67,19 @@ class Bucket:
     """Parameters that are reduced together, with padding that makes the bucket divisible into shards.
 
     ``weights``, ``grads``: 1-D, as long as ``span``: memory of its own that comes and goes, where ranks divide weights
-    or gradients among them; else None.
+    or gradients among them; else None. ``codes``: in place of ``weights`` of those that are gathered in 8 bits, uint8.
     """
 
     span: Span
     entries: tuple[ParamEntry, ...]
     weights: TransientTensor | None = None
     grads: TransientTensor | None = None
+    codes: TransientTensor | None = None
+
+    @property
+    def gathered(self) -> TransientTensor | None:
+        """What ranks gather while its unit is needed (ZeRO 3)."""
+        return self.weights if self.codes is None else self.codes
 
 
 @dataclass(eq=False)
@@ -114,7 +90,7 @@ class FlatBuffer:
     ``params``, ``grads``: 1-D, equally long; empty where each bucket has memory of its own that comes and goes.
     ``shards``, ``grad_shards``: this rank's shards of all buckets end to end, where it holds whole weights or gradients
     for a while only: weights of ZeRO 3 or gathered in 8 bits, gradients of ZeRO 2. ``codes``: of weights that are
-    gathered in 8 bits, see ``Fp8Weights``: bytes, as many as ``params``.
+    gathered in 8 bits, see ``Fp8Weights``: bytes, as many as ``params``, or as ``shards`` with ZeRO 3.
     """
 
     params: Tensor
@@ -163,11 +139,23 @@ class FlatBuffer:
         """Gradients in a span of this rank's shard of a bucket."""
         return span.of(self.grads) if self.grad_shards is None else self._in_shards(span).of(self.grad_shards)
 
+    def own_codes(self, bucket: Bucket) -> Tensor:
+        """Codes of this rank's shard of a bucket that is gathered in 8 bits."""
+        assert self.codes is not None, "its weights are gathered as they are"
+        shard = self.shard(bucket)
+        return (shard if bucket.codes is None else self._in_shards(shard)).of(self.codes)
+
     def _in_shards(self, span: Span) -> Span:
         """A span of this rank's shard of a bucket, in its shards end to end."""
         (shard,) = (each for bucket in self.buckets if (each := self.shard(bucket)).overlap(span))
         before = shard.start - self.levels.own_shard * shard.size  # where the bucket begins
         return span.moved(before // self.num_shards - shard.start)
+
+    def hide(self, entries: Iterable[ParamEntry]) -> None:
+        """Let parameters have no memory for weights: who reads one finds NaN."""
+        nothing = self.params.new_full((), math.nan)
+        for entry in entries:
+            entry.parameter.data = nothing.expand(entry.parameter.shape)
 
     def accumulate(self, entry: ParamEntry, grad: Tensor) -> None:
         """Add a gradient of the parameter, of any dtype, into the gradient buffer."""
@@ -298,14 +286,17 @@ def _build_buffer(
     in_8_bits, grad_dtype = members[0].quantizer is not None, torch.promote_types(grad_dtype, dtype)
     registered = partial(registered_zeros, mesh=context.mesh, axes=levels.inner) if registers else torch.zeros
     zeros = partial(registered, device=context.device)
+    if in_8_bits and divides_weights:
+        params = torch.full((), math.nan, dtype=dtype, device=context.device).expand(size)
+    else:
+        length = 0 if divides_weights else size
+        params = (torch.zeros if in_8_bits else registered)(length, dtype=dtype, device=context.device)
     buffer = FlatBuffer(
-        params=(torch.zeros if in_8_bits else registered)(
-            0 if divides_weights else size, dtype=dtype, device=context.device
-        ),
+        params=params,
         grads=zeros(size if is_trained and not divides_grads else 0, dtype=grad_dtype),
         levels=levels,
         policy=members[0].policy,
-        codes=zeros(size, dtype=torch.uint8) if in_8_bits else None,
+        codes=zeros(size // num_shards if divides_weights else size, dtype=torch.uint8) if in_8_bits else None,
         shards=zeros(size // num_shards, dtype=dtype) if divides_weights else None,
         grad_shards=zeros(size // num_shards, dtype=grad_dtype) if is_trained and divides_grads else None,
     )
@@ -325,27 +316,26 @@ def _build_buffer(
         )
         named = {entry.name: entry.parameter for entry in entries}
         owner = here[0][0].key or ""
+        codes = torch.empty_like(weights, dtype=torch.uint8) if in_8_bits and weights is not None else None
         bucket = Bucket(
             bucket_span,
             entries,
-            None if weights is None else TransientTensor(weights, owner=owner, parameters=named),
+            None if weights is None or in_8_bits else TransientTensor(weights, owner=owner, parameters=named),
             None if grads is None else TransientTensor(grads),
+            None if codes is None else TransientTensor(codes),
         )
         buffer.buckets.append(bucket)
         if bucket.grads is not None:
             bucket.grads.free()
-        if bucket.weights is not None:
+        if weights is not None and bucket.gathered is not None:
             shard = buffer.shard(bucket)
-            buffer.own(shard).copy_(shard.moved(-bucket_span.start).of(bucket.weights.flat))
-            bucket.weights.free()
-    if in_8_bits:
+            buffer.own(shard).copy_(shard.moved(-bucket_span.start).of(weights))
+            if in_8_bits:
+                buffer.hide(entries)
+            bucket.gathered.free()
+    if in_8_bits and not divides_weights:
         buffer.shards = torch.cat([buffer.shard(bucket).of(buffer.params) for bucket in buffer.buckets])
     return buffer
-
-
-def usual_bucket_size(ranks: int) -> int:
-    """Elements of a bucket that ``ranks`` reduce together, unless the run says how many: Megatron-LM's choice."""
-    return max(40_000_000, 1_000_000 * ranks)
 
 
 def _adopt(
@@ -430,45 +420,6 @@ def tied_holders(shardings: Iterable[Sharding], mesh: Mesh) -> dict[str, tuple[i
     everywhere = gather_objects(names, mesh) if mesh.size("pp") > 1 else {mesh.world_rank: names}
     here = {rank: everywhere[rank] for rank in mesh.members("pp")}
     return {name: tuple(rank for rank in here if name in here[rank]) for name in sorted(set().union(*here.values()))}
-
-
-class PlannedBucket(NamedTuple):
-    """Where a bucket and its members will lie."""
-
-    span: Span
-    members: tuple[Span, ...]
-
-
-def lay_out(sizes: Sequence[tuple[int, str | None]], *, bucket_size: int, multiple: int) -> list[PlannedBucket]:
-    """Place parameters of the given (elements, key) in order; a bucket closes when it holds ``bucket_size`` elements,
-    or, where a key is given, with the last parameter in a row that has this key, however large it is.
-
-    A tied parameter's name is its key: copies of it then have the same shards on every stage. Buckets are padded to a
-    multiple of ``multiple``.
-    """
-    groups: list[list[int]] = []
-    filled, last = 0, None
-    for size, key in sizes:
-        if not groups or key != last or (key is None and filled >= bucket_size):
-            groups.append([])
-            filled = 0
-        groups[-1].append(size)
-        filled += size
-        last = key
-    planned, start = [], 0
-    for group in groups:
-        spans, position = [], start
-        for size in group:
-            spans.append(Span(position, position + size))
-            position += _round_up(size, ALIGNMENT)
-        stop = start + _round_up(position - start, multiple)
-        planned.append(PlannedBucket(Span(start, stop), tuple(spans)))
-        start = stop
-    return planned
-
-
-def _round_up(size: int, multiple: int) -> int:
-    return -(-size // multiple) * multiple
 
 
 def _norm_spans(sharding: Sharding, mesh: Mesh, holders: Mapping[str, tuple[int, ...]]) -> list[Span]:

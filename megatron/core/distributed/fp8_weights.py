@@ -22,18 +22,19 @@ from megatron.core.tensor_parallel.fp8_linear import Fp8Quantizer, matrices_of
 @dataclass(eq=False)
 class _Part:
     """What this rank's shard of a bucket holds of a weight: elements from number ``start`` on, ``weights``, and their
-    ``codes``. The weight is ``count`` matrices of one ``shape``. ``axes``: groups that agree on its largest values.
+    ``codes``. The weight is ``count`` matrices of one ``shape``, whose codes a gather fills in: ``wholes``. ``axes``:
+    groups that agree on its largest values.
 
     ``largest``, ``scales``: of each matrix, [count], or of its blocks, fp32; what a step quantizes by.
     """
 
-    buffer: FlatBuffer
     entry: ParamEntry
     quantizer: Fp8Quantizer
     axes: tuple[tuple[Axis, ...], ...]
     start: int
     weights: Tensor
     codes: Tensor
+    wholes: tuple[Tensor, ...]
     count: int
     shape: tuple[int, int]
     largest: Tensor = field(default_factory=lambda: torch.empty(0))
@@ -53,11 +54,9 @@ class _Part:
         return found
 
     def matrices(self) -> tuple[list[Quantized], Tensor]:
-        """The matrices of the whole weight in 8 bits, which a gather fills in, and the largest magnitude here."""
-        assert self.buffer.codes is not None
-        codes = self.entry.span.of(self.buffer.codes).view(self.count, *self.shape).view(self.quantizer.weight.fmt)
-        scales = self.scales.reciprocal()
-        return [Quantized(*each, self.block) for each in zip(codes, scales)], self.largest.amax()
+        """The matrices of the whole weight in 8 bits, and the largest magnitude here."""
+        found = [Quantized(*each, self.block) for each in zip(self.wholes, self.scales.reciprocal())]
+        return found, self.largest.amax()
 
     def find_largest(self) -> None:
         each = [amax_of_part(part, start, self.shape, self.block) for part, _, start in self.in_matrices()]
@@ -76,13 +75,16 @@ class Fp8Weights:
     Each rank quantizes its shards of the updated weights by scales of the whole tensors, on whose largest values the
     ranks agree, so codes are those of the gathered weights. Then codes are gathered, and ``params`` gives up its
     memory: a rank keeps the codes of all weights, and its shards in the model's type. ``is_released``: whether it does.
-    ``gathered``: where layers look their weights' codes up, see ``LowPrecision``.
+    With ZeRO 3 (``by_unit``) codes of whole weights come and go with their units, and a rank keeps those of its shards.
+    ``is_stale``: whether those are of other weights. ``gathered``: where layers look their weights' codes up, see
+    ``LowPrecision``.
     """
 
     def __init__(self, buffers: Sequence[FlatBuffer], mesh: Mesh, gathered: dict[Tensor, Any]) -> None:
         self._mesh, self._gathered = mesh, gathered
         self.buffers = [buffer for buffer in buffers if buffer.codes is not None]
-        self.is_released = False
+        self.by_unit = any(bucket.codes is not None for buffer in self.buffers for bucket in buffer.buckets)
+        self.is_released = self.is_stale = self.by_unit
         self._parts = [part for buffer in self.buffers for part in _parts_of(buffer)]
 
     @torch.no_grad()
@@ -100,15 +102,14 @@ class Fp8Weights:
                 part.largest = largest.view(part.largest.shape)
         for part in self._parts:
             part.quantize()
+        self.is_stale = False
 
     @torch.no_grad()
     def release(self) -> None:
         """Give up the memory of the weights; a reader finds NaN, and their codes in ``gathered``."""
         for buffer in self.buffers:
-            nothing = buffer.params.new_full((), math.nan)
-            buffer.params = nothing.expand(buffer.params.shape)
-            for entry in buffer.entries:
-                entry.parameter.data = nothing.expand(entry.parameter.shape)
+            buffer.params = buffer.params.new_full((), math.nan).expand(buffer.params.shape)
+            buffer.hide(buffer.entries)
         self._gathered.update({part.entry.parameter: part.matrices() for part in self._parts})
         self.is_released = True
 
@@ -124,8 +125,8 @@ class Fp8Weights:
 
     @torch.no_grad()
     def keep_shards(self) -> None:
-        """Take this rank's shards of weights that were loaded."""
-        for buffer in self.buffers:
+        """Take this rank's shards of weights that were loaded, unless those were loaded themselves."""
+        for buffer in self.buffers if not self.by_unit else ():
             for bucket in buffer.buckets:
                 shard = buffer.shard(bucket)
                 buffer.own(shard).copy_(shard.of(buffer.params))
@@ -139,16 +140,23 @@ def _parts_of(buffer: FlatBuffer) -> Iterator[_Part]:
         for entry in bucket.entries:
             quantizer, here = entry.quantizer, entry.span.overlap(shard) or Span(shard.start, shard.start)
             assert quantizer is not None
+            place, codes = entry.span, buffer.codes
+            if bucket.codes is not None:
+                place, codes = place.moved(-bucket.span.start), bucket.codes.flat
+                bucket.codes.allocate()  # views can't be made without memory
             axes = {"tensorwise": (inner, quantizer.weight.axes), "blockwise": (inner,), "delayed": ()}
             count, *shape = matrices_of(entry.parameter).shape
+            wholes = place.of(codes).view(count, *shape).view(quantizer.weight.fmt).unbind()
+            if bucket.codes is not None:
+                bucket.codes.free()
             yield _Part(
-                buffer=buffer,
                 entry=entry,
                 quantizer=quantizer,
                 axes=axes[quantizer.recipe],
                 start=max(here.start - entry.span.start, 0),
                 weights=here.moved(-shard.start).of(buffer.own(shard)),
-                codes=here.of(buffer.codes),
+                codes=here.moved(-shard.start).of(buffer.own_codes(bucket)),
+                wholes=wholes,
                 count=count,
                 shape=(shape[0], shape[1]),
             )

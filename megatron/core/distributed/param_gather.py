@@ -16,6 +16,7 @@ from megatron.core.distributed.fp8_weights import Fp8Weights
 from megatron.core.distributed.unit_memory import UnitWeights
 from megatron.core.parallel.collectives import Handle, all_gather_into_async
 from megatron.core.parallel.context import ParallelContext
+from megatron.core.parallel.grid import Axis
 from megatron.core.parallel.low_precision import LowPrecision
 
 
@@ -37,11 +38,12 @@ class ParamGather:
     ) -> None:
         self._mesh, self.units = context.mesh, units or UnitWeights([], context.mesh)
         self._fp8 = Fp8Weights(buffers, context.mesh, low_precision.gathered)
+        self.units.has_codes = self._has_codes
         entries = [
             (buffer, bucket)
             for buffer in buffers
             for bucket in buffer.buckets
-            if buffer.owned(bucket) != bucket.span and bucket.weights is None
+            if buffer.owned(bucket) != bucket.span and bucket.gathered is None
         ]
         self._order = sorted(entries, key=lambda entry: min(entry.order for entry in entry[1].entries))
         self._pending: dict[Bucket, Handle[Tensor]] = {}
@@ -65,11 +67,23 @@ class ParamGather:
 
     def _start(self) -> None:
         if self._fp8.buffers:
-            self._fp8.quantize()
-            self._fp8.release()
+            self._quantize()
         for buffer, bucket in self._order:
             flat = buffer.params if buffer.codes is None else buffer.codes
-            self._gather(buffer, bucket, buffer.owned(bucket).of(flat), bucket.span.of(flat))
+            # What ZeRO 3 divides inside of copies comes and goes by unit: of what rests, state is divided over them.
+            axes = buffer.levels.outer if buffer.levels.divides_state else buffer.levels.inner
+            self._gather(bucket, buffer.owned(bucket).of(flat), bucket.span.of(flat), axes)
+
+    def _quantize(self) -> None:
+        self.units.finish_shards()
+        self._fp8.quantize()
+        self._fp8.release()
+
+    def _has_codes(self) -> bool:
+        """Whether weights in 8 bits are there in no other form; have their codes then. A collective."""
+        if self._fp8.is_released and self._fp8.is_stale:
+            self._quantize()
+        return self._fp8.is_released
 
     def start_again(self) -> None:
         """Start again after a step that changed no weight: scales of weights in 8 bits may have changed."""
@@ -81,10 +95,18 @@ class ParamGather:
         update.
         """
         self.units.release_all()
-        if self._fp8.buffers and not self._fp8.is_released:
+        if self._fp8.buffers and (self._fp8.is_stale or not self._fp8.is_released):
             self._fp8.keep_shards()
             self._start()
             self.finish()
+
+    def forget(self) -> None:
+        """Wait until this rank's shards are those of the last update, and forget what was made of them: they are about
+        to be loaded (ZeRO 3).
+        """
+        self.finish()
+        self.units.release_all()
+        self._fp8.is_stale = self._fp8.by_unit
 
     def make_whole(self) -> None:
         """Wait until all parameters are those of the last update, and in the type of the model. A collective."""
@@ -94,12 +116,11 @@ class ParamGather:
             self._fp8.restore()
             for buffer in self._fp8.buffers:
                 for bucket in buffer.buckets:
-                    self._gather(buffer, bucket, buffer.own(buffer.shard(bucket)), bucket.span.of(buffer.params))
+                    own = buffer.own(buffer.shard(bucket))
+                    self._gather(bucket, own, bucket.span.of(buffer.params), buffer.levels.inner)
             self.finish()
 
-    def _gather(self, buffer: FlatBuffer, bucket: Bucket, own: Tensor, whole: Tensor) -> None:
-        # What ZeRO 3 divides inside of copies comes and goes by unit: of what rests, state alone is divided, over them.
-        axes = buffer.levels.outer if buffer.levels.divides_state else buffer.levels.inner
+    def _gather(self, bucket: Bucket, own: Tensor, whole: Tensor, axes: tuple[Axis, ...]) -> None:
         self._pending[bucket] = all_gather_into_async(whole, own, self._mesh, *axes)
 
     def finish(self) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 from torch import Tensor, nn
@@ -112,7 +112,10 @@ class UnitWeights:
     ``keeps``: weights that were gathered stay until ``release_all``, as pipelines need them, which begin a forward pass
     of one microbatch before the backward pass of another. ``prefetches``: the gather of a unit starts before that of
     the one before it ends its work. ``low_precision``: keeps what layers made of weights, which goes with them.
+    ``has_codes``: whether weights in 8 bits are to be gathered; not while they are whole in the model's type.
     """
+
+    has_codes: Callable[[], bool] = staticmethod(lambda: True)
 
     def __init__(
         self,
@@ -125,7 +128,7 @@ class UnitWeights:
     ) -> None:
         self._mesh, self._prefetches, self._low_precision = mesh, prefetches, low_precision or LowPrecision()
         self.keeps = keeps
-        self._homes = _homes(buffer for buffer in buffers if any(bucket.weights for bucket in buffer.buckets))
+        self._homes = _homes(buffer for buffer in buffers if any(bucket.gathered for bucket in buffer.buckets))
         self._gathered: dict[Bucket, Handle[Tensor]] = {}
         self._arriving: dict[Bucket, Handle[Tensor]] = {}
 
@@ -139,8 +142,8 @@ class UnitWeights:
         here = _buckets(unit, self._homes)
         for home in here:
             self._start(home)
-        for home in here:
-            self._gathered[home.bucket].wait()
+        for bucket in [home.bucket for home in here if home.bucket in self._gathered]:
+            self._gathered[bucket].wait()
         for home in _buckets(following, self._homes) if following is not None and self._prefetches else ():
             self._start(home)
 
@@ -168,32 +171,33 @@ class UnitWeights:
         self._arriving.clear()
 
     def make_whole(self) -> None:
-        """Gather all weights. A collective."""
+        """Gather all weights but for those in 8 bits. A collective."""
         for home in dict.fromkeys(self._homes.values()):
-            self._start(home)
-            self._gathered[home.bucket].wait()
+            if home.bucket.codes is None:
+                self._start(home)
+                self._gathered[home.bucket].wait()
 
     def _start(self, home: _Home) -> None:
         buffer, bucket = home
-        if bucket in self._gathered:
+        if bucket in self._gathered or (bucket.codes is not None and not self.has_codes()):
             return
-        assert bucket.weights is not None, "only buckets with memory by unit are among the homes"
-        bucket.weights.allocate()
-        own = buffer.own(buffer.shard(bucket))
+        assert bucket.gathered is not None, "only buckets with memory by unit are among the homes"
+        bucket.gathered.allocate()
+        own = buffer.own(buffer.shard(bucket)) if bucket.codes is None else buffer.own_codes(bucket)
         if (arriving := self._arriving.pop(bucket, None)) is not None:
             arriving.wait()
-        self._gathered[bucket] = all_gather_into_async(bucket.weights.flat, own, self._mesh, *buffer.levels.inner)
+        self._gathered[bucket] = all_gather_into_async(bucket.gathered.flat, own, self._mesh, *buffer.levels.inner)
 
     def _free(self, bucket: Bucket) -> None:
         handle = self._gathered.pop(bucket, None)
         if handle is None:
             return
         handle.wait()
-        assert bucket.weights is not None, "as above"
+        assert bucket.gathered is not None, "as above"
         for entry in bucket.entries if self._low_precision.weights else ():
             assert self._low_precision.weights is not None
             self._low_precision.weights.pop(entry.parameter, None)
-        bucket.weights.free()
+        bucket.gathered.free()
 
 
 class ShardedUnits(UnitMemory):

@@ -129,7 +129,7 @@ class Run:
         if self.config.parallel.zero_stage < 3:
             yield from self.whole_model_state()
         else:
-            self.optimizer.gather.units.release_all()  # loading makes them stale
+            self.optimizer.gather.forget()  # loading makes whole weights stale
             yield from sharded_weights((*self.buffers, *self.frozen))
 
     def whole_model_state(self) -> Iterator[ShardedState]:

@@ -56,7 +56,7 @@ def build_training_state(config: RunConfig, models: Sequence[nn.Module], context
         seed=config.training.seed,
         divides_state=parallel.outer_dp_sharding_strategy == "optim",
     )
-    buffers, frozen = build(), build(of_frozen=True) if stage == 3 else []
+    buffers, frozen = build(), build(of_frozen=True, quantizers=None) if stage == 3 else []
     grad_sync = GradSync(
         buffers,
         context,

@@ -14,12 +14,14 @@ from tests.faults.catalogue import (
     sharding_stages,
     state_space,
     training,
+    two_levels,
 )
 from tests.faults.fault import Fault
 
 FAULTS: tuple[Fault, ...] = (
     *ranks.FAULTS,
     *sharding_stages.FAULTS,
+    *two_levels.FAULTS,
     *model.FAULTS,
     *mamba.FAULTS,
     *delta_nets.FAULTS,

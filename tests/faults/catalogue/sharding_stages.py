@@ -45,7 +45,7 @@ FAULTS = (
     Fault(
         "loaded_weights_meet_gathered_ones",
         "megatron/training/run/run.py",
-        old="            self.optimizer.gather.units.release_all()  # loading makes them stale\n",
+        old="            self.optimizer.gather.forget()  # loading makes whole weights stale\n",
         new="",
         suffers="With ZeRO 3 and pipelines loaded weights take effect after the first step.",
         first=(_HELD + "::take_effect",),
@@ -69,8 +69,8 @@ FAULTS = (
     Fault(
         "gathered_weights_are_not_awaited",
         _MEMORY,
-        old="        for home in here:\n            self._gathered[home.bucket].wait()\n",
-        new="",
+        old="            self._gathered[bucket].wait()\n",
+        new="            pass\n",
         suffers="With ZeRO 3 a layer computes with weights that are on their way.",
         first=("parallel/test_poisoned.py",),
     ),

@@ -55,6 +55,24 @@ def test_unions_have_positions_in_grid_order() -> None:
     assert ranks[5].members("dp", "cp") == (1, 3, 5, 7)
 
 
+@pytest.mark.parametrize("pp_before_dp", [True, False])
+def test_neighbours_are_in_one_copy(pp_before_dp: bool) -> None:
+    """Weights of layers would travel between nodes; experts lie in the copies that all else lies in."""
+    sizes = {"tp": 2, "cp": 2, "dp": 4, "pp": 2, "ep": 2, "etp": 1, "copies": 2, "pp_before_dp": pp_before_dp}
+    for rank in range(32):
+        mesh = Mesh.of(**sizes, rank=rank)
+        stage = mesh.members("dp", "cp", "tp")
+        halves = [{*stage[:8]}, {*stage[8:]}]
+        for axes in (("dp", "cp"), ("edp",)):
+            inner, outer = mesh.levels(axes)
+            assert mesh.size(*inner) * mesh.size(*outer) == mesh.size(*axes) and mesh.size(*outer) == 2
+            assert any({*mesh.members(*inner)} <= half for half in halves)
+            assert all(len({*mesh.members(*outer)} & half) == 1 for half in halves)
+            others = [Mesh.of(**sizes, rank=each) for each in mesh.members(*outer)]
+            assert {each.rank(*inner) for each in others} == {mesh.rank(*inner)}
+    assert Mesh.of(dp=4).levels(("dp", "cp")) == (("dp", "cp"), ())
+
+
 def test_a_single_rank_needs_no_group() -> None:
     """Tools and notebooks build layers without a launcher."""
     mesh = Mesh.single()
