@@ -37,6 +37,8 @@ _KINDS: Mapping[str, Any] = {
     **{key: kind for key, (_, kind) in _SAME_VALUE.items()},
     "fp16.initial_scale_power": Annotated[float, Between(0, 127)],
     "zero_optimization.stage": Literal[0, 1, 2, 3],
+    "zero_optimization.mics_shard_size": int,
+    "zero_optimization.zero_hpz_partition_size": int,
     "zero_optimization.offload_optimizer.device": str,
     "zero_optimization.offload_param.device": str,
     **{f"{name}.enabled": bool for name in _REFUSED},
@@ -54,10 +56,11 @@ class DeepSpeedSettings:
     without_effect: tuple[str, ...]
 
 
-def deepspeed_settings(config: Mapping[str, Any], *, where: str) -> DeepSpeedSettings:
+def deepspeed_settings(config: Mapping[str, Any], *, where: str, ranks: int = 1) -> DeepSpeedSettings:
     """The settings that the mapping of a DeepSpeed configuration file asks for; ``"auto"`` asks for nothing.
 
-    Raises ConfigError for values of a wrong type; ``where``: the file's name in messages.
+    Raises ConfigError for values of a wrong type; ``where``: the file's name in messages. ``ranks``: those over which
+    ZeRO divides, for a number of them that the file has.
     """
     entries = {key: value for key, value in _flat(config) if value not in ("auto", None)}
     check_kinds(entries, _KINDS, where=where, error=ConfigError)
@@ -83,11 +86,28 @@ def deepspeed_settings(config: Mapping[str, Any], *, where: str) -> DeepSpeedSet
         refused.append(f"zero_optimization.offload_optimizer: to {device} is not available; give cpu")
     if entries.pop("zero_optimization.offload_param.device", "none") != "none":
         refused.append("zero_optimization.offload_param: weights stay on the device; leave it out")
+    for key, size, over_copies in _copies(entries, stage):
+        if ranks % size:
+            refused.append(f"{key} {size} doesn't divide the {ranks} ranks with the same weights; use a divisor")
+            continue
+        asked.append((key, "num_distributed_optimizer_instances", ranks // size))
+        if over_copies:
+            asked.append((key, "outer_dp_sharding_strategy", over_copies))
     for name in _REFUSED:
         if entries.pop(f"{name}.enabled", False):
             refused.append(f"{name} is not available; leave it out")
     rest = dict.fromkeys(key.partition(".")[0] for key, value in entries.items() if value is not False)
     return DeepSpeedSettings(tuple(asked), tuple(refused), tuple(rest))
+
+
+def _copies(entries: dict[str, Any], stage: int) -> Iterator[tuple[str, int, str | None]]:
+    """Numbers of ranks that form a copy (MiCS, hpZ), taken out of ``entries``, with what is divided over copies."""
+    key = "zero_optimization.mics_shard_size"
+    if (size := entries.pop(key, -1)) > 0:
+        yield key, size, None
+    key = "zero_optimization.zero_hpz_partition_size"
+    if stage == 3 and (size := entries.pop(key, 1)) > 1:
+        yield key, size, "optim"
 
 
 def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -40,6 +40,8 @@ class Given:
 class FlagResolver:
     """Settings by field while sources are read, with problems and remarks."""
 
+    replicas = 1  # ranks with the same weights
+
     def __init__(
         self, groups: Sequence[type], legacy: Mapping[str, LegacyFlag] | None = None, *, owner_of: FlagOwner = nobody
     ) -> None:
@@ -48,15 +50,13 @@ class FlagResolver:
         self.is_run = set(CORE_GROUPS) <= set(groups)  # a tool has no flags of Megatron-LM's training
         self._legacy = legacy_flag if self.is_run else (legacy or {}).get
         self.given: dict[str, Given] = {}
-        self.problems: list[str] = []
-        self.notes: list[str] = []
-        self.faulted: set[str] = set()
+        self.problems, self.notes = list[str](), list[str]()
         self.renamed: dict[str, str] = {}  # by spelling: the note about it
         self._said: dict[tuple[str, str], tuple[int, list[str]]] = {}  # by reason: the sentence's place, and its flags
         self._by_field: dict[str, FlagSpec] = {}
         self._by_spelling: dict[str, tuple[FlagSpec, bool | str | None]] = {}
         self._yielding: list[tuple[FlagSpec, Given]] = []
-        self._underscored: list[str] = []
+        self._underscored, self.faulted = list[str](), set[str]()
         self._deepspeed: list[tuple[str, str]] = []
         self._computed: dict[str, tuple[LegacyFlag, list[Any], int]] = {}
         assert len({group_name(group) for group in groups}) == len(groups), f"two of {groups} have one name in files"
@@ -405,7 +405,7 @@ class FlagResolver:
     def _take_deepspeed(self, flag: str, path: str) -> None:
         """Take the settings of DeepSpeed's configuration file that no flag gives; a contradiction is a problem."""
         try:
-            settings = deepspeed_settings(read_settings(path, flag=flag), where=f"{flag} {path}")
+            settings = deepspeed_settings(read_settings(path, flag=flag), where=f"{flag} {path}", ranks=self.replicas)
         except ConfigError as error:
             self._wrong_file(str(error))
             return

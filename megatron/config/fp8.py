@@ -31,7 +31,7 @@ class Fp8Config(Settings):
         default="most_recent",
     )
     fp8_param_gather: bool = switch(
-        "With --use-distributed-optimizer: gather and keep weights of FP8 layers in 8 bits, half the bytes of bf16."
+        "With ZeRO 1, 2 or 3: gather and keep weights of FP8 layers in 8 bits, half the bytes of bf16."
     )
     fp8_wgrad: bool = switch("Compute gradients of weights without FP8.", off="--no-fp8-wgrad")
     first_last_layers_bf16: bool = switch("Compute the first and last layers without FP8.")

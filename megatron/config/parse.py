@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -49,6 +50,9 @@ def parse_run(
     resolver.read_command_line(argv)
     resolver.read_defaults(defaults, prog)
     resolver.read_checkpoint(checkpoint_config, published_config)
+    sizes = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "diloco_workers")
+    started = resolver.value("world_size") if resolver.value("dry_run") else None
+    resolver.replicas = (started or world_size) // max(math.prod(resolver.value(size) or 1 for size in sizes), 1)
     resolver.finish()
     command: CommandConfig = resolver.build(CommandConfig)
     out_of_bounds = dict(_out_of_bounds(command))

@@ -7,7 +7,7 @@ Weights, gradients and optimizer state are exact up to the padding of buckets. A
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -220,11 +220,11 @@ def _rank_memory(
     received, overlaps = _received_gradients(run, trained), run.parallel.overlap_grad_reduce
     stage, of_gradient = run.parallel.zero_stage, 2 if run.precision.grad_reduce_in_bf16 else 4
     if stage == 3 and not run.purpose.only_reads:
-        parameters = sum(-(-each.numel() // _shards(run, each)) for each in held)
+        parameters = _of_shards(run, held)
     whole = whole_at_once(run, train_spec, pipeline_rank, partial(_shards, run))
     return MemoryEstimate(
-        weights=parameters * width - gathered * (width - 1) + own * width,
-        gradients=(owned if stage >= 2 else trained) * of_gradient,
+        weights=parameters * width + (own if stage == 3 else own * width - gathered * (width - 1)),
+        gradients=(_of_shards(run, (named[name] for name in sizes)) if stage >= 2 else trained) * of_gradient,
         whole=whole.weights * width + (whole.gradients + whole.sums) * of_gradient,
         main_params=here * _master_bits(run, width) // 8,
         moments=states - away + of_matrices,
@@ -326,6 +326,11 @@ def replicas_of(run: RunConfig, parameter: nn.Parameter) -> int:
         return replicas
     experts = parallel.expert_model_parallel_size * parallel.etp
     return replicas * parallel.tensor_model_parallel_size // experts
+
+
+def _of_shards(run: RunConfig, parameters: Iterable[nn.Parameter]) -> int:
+    """Elements of this rank's shards."""
+    return sum(-(-each.numel() // _shards(run, each)) for each in parameters)
 
 
 def _state_shards(run: RunConfig, parameter: nn.Parameter) -> int:

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from megatron.core.models.gpt.config import GROUPS
-from tests.harness.sentences import check_line
+from megatron.errors import ConfigError
+from tests.harness.sentences import check_line, expect_error
 from tests.unit.config.command_lines import parse
 
 STAGES = {
@@ -62,6 +63,36 @@ def test_a_format_of_megatron_fsdp_is_honoured() -> None:
     """Gradients were asked for in bf16 and sent in fp32."""
     run = parse("--bf16 --use-megatron-fsdp --megatron-fsdp-grad-comm-dtype bf16", ranks=2)
     assert run.precision.grad_reduce_in_bf16
+
+
+@pytest.mark.parametrize(
+    ("settings", "copies", "over_copies"),
+    [
+        ({"stage": 3, "mics_shard_size": 2}, 4, "no_shard"),
+        ({"stage": 1, "mics_shard_size": 8}, 1, "no_shard"),
+        ({"stage": 3, "mics_shard_size": -1, "zero_hpz_partition_size": 4}, 2, "optim"),
+        ({"stage": 3, "zero_hpz_partition_size": 1}, 1, "no_shard"),
+    ],
+)
+def test_deepspeeds_file_says_how_many_ranks_form_a_copy(
+    settings: dict[str, int], copies: int, over_copies: str, tmp_path: Path
+) -> None:
+    """MiCS and hpZ keep gathers of weights inside of nodes; without a word they went over all ranks."""
+    (tmp_path / "ds.json").write_text(json.dumps({"zero_optimization": settings}))
+    line = f"--deepspeed_config {tmp_path / 'ds.json'} --tensor-model-parallel-size 2"
+    for run in (parse(line, ranks=16), parse(f"{line} --dry-run --world-size 16")):
+        parallel = run.parallel
+        assert (parallel.num_distributed_optimizer_instances, parallel.outer_dp_sharding_strategy) == (
+            copies,
+            over_copies,
+        )
+
+
+def test_a_copy_of_deepspeeds_file_divides_the_ranks(tmp_path: Path) -> None:
+    """Three ranks of eight can't be a copy."""
+    (tmp_path / "ds.json").write_text(json.dumps({"zero_optimization": {"stage": 3, "mics_shard_size": 3}}))
+    with expect_error(ConfigError, "mics_shard_size 3", "8 ranks"):
+        parse(f"--deepspeed_config {tmp_path / 'ds.json'}", ranks=8)
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])

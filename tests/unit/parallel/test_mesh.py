@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import pytest
 
@@ -58,7 +59,16 @@ def test_unions_have_positions_in_grid_order() -> None:
 @pytest.mark.parametrize("pp_before_dp", [True, False])
 def test_neighbours_are_in_one_copy(pp_before_dp: bool) -> None:
     """Weights of layers would travel between nodes; experts lie in the copies that all else lies in."""
-    sizes = {"tp": 2, "cp": 2, "dp": 4, "pp": 2, "ep": 2, "etp": 1, "copies": 2, "pp_before_dp": pp_before_dp}
+    sizes: dict[str, Any] = {
+        "tp": 2,
+        "cp": 2,
+        "dp": 4,
+        "pp": 2,
+        "ep": 2,
+        "etp": 1,
+        "copies": 2,
+        "pp_before_dp": pp_before_dp,
+    }
     for rank in range(32):
         mesh = Mesh.of(**sizes, rank=rank)
         stage = mesh.members("dp", "cp", "tp")
