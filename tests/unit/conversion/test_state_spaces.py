@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from megatron.config.hybrid import HybridConfig
 from megatron.config.mamba import MambaConfig
 from megatron.core.conversion.convert import Conversion, convert
 from megatron.core.conversion.huggingface.formats import config_from_model, format_of
@@ -127,3 +128,15 @@ def test_a_hybrid_of_no_type_is_compared_with_hybrids(
     norms = ["norms are not RMSNorm"] if changed else []
     with expect_error(CheckpointError, "nemotron_h", "--mamba-time-step-limits is (0.0, 0.1)", *norms):
         config_from_model(dataclasses.replace(found.model, **changed), groups, dtype="float32", source={}, tokens={})
+
+
+def test_a_pattern_of_no_type_is_all_that_is_said_of_it(model_folder: Callable[[str], Path]) -> None:
+    """A hybrid with gated delta nets was told that it lacks a setting, too, which only the published model has."""
+    found = read_huggingface(model_folder("nemotron_h"))
+    groups = [
+        dataclasses.replace(each, hybrid_layer_pattern="M*G-M") if isinstance(each, HybridConfig) else each
+        for each in found.groups
+    ]
+    with expect_error(CheckpointError, "nemotron_h", "it has gated-delta-net layers") as caught:
+        config_from_model(found.model, groups, dtype="float32", source={}, tokens={})
+    assert "layers_block_type" not in str(caught.value)

@@ -124,9 +124,11 @@ class DecoderFormat(HuggingFaceFormat):
 
     @override
     def differences(self, model_type: str, model: ModelConfig, groups: Sequence[object]) -> list[str]:
-        """What a type can't express about the model's parts that both have."""
+        """What a type can't express about the model's parts that both have; a type without its pattern has no other."""
         described = self.types[model_type]
         parts = [part for part in described.groups if not part.missing(part.among(groups), model)]
+        if any(part.group is HybridConfig and part not in parts for part in described.groups):
+            return []
         sizes = {"num_hidden_layers": model.num_layers, "intermediate_size": model.ffn_hidden_size}
         settings: dict[str, Any] = {**sizes, "hidden_size": model.hidden_size}
         for part in parts:
