@@ -13,6 +13,7 @@ from typing_extensions import override
 
 from megatron.core.ops.grouped_matmul import Backend, Groups
 from megatron.core.parallel.model_context import ModelContext
+from megatron.core.parallel.operands import Grouping
 from megatron.core.parallel.recompute import will_be_recomputed
 from megatron.core.parallel.weight_gradients import Work
 
@@ -48,6 +49,7 @@ class GroupedLinear:
         """The product of rows x [n, in] with f(x) = x. Without rows, too, the weight gets a gradient: zero."""
         if torch.is_grad_enabled() and weight.requires_grad and not rows.requires_grad:
             rows = rows.detach().requires_grad_()  # else there is no backward pass, as autograd doesn't see the weight
+        rows = self.input(rows, weight, groups)
         return _Product.apply(rows, (weight,), self, groups)  # type: ignore[no-untyped-call, no-any-return]
 
     def of_activation(
@@ -66,15 +68,26 @@ class GroupedLinear:
         options = (activation, keeps_activation)
         return _ProductOfActivation.apply(inner, scales, (weight,), self, groups, options)  # type: ignore[no-untyped-call, no-any-return]
 
+    def input(self, rows: Tensor, weight: Tensor, groups: Groups, scales: Tensor | None = None) -> Tensor:
+        """What is multiplied in place of ``rows`` [n, in], which ``scales`` [n, 1] have multiplied."""
+        if not self.context.replaces_operands:
+            return rows
+        return self.context.operands.rows(rows, weight, Grouping(groups.parts, scales))
+
+    def matrices(self, weight: Tensor) -> Tensor:
+        """What is multiplied in place of ``weight``, as [e, out, in]."""
+        used = self.context.operands.weight(weight)() if self.context.replaces_operands else weight.detach()
+        return used.flatten(1, -2)
+
     def multiply(self, rows: Tensor, weight: Tensor, groups: Groups) -> Tensor:
         """The product of each row with its group's weight."""
         in_generation = self.context.products.multiply is not None
         backend = self.backend.for_generation() if in_generation else self.backend
-        return backend.multiply(rows, weight.detach().flatten(1, -2).transpose(1, 2), groups)
+        return backend.multiply(rows, self.matrices(weight).transpose(1, 2), groups)
 
     def multiply_back(self, grad: Tensor, weight: Tensor, groups: Groups) -> Tensor:
         """The gradient of the rows."""
-        return self.backend.multiply(grad, weight.detach().flatten(1, -2), groups)
+        return self.backend.multiply(grad, self.matrices(weight), groups)
 
     def outer(self, weight: Tensor, grad: Tensor, rows: Tensor, groups: Groups) -> Tensor:
         """The gradient of the weight, [e, out, in]."""
@@ -171,7 +184,7 @@ class _ProductOfActivation(torch.autograd.Function):
         options: tuple[Activation, bool],
     ) -> Tensor:
         (weight,), (ctx.activation, keeps_activation) = hidden, options
-        rows = ctx.activation(inner).mul_(scales)
+        rows = linear.input(ctx.activation(inner).mul_(scales), weight, groups, scales)
         ctx.save_for_backward(inner, scales, *((rows,) if keeps_activation else ()))
         ctx.weight, ctx.linear, ctx.groups = weight, linear, groups
         ctx.at_once = will_be_recomputed()
@@ -183,7 +196,10 @@ class _ProductOfActivation(torch.autograd.Function):
         (inner, scales, *kept), linear = ctx.saved_tensors, ctx.linear
         grad = grad.contiguous()
         grad_rows = linear.multiply_back(grad, ctx.weight, ctx.groups)
-        rows = kept[0] if kept else ctx.activation(inner).mul_(scales)
+        if kept:
+            (rows,) = kept
+        else:
+            rows = linear.input(ctx.activation(inner).mul_(scales), ctx.weight, ctx.groups, scales)
         linear.add_gradient(ctx.weight, grad, lambda: rows, ctx.groups, at_once=ctx.at_once)
         return *ctx.activation.gradients(grad_rows, inner, scales), None, None, None, None
 

@@ -8,6 +8,7 @@ from typing_extensions import override
 
 from megatron.core.parallel.context import ParallelContext
 from megatron.core.parallel.low_precision import LowPrecision
+from megatron.core.parallel.operands import Operands
 from megatron.core.parallel.products import Products
 from megatron.core.parallel.weight_gradients import WeightGradients
 
@@ -17,13 +18,15 @@ class ModelContext(ParallelContext):
     """A rank, and the services of the model that is built on it, which have a state of their own.
 
     ``weight_gradients``: when gradients of weights are computed, and where they are added up. ``low_precision``: which
-    layers multiply in 8 bits. ``products``: how passes of generation multiply. The defaults are those of a model in one
-    type whose backward pass does everything at once. ``layer``: number of the layer that is being built, if any.
+    layers multiply in 8 bits. ``products``: how passes of generation multiply. ``operands``: what is multiplied in place
+    of weights and inputs of layers. The defaults are those of a model in one type whose backward pass does everything
+    at once. ``layer``: number of the layer that is being built, if any.
     """
 
     weight_gradients: WeightGradients = field(default_factory=WeightGradients, compare=False)
     low_precision: LowPrecision = field(default_factory=LowPrecision, compare=False)
     products: Products = field(default_factory=Products, compare=False)
+    operands: Operands = field(default_factory=Operands, compare=False)
     layer: int | None = field(default=None, compare=False)
 
     @classmethod
@@ -34,10 +37,17 @@ class ModelContext(ParallelContext):
         weight_gradients: WeightGradients,
         low_precision: LowPrecision,
         products: Products,
+        operands: Operands | None = None,
     ) -> ModelContext:
         """The context of a model with these services on a rank."""
         facts = {each.name: getattr(rank, each.name) for each in fields(ParallelContext)}
-        return cls(**facts, weight_gradients=weight_gradients, low_precision=low_precision, products=products)
+        return cls(
+            **facts,
+            weight_gradients=weight_gradients,
+            low_precision=low_precision,
+            products=products,
+            operands=operands or Operands(),
+        )
 
     @classmethod
     def plain(cls, rank: ParallelContext) -> ModelContext:
@@ -55,6 +65,11 @@ class ModelContext(ParallelContext):
         tokens can't be divided, every rank has all of them: the weights are the same.
         """
         return self.sequence_parallel and not self.products.in_generation
+
+    @property
+    def replaces_operands(self) -> bool:
+        """Whether products of the layer that this context belongs to ask ``operands`` what they multiply."""
+        return self.operands.replaces and self.layer is not None
 
     @property
     def keeps_bytes(self) -> bool:

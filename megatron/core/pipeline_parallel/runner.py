@@ -18,6 +18,7 @@ from typing_extensions import override
 from megatron.core.parallel.activity import Activity
 from megatron.core.parallel.collectives import Handle
 from megatron.core.parallel.low_precision import LowPrecision
+from megatron.core.parallel.operands import Operands
 from megatron.core.parallel.transport import Transport
 from megatron.core.parallel.weight_gradients import WeightGradients, Work
 from megatron.core.pipeline_parallel.actions import Action
@@ -66,8 +67,8 @@ class Runner:
 
     ``transport``: to the ranks that hold other stages. ``last_backward``: entered with a chunk's number around each
     backward pass that computes some parameters' last gradients of the step, so that their reduction may start.
-    ``weight_gradients``: those of the rank's context, for plans that split backward passes. ``low_precision``: that of
-    the context, for what layers keep during a step. ``activity``: where the running action is noted. ``around``:
+    ``weight_gradients``: those of the rank's context, for plans that split backward passes. ``low_precision``,
+    ``operands``: those of the context, for what layers keep during a step. ``activity``: where the running action is noted. ``around``:
     entered with each action while it runs, to time it.
     """
 
@@ -79,13 +80,15 @@ class Runner:
         last_backward: Callable[[int], AbstractContextManager[Any]] = nullcontext,
         weight_gradients: WeightGradients | None = None,
         low_precision: LowPrecision | None = None,
+        operands: Operands | None = None,
         device: torch.device | None = None,
         activity: Activity | None = None,
         around: Callable[[Action], AbstractContextManager[Any]] = nullcontext,
     ) -> None:
         self._chunks, self._transport = chunks, transport
         self._last_backward, self._weight_gradients = last_backward, weight_gradients
-        self._low_precision, self._device = low_precision or LowPrecision(), device or torch.device("cpu")
+        self._low_precision, self._operands = low_precision or LowPrecision(), operands or Operands()
+        self._device = device or torch.device("cpu")
         self._activity, self._around = activity or Activity(), around
 
     def step(self, plan: Plan, microbatches: Sequence[Microbatch]) -> LossSum | None:
@@ -97,7 +100,8 @@ class Runner:
         """
         last = {(action.chunk, action.kind): action for action in plan if isinstance(action, Action)}
         step = _Step(microbatches, trains=any(kind != "F" for _, kind in last))
-        with torch.set_grad_enabled(step.trains), self._low_precision.step(trains=step.trains):
+        of_products = self._low_precision.step(trains=step.trains)
+        with torch.set_grad_enabled(step.trains), of_products, self._operands.step():
             for instruction in plan:
                 if isinstance(instruction, Action):
                     self._activity.action = instruction.words

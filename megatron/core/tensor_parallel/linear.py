@@ -40,16 +40,21 @@ def linear(
     """
     if fp8 is not None and is_in_8_bits(context):
         return fp8(x, weight, bias, gathers=gathers)
-    gradients = context.weight_gradients
-    by_hand = gathers or gradients.may_wait or gradients.fuses_accumulation or is_faster_in_fp32(x.dtype, x.device)
+    gradients, replaces = context.weight_gradients, context.replaces_operands
+    if replaces:
+        x = context.operands.rows(x, weight)
+    by_hand = replaces or gathers or gradients.may_wait or gradients.fuses_accumulation
+    by_hand = by_hand or is_faster_in_fp32(x.dtype, x.device)
+    asked = context.operands.weight(weight) if replaces else weight.detach
     if not (by_hand and torch.is_grad_enabled()):
-        return matmul.linear(enter(x, context) if gathers else x, weight, bias, by=context.products.multiply)
+        used = asked() if replaces else weight
+        return matmul.linear(enter(x, context) if gathers else x, used, bias, by=context.products.multiply)
     add_gradient = None
     if weight.requires_grad:
         add_gradient = partial(add_weight_gradient, weight, context)
         if not x.requires_grad:
             x = x.detach().requires_grad_()  # else there is no backward pass, as autograd doesn't see the weight
-    return _Linear.apply(x, bias, weight.detach(), add_gradient, context, gathers)  # type: ignore[no-untyped-call, no-any-return]
+    return _Linear.apply(x, bias, asked, add_gradient, context, gathers)  # type: ignore[no-untyped-call, no-any-return]
 
 
 def is_in_8_bits(context: ModelContext) -> bool:
@@ -64,9 +69,10 @@ class _Linear(torch.autograd.Function):
     dy·W is computed x is gathered again for dW, and while dW is computed dx is summed (arXiv:2205.05198).
 
     The weight is no input of the function, because autograd would call the weight's hooks before a later gradient is
-    computed. ``add_gradient``, None for a frozen weight, hands the gradient to autograd once it is computed: autograd
-    adds it to ``weight.grad`` and calls the hooks, as for any other parameter. Gradients of biases, norms, embeddings
-    and the output matrix are never left for later: they are cheap, or were computed in the forward pass.
+    computed; it is ``asked`` for in both passes, so that what stands for it needs no memory in between.
+    ``add_gradient``, None for a frozen weight, hands the gradient to autograd once it is computed: autograd adds it to
+    ``weight.grad`` and calls the hooks, as for any other parameter. Gradients of biases, norms, embeddings and the
+    output matrix are never left for later: they are cheap, or were computed in the forward pass.
     """
 
     @staticmethod
@@ -75,22 +81,22 @@ class _Linear(torch.autograd.Function):
         ctx: Any,
         x: Tensor,
         bias: Tensor | None,
-        weight: Tensor,
+        asked: Callable[[], Tensor],
         add_gradient: Callable[[Tensor, Tensor], None] | None,
         context: ModelContext,
         gathers: bool,
     ) -> Tensor:
         ctx.save_for_backward(*(() if add_gradient is None else (x,)))
-        ctx.weight, ctx.add_gradient, ctx.context, ctx.gathers = weight, add_gradient, context, gathers
+        ctx.asked, ctx.add_gradient, ctx.context, ctx.gathers = asked, add_gradient, context, gathers
         ctx.at_once = will_be_recomputed()
-        return matmul.linear(all_gather(x, context.mesh, "tp") if gathers else x, weight, bias)
+        return matmul.linear(all_gather(x, context.mesh, "tp") if gathers else x, asked(), bias)
 
     @staticmethod
     @override
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         context, gathers, rows = ctx.context, ctx.gathers, grad.flatten(0, -2)
         handles = [all_gather_async(x, context.mesh, "tp") if gathers else Handle(x) for x in ctx.saved_tensors]
-        grad_x = multiplied(torch.matmul, grad, ctx.weight)
+        grad_x = multiplied(torch.matmul, grad, ctx.asked())
         scattering = reduce_scatter_async(grad_x, context.mesh, "tp") if gathers else Handle(grad_x)
         for whole in handles:
             work = partial(ctx.add_gradient, rows, whole.wait().flatten(0, -2))

@@ -207,6 +207,7 @@ def build_run(
             last_backward=lambda chunk: state.grad_sync.last_backward(),
             weight_gradients=model_context.weight_gradients,
             low_precision=model_context.low_precision,
+            operands=model_context.operands,
             device=context.device,
             activity=context.mesh.activity,
             around=around,
