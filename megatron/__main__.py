@@ -30,6 +30,7 @@ PROGRAMS = {
     "upcycle-checkpoint": "tools/checkpoint/upcycle.py",
     "average-checkpoints": "tools/checkpoint/average.py",
     "check-widths": "tools/check_widths.py",
+    "quantize": "tools/quantize.py",
     "evaluate": "tasks/main.py",
     "lm-eval": "tasks/lm_eval.py",
     "generate-text": "tools/text_generation_cli.py",

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from megatron.config.flags import flags_of
 from megatron.core.conversion.native import read_native
-from megatron.core.conversion.portable import LazyTensor, PortableModel
+from megatron.core.conversion.portable import LazyTensor, PortableModel, refuse_quantized
 from megatron.core.files.remote_path import AnyPath
 from megatron.errors import CheckpointError
 
@@ -30,6 +30,8 @@ def averaged(named: Sequence[tuple[str, PortableModel]], shares: Sequence[float]
     ``named``: what messages call each model. Raises CheckpointError for models of different architectures.
     """
     where, last = named[-1]
+    for other, model in named:
+        refuse_quantized(model, other, what="a mean of weights lies on no grid")
     for other, model in named[:-1]:
         if differences := _differences(other, model, where, last):
             raise CheckpointError(f"{other} and {where} are different models: {'; '.join(differences)}")

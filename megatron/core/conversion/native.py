@@ -36,6 +36,7 @@ from megatron.core.conversion.portable import (
     parameters_of,
     refuse_more_layers,
 )
+from megatron.core.conversion.quantized_checkpoints import FILE, boxes_of_scales, read_quantization, settings_file
 from megatron.core.files.remote_path import AnyPath
 from megatron.core.models.registry import family_of, saved_run
 from megatron.core.optimizer.weight_average import AVERAGES, lacks_average
@@ -82,6 +83,7 @@ def read_native(root: AnyPath, *, step: int | None = None, averaged: bool = Fals
         iteration=folder.iteration,
         consumed_samples=int(progress.get("consumed_samples", 0)),
         chat=chat_of_checkpoint(folder, state, tokenizer),
+        quantization=None if averaged else read_quantization(folder, stored),
     )
 
 
@@ -138,5 +140,8 @@ def write_native(portable: PortableModel, root: Path, *, final: AnyPath) -> None
         StreamedBox.whole(PREFIX + name, tensor.shape, tensor.dtype, tensor.make)
         for name, tensor in portable.tensors.items()
     ]
-    files = files_to_keep(portable.tokenizer) if tokenizer is not None else None
+    files = files_to_keep(portable.tokenizer) if tokenizer is not None else {}
+    if portable.quantization is not None:
+        boxes += boxes_of_scales(portable.quantization)
+        files |= {FILE: settings_file(portable.quantization)}
     save_streamed(root, portable.iteration, boxes, state, files=files)

@@ -62,13 +62,15 @@ class Quantization:
     """Which weights of a model lie on a grid, and its scales: their codes are exact, none is chosen anew.
 
     ``scales``: by our parameter names, of those that are quantized. ``method``: how scales and codes were chosen.
-    ``calibration``: what the choice depended on (data, number of samples, seed), which files keep.
+    ``calibration``: what the choice depended on (data, number of samples, seed), which files keep. ``cache``: FP8
+    scales [1] of the keys and values that attention keeps, as ``….self_attention.k_scale`` and ``….v_scale``.
     """
 
     scheme: Scheme
     scales: Mapping[str, LazyScales]
     method: str = "rtn"
     calibration: Mapping[str, Any] = field(default_factory=dict)
+    cache: Mapping[str, LazyTensor] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -112,6 +114,16 @@ class PortableModel:
     def num_parameters(self) -> int:
         """Numbers of all tensors together."""
         return sum(int(torch.Size(tensor.shape).numel()) for tensor in self.tensors.values())
+
+
+def refuse_quantized(portable: PortableModel, where: str, *, what: str) -> None:
+    """Raise CheckpointError for a model whose weights lie on a grid. ``what``: why it can't serve."""
+    if portable.quantization is not None:
+        found = portable.quantization
+        raise CheckpointError(
+            f"{where} is quantized ({found.scheme.name} by {found.method}), and {what}: take the checkpoint that it "
+            "was made of"
+        )
 
 
 def layers_of(model: ModelConfig, groups: Sequence[object]) -> int:

@@ -18,9 +18,9 @@ class ModelContext(ParallelContext):
     """A rank, and the services of the model that is built on it, which have a state of their own.
 
     ``weight_gradients``: when gradients of weights are computed, and where they are added up. ``low_precision``: which
-    layers multiply in 8 bits. ``products``: how passes of generation multiply. ``operands``: what is multiplied in place
-    of weights and inputs of layers. The defaults are those of a model in one type whose backward pass does everything
-    at once. ``layer``: number of the layer that is being built, if any.
+    layers multiply in 8 bits. ``products``: how passes of generation multiply. ``operands``: what layers multiply in
+    place of weights and inputs. The defaults are those of a model in one type whose backward pass does everything at
+    once. ``layer``: number of the layer that is being built, if any.
     """
 
     weight_gradients: WeightGradients = field(default_factory=WeightGradients, compare=False)

@@ -68,8 +68,8 @@ class Runner:
     ``transport``: to the ranks that hold other stages. ``last_backward``: entered with a chunk's number around each
     backward pass that computes some parameters' last gradients of the step, so that their reduction may start.
     ``weight_gradients``: those of the rank's context, for plans that split backward passes. ``low_precision``,
-    ``operands``: those of the context, for what layers keep during a step. ``activity``: where the running action is noted. ``around``:
-    entered with each action while it runs, to time it.
+    ``operands``: those of the context, for what layers keep during a step. ``activity``: where the running action is
+    noted. ``around``: entered with each action while it runs, to time it.
     """
 
     def __init__(

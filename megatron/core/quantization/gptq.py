@@ -55,7 +55,8 @@ def _upper(hessian: Tensor) -> Tensor:
     """The upper Cholesky factor of the inverse of the damped Hessian."""
     damped = hessian + _DAMPING * hessian.diagonal().mean() * torch.eye(len(hessian), dtype=hessian.dtype).to(hessian)
     inverse = torch.cholesky_inverse(torch.linalg.cholesky(damped))
-    return torch.linalg.cholesky(inverse, upper=True)
+    upper: Tensor = torch.linalg.cholesky(inverse, upper=True)
+    return upper
 
 
 def _column(scales: Scales, number: int) -> Scales:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -70,6 +70,8 @@ class Attention(nn.Module):
         self._window: tuple[int, int] | None = None
         self._slopes: Tensor | None = None
         self._cached_options: AttentionOptions | None = None
+        self.sees_keys_and_values: Callable[[Tensor, Tensor], None] | None = None
+        """Called with the keys and values [T, b, g, d] of each forward pass, as a cache would keep them."""
 
     def _add_head_norms(self) -> None:
         """Norms of query and key heads, where the model has them."""
@@ -137,6 +139,8 @@ class Attention(nn.Module):
     def _attend(self, query: Tensor, key: Tensor, value: Tensor, stream: StreamKey, scope: AttentionScope) -> Tensor:
         config = self._config
         drop = config.attention_dropout if self.training else 0.0
+        if self.sees_keys_and_values is not None:
+            self.sees_keys_and_values(key, value)
         if drop:  # seeded here, so that recomputing the scores alone draws the same mask
             self._context.rng.enter(stream, f"layer {self.number} {self._purpose}")
         if scope.cache is not None:

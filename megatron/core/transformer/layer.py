@@ -101,6 +101,11 @@ class TransformerLayer(nn.Module):
             lambda normed: self._run(branch, normed, inputs), lambda given: (norm(given),), stream
         )
 
+    @property
+    def branches(self) -> tuple[Branch, ...]:
+        """The residual branches, in order."""
+        return self._branches
+
     def text_states(self) -> dict[str, TextState]:
         """What its branches need of a text in generation, by the branch's name."""
         return {branch.name: text_state_of(getattr(self, branch.name)) for branch in self._branches}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
@@ -47,6 +48,14 @@ class Norm(nn.Module):
         if self._is_layer_norm:
             return layer_norm(x, self._scale(), self.bias, eps=self._eps).to(self._dtype)
         return rms_norm(x, self.weight, eps=self._eps, offset=self._offset).to(self._dtype)
+
+    @torch.no_grad()
+    def divide(self, factors: Tensor) -> None:
+        """Divide its results by ``factors`` [size] from now on; it must have a weight."""
+        assert self.weight is not None, "a norm without parameters"
+        self.weight.copy_((self.weight + self._offset) / factors - self._offset)
+        if self.bias is not None:
+            self.bias.div_(factors)
 
     def costs(self, workload: Workload) -> Costs:
         """Costs of a norm on the residual stream, which keeps its input."""

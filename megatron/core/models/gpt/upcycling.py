@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from megatron.config.moe import MoEConfig
-from megatron.core.conversion.portable import LazyTensor, PortableModel
+from megatron.core.conversion.portable import LazyTensor, PortableModel, refuse_quantized
 from megatron.core.parallel.rng import derive_seed
 from megatron.errors import ConfigError
 
@@ -26,6 +26,7 @@ def upcycled(dense: PortableModel, *, num_experts: int, granularity: int, topk: 
     a token chooses whole copies, whose weights add up to 1: the experts' last matrices are multiplied by the number
     of parts, and the logits are those of the dense model. Raises ConfigError for numbers that don't divide.
     """
+    refuse_quantized(dense, "the dense checkpoint", what="experts are parts of its weights, which the scales don't fit")
     model = dense.model
     sizes = {"--num-experts": num_experts, "--moe-router-topk": topk, "--ffn-hidden-size": model.ffn_hidden_size}
     for flag, size in sizes.items():

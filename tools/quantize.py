@@ -1,0 +1,236 @@
+"""Quantize a checkpoint: round its weights to a few bits, by themselves (rtn) or by what the model does with texts.
+
+GPTQ, AWQ and SmoothQuant read texts with the model, layer by layer. The result is a checkpoint whose weights lie on the
+grid, with their scales beside them: convert.py --to hf exports exactly these. Started by torchrun, ranks divide the
+texts and the matrices; each has one layer in memory, and any number of them writes the same bytes.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+if not __package__:  # started as a script: take megatron and the like from this checkout, whatever is installed
+    sys.path[0] = os.path.dirname(os.path.dirname(os.path.realpath(__file__)))
+
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Literal
+
+from megatron.config.flags import COUNT, Settings, flag, switch
+from megatron.config.legacy_flags import LegacyFlag, legacy_table, taken_as
+from megatron.config.parse import parse_groups
+from megatron.core.files.remote_path import path_of
+from megatron.core.parallel.environment import errors_once_per_node, launch_environment
+from megatron.errors import CheckpointError, ConfigError, exit_code_of, kept_on_interrupt, run_command
+
+if TYPE_CHECKING:  # torch is imported when flags are known to be right
+    from megatron.core.conversion.portable import PortableModel
+    from megatron.core.conversion.quantizing.recipe import Recipe
+    from megatron.core.conversion.quantizing.texts import CalibrationTexts
+
+_LATER = "there is no such grid here; the nearest are INT4_AWQ_CFG and FP8_DEFAULT_CFG"
+_NEAREST = {
+    "FP8_DEFAULT_CFG": ("fp8-tensor", "rtn"),
+    "FP8_PER_CHANNEL_PER_TOKEN_CFG": ("fp8", "rtn"),
+    "INT8_SMOOTHQUANT_CFG": ("w8a8", "smoothquant"),
+    "INT8_WEIGHT_ONLY_CFG": ("int8", "rtn"),
+    "INT4_BLOCKWISE_WEIGHT_ONLY_CFG": ("int4", "rtn"),
+    "INT4_AWQ_CFG": ("int4", "awq"),
+    "fp8": ("fp8-tensor", "rtn"),
+    "int8_sq": ("w8a8", "smoothquant"),
+    "int4_awq": ("int4", "awq"),
+}
+LEGACY_FLAGS = legacy_table(
+    {"samples": "calib-size", "save": "export-dir"},
+    {
+        "export-quant-cfg": LegacyFlag(
+            "refused",
+            f"{_LATER}. Known are {', '.join(_NEAREST)}",
+            values={
+                name: taken_as(f"--scheme {scheme} --method {method}", scheme=scheme, method=method)
+                for name, (scheme, method) in _NEAREST.items()
+            },
+        ),
+        "export-kv-cache-quant": LegacyFlag(
+            "refused",
+            "keys and values have fp8 or no scales here",
+            values={
+                "fp8": taken_as("--kv-cache-scales fp8", kv_cache_scales="fp8"),
+                "none": taken_as("--kv-cache-scales none", kv_cache_scales="none"),
+            },
+        ),
+    },
+    ignored="""
+each rank has one whole layer in memory, and ranks divide texts and matrices: a layout changes nothing
+    tensor-model-parallel-size pipeline-model-parallel-size expert-model-parallel-size expert-tensor-parallel-size
+    context-parallel-size sequence-parallel data-parallel-size
+the architecture comes from the checkpoint
+    export-model-type export-te-mcore-model export-legacy-megatron export-default-te-spec export-force-local-attention
+""",
+    refused="",
+)
+
+
+class QuantizeConfig(Settings):
+    """Which checkpoint becomes which, how, and by which texts."""
+
+    load: str = flag("Folder of the checkpoint.")
+    save: str = flag("New folder for the quantized checkpoint.")
+    scheme: Literal["int8", "int4", "int4-asym", "int3", "w8a8", "fp8", "fp8-tensor", "fp8-block"] = flag(
+        "Grid of the weights: int8, fp8 with a scale an output; int4, int3 in groups of inputs; w8a8 and fp8 with "
+        "activations in 8 bits, too; fp8-tensor with one scale a weight, and one for its inputs from calibration."
+    )
+    group_size: int | None = flag(
+        "With int4 and int3: inputs that share a scale; 128 unless given.", default=None, at_least=1
+    )
+    method: Literal["rtn", "gptq", "awq", "smoothquant"] = flag(
+        "rtn: round to the nearest. gptq: later columns make up for errors of earlier ones. awq: scale channels that "
+        "matter, cut large weights. smoothquant: scale channels so that activations round well (w8a8).",
+        default="rtn",
+    )
+    data_path: str | None = flag(
+        "Texts for calibration: the prefix of a .bin and .idx file, or JSON lines, or text (.txt).", default=None
+    )
+    json_key: str = flag("Key of the text in JSON lines.", default="text")
+    samples: int = flag("Sequences for calibration.", default=128, at_least=1, at_most=COUNT)
+    seq_length: int | None = flag(
+        "Tokens of a sequence; that of training unless given, at most 2048.", default=None, at_least=1
+    )
+    seed: int = flag("Seed of the choice of sequences.", default=1234, at_least=0, at_most=2**32 - 1)
+    act_order: bool = switch(
+        "GPTQ rounds columns in their order, and finds the scales of a group when its turn comes.", off="--no-act-order"
+    )
+    smoothquant_alpha: float = flag(
+        "SmoothQuant's exponent: how much of the range of activations moves to the weights.",
+        default=0.5,
+        at_least=0,
+        at_most=1,
+    )
+    kv_cache_scales: Literal["none", "fp8"] = flag(
+        "Find FP8 scales of keys and values, for servers that keep them in 8 bits.", default="none"
+    )
+    quantize_ignore: tuple[str, ...] = flag(
+        "Quoted patterns of further weights that stay as they are, such as 'decoder.layers.0.*'.", default=()
+    )
+    ckpt_step: int | None = flag("Iteration to quantize instead of the newest.", default=None, at_least=0)
+    load_ema: bool = switch("Take the checkpoint's moving average of the weights.")
+
+
+def main(argv: Sequence[str]) -> int:
+    """Quantize, and say what was done."""
+    with errors_once_per_node():
+        (config,) = parse_groups(argv, QuantizeConfig, prog="quantize.py", about=__doc__ or "", legacy=LEGACY_FLAGS)
+        from megatron.core.conversion.averaging import read_average
+        from megatron.core.conversion.convert import check_target
+        from megatron.core.conversion.native import read_native
+        from megatron.core.conversion.quantizing.recipe import described
+
+        launch, save = launch_environment(), path_of(config.save)
+        check_target(save)
+        reads = read_average if config.load_ema else read_native
+        portable = reads(path_of(config.load), step=config.ckpt_step)
+        recipe = recipe_of(config)
+        names = recipe.parameters(portable)
+        texts = texts_of(config, recipe, portable)
+    say: Callable[[str], None] = print if launch.rank == 0 else lambda line: None
+    say(f"{config.load}: {described(recipe, [*names])}")
+    try:
+        with kept_on_interrupt(lambda: f"nothing is written to --save {save}"):
+            quantize(config, portable, recipe, texts, say=say)
+    except OSError as error:
+        where = error.filename or save
+        said = f"{where}: {error.strerror or error}; nothing was left in {save.parent}"
+        raise CheckpointError(said, exit_code=exit_code_of(error)) from error
+    say(f"wrote {save}: export it with convert.py --from megatron --load {save} --to hf --save FOLDER")
+    return 0
+
+
+def recipe_of(config: QuantizeConfig) -> Recipe:
+    """What the flags ask for."""
+    from megatron.core.conversion.quantizing.recipe import Recipe
+    from megatron.core.quantization.scheme import scheme_named
+
+    return Recipe(
+        scheme_named(config.scheme, group_size=config.group_size),
+        config.method,
+        orders=config.act_order,
+        exponent=config.smoothquant_alpha,
+        ignore=config.quantize_ignore,
+        cache=config.kv_cache_scales == "fp8",
+    )
+
+
+def texts_of(config: QuantizeConfig, recipe: Recipe, portable: PortableModel) -> CalibrationTexts | None:
+    """The texts for calibration, None where none are needed; ConfigError where they are missing."""
+    from megatron.core.conversion.quantizing.recipe import check_length
+    from megatron.core.conversion.quantizing.texts import calibration_texts
+
+    if not recipe.needs_texts:
+        return None
+    if config.data_path is None:
+        asked = f"--method {recipe.method}" if recipe.method != "rtn" else f"--scheme {recipe.scheme.name}"
+        asked = asked if recipe.method != "rtn" or recipe.scheme.needs_calibration else "--kv-cache-scales fp8"
+        raise ConfigError(
+            f"{asked} is calibrated on texts: name some with --data-path, such as a part of the training data"
+        )
+    length = config.seq_length or min(2048, portable.seq_length)
+    learned = any(name.startswith("embedding.position") for name in portable.tensors)
+    check_length(portable, samples=config.samples, length=length, learned=learned)
+    return calibration_texts(
+        portable, config.data_path, key=config.json_key, samples=config.samples, length=length, seed=config.seed
+    )
+
+
+def quantize(
+    config: QuantizeConfig,
+    portable: PortableModel,
+    recipe: Recipe,
+    texts: CalibrationTexts | None,
+    *,
+    say: Callable[[str], None],
+) -> None:
+    """Quantize on all ranks, and write on the first. A collective."""
+    import tempfile
+    from pathlib import Path
+
+    from megatron.config.parallel import ParallelConfig
+    from megatron.core.conversion.convert import check_target
+    from megatron.core.conversion.native import write_native
+    from megatron.core.conversion.quantizing.calibrate import calibrated
+    from megatron.core.conversion.remote import becoming
+    from megatron.core.parallel.launch import parallel_context
+
+    launch, save = launch_environment(), path_of(config.save)
+    calibration = (
+        {}
+        if texts is None
+        else {
+            "data": config.data_path,
+            "samples": len(texts.tokens),
+            "seq_length": texts.tokens.shape[1],
+            "seed": config.seed,
+            "sha256": texts.digest,
+        }
+    )
+    with ExitStack() as stack:
+        aside, spool = Path(tempfile.gettempdir()), Path(tempfile.gettempdir())
+        if launch.rank == 0:
+            aside = stack.enter_context(becoming(save, say=say, check=lambda: check_target(save)))
+            spool = aside.with_name("layers")
+        with parallel_context(ParallelConfig(), launch, params_dtype="fp32", seed=config.seed) as context:
+            made = calibrated(
+                portable,
+                recipe,
+                None if texts is None else texts.tokens,
+                calibration=calibration,
+                context=context,
+                spool=spool,
+                say=say,
+            )
+        if launch.rank == 0:
+            write_native(made, aside, final=save)
+
+
+if __name__ == "__main__":
+    run_command(lambda: main(sys.argv[1:]))
