@@ -89,7 +89,7 @@ RECIPES = {
     "smoothquant": Recipe(scheme_named("w8a8"), "smoothquant"),
     "inputs": Recipe(scheme_named("fp8-tensor")),
 }
-LAYOUTS: dict[str, dict[str, int]] = {"dp2": {"dp": 2}, "tp2": {"tp": 2}, "pp2": {"pp": 2}, "tp4": {"tp": 4}}
+LAYOUTS: dict[str, dict[str, Any]] = {"dp2": {"dp": 2}, "tp2": {"tp": 2}, "pp2": {"pp": 2}, "tp4": {"tp": 4}}
 
 
 @pytest.mark.parametrize(
@@ -152,7 +152,7 @@ def test_methods_come_closer_than_rounding(tmp_path: Path) -> None:
     question = question_for(model.model, model.groups)
     right, errors = portable_answer(model, question)["words"], dict[str, float]()
     for method in ("rtn", "gptq", "awq"):
-        recipe = Recipe(scheme_named("int3", group_size=16), method)  # type: ignore[arg-type]
+        recipe = Recipe(scheme_named("int3", group_size=16), method)
         made = quantized(single, model, recipe, tmp_path / method)
         errors[method] = float((portable_answer(made, question)["words"] - right).square().mean().sqrt())
     assert errors["gptq"] < 0.9 * errors["rtn"] and errors["awq"] < 0.9 * errors["rtn"], errors
@@ -183,7 +183,7 @@ def test_a_checkpoint_keeps_codes(dtype: torch.dtype, tmp_path: Path) -> None:
         model.tensors["decoder.layers.1.mlp.experts.linear_fc2.weight"].make(),
     )
     folder = find_checkpoint(tmp_path / "made").path
-    assert json.loads((folder / "quantization.json").read_text())["calibration"] == {"seed": 1}
+    assert json.loads((folder / "quantization.json").read_text(encoding="utf-8"))["calibration"] == {"seed": 1}
     with expect_error(CheckpointError, "--load", "int4-asym", "gptq"):
         recipe.parameters(back)
     with expect_error(CheckpointError, "first", "int4-asym", "gptq"):
@@ -247,6 +247,9 @@ def test_texts(tmp_path: Path) -> None:
     texts.write_text('{"text": "a"}\n')
     with expect_error(DataError, str(texts), "tokenizer"):
         calibration_texts(model, str(texts), key="text", samples=1, length=4, seed=3)
+    smaller = dataclasses.replace(model, model=dataclasses.replace(model.model, vocab_size=50))
+    with expect_error(DataError, prefix, "79", "49"):
+        calibration_texts(smaller, prefix, key="text", samples=5, length=16, seed=3)
     with expect_error(DataError, str(tmp_path / "none"), ".idx"):
         calibration_texts(
             trained_on_text(model, tmp_path), str(tmp_path / "none"), key="text", samples=1, length=4, seed=3

@@ -102,7 +102,7 @@ class _Walk:
     def layers(self, tokens: Tensor) -> Iterator[dict[str, LazyTensor]]:
         """The new tensors and scales of each layer, which has read the outputs of those before it."""
         mesh, count = self.context.mesh, layers_of(self.portable.model, self.portable.groups)
-        mine = tokens.to(self.context.device)[mesh.world_rank :: mesh.world_size].split(1)
+        mine = torch.split(tokens.to(self.context.device)[mesh.world_rank :: mesh.world_size], 1)
         handed: list[Tensor | None] = [None] * len(mine)
         for number in range(count):
             observer = Observer()
@@ -224,8 +224,8 @@ class _Walk:
         for name, each in by_name.items():
             shape = self.portable.tensors[name].shape
             found[name] = torch.stack([matrix.weight for matrix in each]).view(shape)
-            rows = [[part.expand(len(matrix.weight), -1) for part in made[id(matrix)]] for matrix in each]
-            spread = [torch.stack(parts).view(*shape[:-1], -1) for parts in zip(*rows, strict=True)]
+            by_output = [[part.expand(len(matrix.weight), -1) for part in made[id(matrix)]] for matrix in each]
+            spread = [torch.stack(parts).view(*shape[:-1], -1) for parts in zip(*by_output, strict=True)]
             found[f"{name}.factors"] = spread[0]
             if not grid.symmetric:
                 found[f"{name}.zeros"] = spread[1]

@@ -13,10 +13,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from megatron.config.data import DataConfig
 from megatron.core.conversion.companions import text_tokenizer_of
 from megatron.core.conversion.portable import PortableModel
-from megatron.core.datasets.build import open_source
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 from megatron.core.datasets.metadata import DatasetMetadata, TokenizerStamp
 from megatron.core.tokenizers.text_files import (
@@ -49,8 +47,7 @@ def calibration_texts(
     """
     if Path(f"{path}.idx").exists():
         _check_tokenizer(portable, path)
-        data, words = DataConfig(seq_length=length), portable.model.vocab_size
-        documents = open_source(path, data, stamp=None, vocab_size=words).documents
+        documents = IndexedDataset(path)
         total, ends = documents.num_tokens, np.cumsum(documents.lengths, dtype=np.int64)
     else:
         read = _read_texts(portable, path, key, most=samples * length * _SAMPLES_READ)
@@ -67,7 +64,12 @@ def calibration_texts(
         read[first : first + length] if documents is None else _cut(documents, ends, int(first), length)
         for first in firsts
     ]
-    tokens = np.stack(cut).astype(np.int64)
+    tokens, words = np.stack(cut).astype(np.int64), portable.model.vocab_size
+    if words is not None and tokens.max() >= words:
+        raise DataError(
+            f"--data-path {path} holds token id {tokens.max()}, and the vocabulary of the model in --load has ids 0 to "
+            f"{words - 1}: give data of its own tokenizer"
+        )
     return CalibrationTexts(torch.from_numpy(tokens), hashlib.sha256(tokens.tobytes()).hexdigest())
 
 
