@@ -2,26 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from typing_extensions import override
 
 from megatron.config.model import ModelConfig
-from megatron.core.models.registry import family_of
-from megatron.core.moe.experts import StackedLinear
-from megatron.core.parallel.mesh import Mesh
-from megatron.core.parallel.model_context import ModelContext
+from megatron.core.conversion.portable import parameters_of
 from megatron.core.parallel.operands import Grouping, Operands
-from megatron.core.parallel.rng import RngStreams
 from megatron.core.quantization.statistics import InputStatistics
-from megatron.core.tensor_parallel.layers import ColumnParallelLinear, ReplicatedLinear, RowParallelLinear
+from megatron.core.quantization.targets import is_quantized
 from megatron.errors import ConfigError
-
-_LINEAR = (ColumnParallelLinear, RowParallelLinear, ReplicatedLinear, StackedLinear)
 
 
 @dataclass
@@ -51,10 +45,8 @@ def quantized_parameters(
     multi-token prediction. ``ignore``: patterns of further names, or of the modules that hold them; ConfigError for one
     that matches none.
     """
-    mesh, cpu = Mesh.single(), torch.device("cpu")
-    context = ModelContext(mesh=mesh, rng=RngStreams(1, mesh, cpu), device=torch.device("meta"), dtype=torch.float32)
-    whole = family_of(groups).train_spec.build_model(model, groups, context)
-    found = {name: tuple(weight.shape) for name, weight in _linear_weights(whole)}
+    shapes = {name: sharding.shape for name, sharding in parameters_of(model, groups).items()}
+    found = {name: shape for name, shape in shapes.items() if is_quantized(name) and not name.startswith("mtp.")}
     for pattern in ignore:
         hit = [
             name for name in found if fnmatchcase(name, pattern) or fnmatchcase(name.removesuffix(".weight"), pattern)
@@ -66,16 +58,6 @@ def quantized_parameters(
             )
         found = {name: shape for name, shape in found.items() if name not in hit}
     return found
-
-
-def _linear_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    for name, module in model.named_modules():
-        words = name.split(".")
-        if not isinstance(module, _LINEAR) or not any(word.isdecimal() for word in words) or words[0] == "mtp":
-            continue
-        if isinstance(module, ReplicatedLinear) and len(module.weight) == 1:
-            continue
-        yield f"{name}.weight", module.weight
 
 
 def matrices_of(name: str, weight: Tensor) -> list[Matrix]:
