@@ -26,6 +26,7 @@ from megatron.core.checkpointing.find import find_checkpoint
 from megatron.core.checkpointing.load import MODEL_NAME, load_checkpoint, read_run_state
 from megatron.core.checkpointing.stored_tensors import StoredTensors
 from megatron.core.conversion.huggingface.formats import format_of
+from megatron.core.conversion.huggingface.quantized import widened
 from megatron.core.conversion.huggingface.reading import CONFIG, read_config, tensors_in
 from megatron.core.conversion.portable import PortableModel, fill, layers_of
 from megatron.core.conversion.questions import Answer, Question
@@ -39,6 +40,9 @@ from megatron.small_files import read_json
 
 TOLERANCE = 1e-4
 """Largest difference allowed, as a part of the largest logit: fp32 leaves about 1e-6; a mapping that is wrong, 1."""
+
+
+_DEQUANTIZING = {"compressed-tensors": "CompressedTensorsConfig", "fp8": "FineGrainedFP8Config"}
 
 
 class ProofError(MegatronError):
@@ -178,12 +182,22 @@ def loaded_by_transformers(folder: Path, question: Question, *, dequantize: bool
     return (model.float() if dequantize else model).eval()  # experts may be left in the type of their scales
 
 
+def is_read_by_us_alone(config: Mapping[str, Any]) -> bool:
+    """Whether weights are quantized in a way that transformers doesn't dequantize on a CPU (GPTQ, AWQ, FP8 without
+    blocks): it then computes with the numbers that this program reads.
+    """
+    settings = config.get("quantization_config") or {}
+    method = settings.get("quant_method")
+    return method in ("gptq", "awq", "fbgemm_fp8", "modelopt") or (
+        method == "fp8" and not settings.get("weight_block_size")
+    )
+
+
 def _dequantizing(settings: Any) -> dict[str, Any]:
     """How transformers is asked to dequantize a model with these settings; nothing for one that isn't quantized."""
     import transformers
 
-    kinds = {"compressed-tensors": "CompressedTensorsConfig", "fp8": "FineGrainedFP8Config"}
-    kind = kinds.get((settings or {}).get("quant_method", ""))
+    kind = _DEQUANTIZING.get((settings or {}).get("quant_method", ""))
     return {} if kind is None else {"quantization_config": getattr(transformers, kind)(dequantize=True)}
 
 
@@ -205,17 +219,20 @@ def _reason(error: Exception) -> str:
 
 def _source(folder: Path, question: Question) -> tuple[str, dict[str, Any]]:
     """The class of transformers and what it loads: the folder, or where the settings are those of a model's authors,
-    settings and tensors by transformers' names.
+    or weights are quantized in a way that transformers doesn't read here, settings and tensors by transformers' names.
     """
     import transformers
 
-    config = read_config(folder)
-    if "model_type" in read_json(folder / CONFIG, dict[str, Any], error=CheckpointError):
+    config, tensors = read_config(folder), None
+    if is_read_by_us_alone(config):
+        tensors = widened(config, tensors_in(folder), where=str(folder)).tensors
+        config = {name: value for name, value in config.items() if name != "quantization_config"}
+    elif "model_type" in read_json(folder / CONFIG, dict[str, Any], error=CheckpointError):
         return question.auto_class, {"pretrained_model_name_or_path": folder}
     published = format_of(config["model_type"])
     assert published is not None, "its settings were read"
     names = published.types[config["model_type"]].aliases
-    state = {names.get(name, name): tensor.make() for name, tensor in tensors_in(folder).items()}
+    state = {names.get(name, name): tensor.make() for name, tensor in (tensors or tensors_in(folder)).items()}
     settings = transformers.AutoConfig.for_model(**config)
     return config["architectures"][0], {
         "pretrained_model_name_or_path": None,

@@ -15,9 +15,13 @@ pytest.importorskip("transformers", reason="models of published types come from 
 
 from safetensors.torch import load_file, save_file
 
+from megatron.core.conversion.convert import Conversion, convert
 from megatron.core.conversion.huggingface.quantized import widened
+from megatron.core.conversion.huggingface.quantizing import Rounding
 from megatron.core.conversion.huggingface.reading import read_config, read_huggingface, tensors_in
-from megatron.errors import CheckpointError
+from megatron.core.conversion.huggingface.writing import write_huggingface
+from megatron.core.quantization.scheme import SCHEMES
+from megatron.errors import CheckpointError, ConfigError
 from tests.harness.sentences import expect_error
 
 Folder = Callable[[str], Path]
@@ -303,3 +307,34 @@ def test_layers_of_several_groups(model_folder: Folder, tmp_path: Path) -> None:
     check(tmp_path)
     found = widened(read_config(folder), tensors_in(folder), where="few").quantized
     assert {name.split(".")[-2]: weight.grid.bits for name, weight in found.items()}["down_proj"] == 4
+
+
+@pytest.mark.parametrize("name", ["int4", "gptq", "fp8"])
+def test_converted_with_a_proof(model_folder: Folder, tmp_path: Path, name: str) -> None:
+    """From quantized folders, by transformers' own dequantization or, where it has none, from the numbers read here."""
+    pytest.importorskip("compressed_tensors", reason="the layouts' own library writes the files")
+    settings: dict[str, Any] = {"quant_method": "gptq", "bits": 4, "group_size": GROUP}
+    layer: Layer = gptq_layer
+    if name != "gptq":
+        settings = COMPRESSED[name]
+        layer = by_library(settings, torch.float32)
+    folder = quantized(tmp_path, model_folder("llama"), layer, settings)
+    said: list[str] = []
+    assert convert(Conversion("hf", folder, "megatron", tmp_path / "ours"), said.append) is not None
+    assert any("weights of" in line and f"({settings['quant_method']})" in line for line in said)
+    with expect_error(ConfigError, "--quantize int8", "quantized already"):
+        convert(Conversion("hf", folder, "hf", tmp_path / "more", rounding=Rounding(SCHEMES["int8"])), said.append)
+    assert not (tmp_path / "more").exists()
+
+
+def test_codes_of_what_was_read(model_folder: Folder, tmp_path: Path) -> None:
+    """Scales of queries, keys and values become those of one weight, whose codes are then the file's."""
+    pytest.importorskip("compressed_tensors", reason="the layouts' own library writes the files")
+    settings = COMPRESSED["int4 with zero points"]
+    quantized(tmp_path, model_folder("llama"), by_library(settings, torch.bfloat16), settings, "bfloat16")
+    portable = read_huggingface(tmp_path / "few")
+    assert portable.quantization is not None and portable.quantization.scheme.name == "int4-asym"
+    write_huggingface(portable, tmp_path / "again", max_shard_size=1 << 30)
+    found, expected = (load_file(tmp_path / name / "model.safetensors") for name in ("again", "few"))
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())

@@ -145,9 +145,7 @@ def given(portable: PortableModel, name: str) -> PortableModel:
 
 
 @pytest.mark.parametrize("name", ["llama", "mixtral"])
-def test_codes_of_a_method_stay(
-    monkeypatch: pytest.MonkeyPatch, model_folder: Folder, tmp_path: Path, name: str
-) -> None:
+def test_codes_of_a_method_stay(model_folder: Folder, tmp_path: Path, name: str) -> None:
     """Scales that calibration chose were chosen anew, so that exported weights were not those that it measured."""
     source = given(read_huggingface(model_folder(name)), "int4")
     write_huggingface(source, tmp_path / "few", max_shard_size=1 << 30)

@@ -33,10 +33,25 @@ _DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch
 
 @dataclass(frozen=True)
 class Widened:
-    """The tensors of a folder under their plain names, as numbers. ``quantized``: those that lie on a grid."""
+    """The tensors of a folder under their plain names, as numbers. ``quantized``: those that lie on a grid, of the
+    ``method`` that the settings name. ``rounds_inputs``: whether programs round activations, too.
+    """
 
     tensors: dict[str, LazyTensor]
     quantized: dict[str, StoredWeight] = field(default_factory=dict)
+    method: str = ""
+    rounds_inputs: bool = False
+
+    def note(self, where: str) -> tuple[str, ...]:
+        """What a user should know of the numbers that are read."""
+        if not self.quantized:
+            return ()
+        first, *_ = self.quantized
+        dtype = str(self.tensors[first].dtype).removeprefix("torch.")
+        inputs = ", and activations aren't rounded" if self.rounds_inputs else ""
+        return (
+            f"note: {len(self.quantized)} weights of {where} are quantized ({self.method}): read as {dtype}{inputs}",
+        )
 
 
 def check_quantization(config: Mapping[str, Any], *, where: str) -> None:
@@ -99,7 +114,15 @@ def widened(config: Mapping[str, Any], tensors: Mapping[str, LazyTensor], *, whe
         raise CheckpointError(
             f"{where}: {strange[0]} is of type {kind}, and its quantization_config doesn't say how it is read"
         )
-    return Widened({**plain, **values}, found)
+    return Widened({**plain, **values}, found, str(method), _rounds_inputs(settings))
+
+
+def _rounds_inputs(settings: Mapping[str, Any]) -> bool:
+    """Whether the settings say that activations are rounded."""
+    if settings["quant_method"] != "compressed-tensors":
+        return settings["quant_method"] in _FP8_METHODS
+    groups = settings["config_groups"].values()
+    return any(each.get("input_activations") is not None for each in groups)
 
 
 def _read_fp8(

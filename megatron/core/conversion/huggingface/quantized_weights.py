@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import dataclasses
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
 import torch
 from torch import Tensor
 
-from megatron.core.conversion.portable import LazyScales, LazyTensor
+from megatron.config.model import ModelConfig
+from megatron.core.conversion.portable import LazyScales, LazyTensor, Quantization
+from megatron.core.conversion.tables import Match
 from megatron.core.quantization.grid import Grid
+from megatron.core.quantization.scheme import SCHEMES, Scheme, scheme_named
 
 Codes = Callable[[], Tensor]
 
@@ -60,3 +65,59 @@ def rows_of(factors: LazyTensor, rows: int, sharing: int) -> LazyTensor:
         return found.repeat_interleave(sharing, 0)[:rows] if sharing > 1 else found.expand(rows, count)
 
     return LazyTensor((rows, count), factors.dtype, make)
+
+
+def quantization_of(
+    stored: Mapping[str, StoredWeight], found: Sequence[Match], model: ModelConfig, *, method: str, rounds_inputs: bool
+) -> Quantization | None:
+    """The scales of weights that are quantized in one of our schemes, by our names; None for no such weight.
+
+    ``stored``: by their names today. ``method``: what the folder says. ``rounds_inputs``: whether activations are
+    rounded, too. Weights that are of another scheme than most, or joined with others of another grid, have no scales.
+    """
+    schemes = {name: _scheme_of(weight.grid, rounds_inputs=rounds_inputs) for name, weight in stored.items()}
+    counts = Counter(scheme for scheme in schemes.values() if scheme is not None)
+    if not counts:
+        return None
+    (most, _), *_ = counts.most_common()
+    scales = dict[str, LazyScales]()
+    for match in found:
+        held = [stored[name] for name in match.theirs if schemes.get(name) == most]
+        if len(held) == len(match.theirs) and all(each.scales.groups is None for each in held):
+            joined = _joined(match, held, model)
+            if joined is not None:
+                scales[match.ours] = joined
+    return Quantization(most, scales, method) if scales else None
+
+
+def _scheme_of(grid: Grid, *, rounds_inputs: bool) -> Scheme | None:
+    """Our name of a grid; None for one without."""
+    for scheme in SCHEMES.values():
+        of_groups = scheme.weights.block == (1, 128) and grid.block[0] == 1 and grid.block[1] > 0
+        block = grid.block if of_groups else scheme.weights.block
+        is_same = dataclasses.replace(scheme.weights, block=block) == grid
+        is_whole = grid.kind == "float" or rounds_inputs == (scheme.activations is not None)
+        if is_same and is_whole:
+            return scheme_named(scheme.name, group_size=grid.block[1] if of_groups else None)
+    return None
+
+
+def _joined(match: Match, held: Sequence[StoredWeight], model: ModelConfig) -> LazyScales | None:
+    """The scales of a weight of ours, whose rows are those of several; None where a transform moves columns."""
+    wanted = (*match.shape[:-1], held[0].scales.factors.shape[-1])
+
+    def join(parts: Sequence[LazyTensor]) -> LazyTensor | None:
+        shapes = {each.shape[-1] for each in parts}
+        if len(shapes) > 1:
+            return None
+        sketch = match.transform.join([torch.empty(each.shape, device="meta") for each in parts], model)
+        make = partial(_join, match, parts, model)
+        return LazyTensor(wanted, parts[0].dtype, make) if tuple(sketch.shape) == wanted else None
+
+    factors = join([each.scales.factors for each in held])
+    zeros = [each.scales.zeros for each in held if each.scales.zeros is not None]
+    return None if factors is None else LazyScales(factors, join(zeros) if zeros else None)
+
+
+def _join(match: Match, parts: Sequence[LazyTensor], model: ModelConfig) -> Tensor:
+    return match.transform.join([each.make() for each in parts], model)

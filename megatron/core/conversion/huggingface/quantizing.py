@@ -101,7 +101,7 @@ def chosen(
     if given is not None and rounding is not None:
         raise ConfigError(
             f"--quantize {rounding.scheme.name}: the model is quantized already, to {given.scheme.name} by "
-            f"{given.method}; leave the flag out, and its own scales are written"
+            f"{given.method}; quantize the model that it was made of"
         )
     if rounding is not None:
         return _to_round(found, tensors, rounding, model_type)

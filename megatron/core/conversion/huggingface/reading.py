@@ -22,7 +22,8 @@ from megatron.core.conversion.chat_files import ids_of, read_chat
 from megatron.core.conversion.companions import companions_in, tokenizer_in, tokenizer_of
 from megatron.core.conversion.huggingface.formats import as_published, format_of, model_from_config
 from megatron.core.conversion.huggingface.nearest import unread
-from megatron.core.conversion.huggingface.quantized import QUANTIZED, check_quantization, widened
+from megatron.core.conversion.huggingface.quantized import QUANTIZED, Widened, check_quantization, widened
+from megatron.core.conversion.huggingface.quantized_weights import quantization_of
 from megatron.core.conversion.portable import (
     LazyTensor,
     PortableModel,
@@ -57,9 +58,9 @@ def read_huggingface(folder: Path) -> PortableModel:
         raise
     check_quantization(config, where=settings)
     found = widened(config, tensors, where=str(folder))
-    portable = _portable(config, found.tensors, str(folder), settings=settings)
+    portable = _portable(config, found, str(folder), settings=settings)
     tokenizer = tokenizer_in(folder, rows=portable.model.vocab_size or 0)
-    notes = [*portable.notes]
+    notes = [*portable.notes, *found.note(str(folder))]
     if config.get("auto_map"):
         notes.append(
             f"note: {settings} names code of the model's own (auto_map), which is never executed: the model is read as "
@@ -96,17 +97,19 @@ def from_transformers(model: Any) -> PortableModel:
     tensors = {name: shared(tensor) for name, tensor in state.items() if name not in tied}
     ends = ids_of(model.generation_config.eos_token_id, where=f"{where}: eos_token_id") if model.can_generate() else []
     chat = ChatSettings(template=None, end_tokens=tuple(sorted(ends))) if ends else None
-    return replace(_portable(config, tensors, where, settings=f"{where}.config"), chat=chat)
+    return replace(_portable(config, Widened(tensors), where, settings=f"{where}.config"), chat=chat)
 
 
-def _portable(config: dict[str, Any], tensors: dict[str, LazyTensor], where: str, *, settings: str) -> PortableModel:
+def _portable(config: dict[str, Any], widened: Widened, where: str, *, settings: str) -> PortableModel:
     """The model of these settings and tensors, with ids for a tokenizer. ``where``, ``settings``: names in messages."""
+    tensors = widened.tensors
     model = model_from_config(config, where=settings, tensors=tensors)
     model_type = config["model_type"]
     published = format_of(model_type)
     assert published is not None, "its settings were read"
     described = published.types[model_type]
-    theirs = described.as_released({today: tensors[name] for name, today in described.current_names(tensors).items()})
+    names = described.current_names(tensors)
+    theirs = described.as_released({today: tensors[name] for name, today in names.items()})
     model = published.complete(model, theirs)
     model = replace(model, mtp_num_layers=described.later_layers(model, theirs, where))
     reader = published.reader(config, where=settings)
@@ -127,12 +130,15 @@ def _portable(config: dict[str, Any], tensors: dict[str, LazyTensor], where: str
         if copy in theirs and original in theirs and _digest(theirs[copy]) != _digest(theirs[original]):
             raise CheckpointError(f"{where}: {copy} differs from {original}, which it must be a copy of")
     _check_tied_copies(theirs, wanted, described.tied_copies, settings=settings)
+    stored = {names[name]: each for name, each in widened.quantized.items()}
+    quantization = quantization_of(stored, found, model, method=widened.method, rounds_inputs=widened.rounds_inputs)
     return PortableModel(
         model=model,
         groups=groups,
         tensors=to_ours(found, theirs, model, where=where, ignored=ignored),
         tokenizer=TokenizerConfig(tokenizer_type="NullTokenizer", vocab_size=(model.vocab_size or 1) - 1),
         seq_length=min(model.max_position_embeddings, 4096),
+        quantization=quantization,
         notes=(
             *_unread(
                 config,
