@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol, cast
 
@@ -47,6 +47,14 @@ class Form(Protocol):
     def multiply(self, x: Tensor, packed: Any, bias: Tensor | None) -> Tensor:
         """``x·weightᵀ + bias``: [t, in] -> [t, out]."""
         ...
+
+
+class StoredForm(Form, Protocol):
+    """A form of one weight, whose codes were chosen before. ``measured``: the kind of form whose products have the same
+    bits for few rows and many where these have.
+    """
+
+    measured: type[Form]
 
 
 class Plain:
@@ -181,6 +189,12 @@ class Int8:
         wide = weight.detach().float()
         scales = (wide.abs().amax(dim=1) / 127).clamp(min=1e-30).to(weight.dtype)
         numbers = (wide / scales.float()[:, None]).round().clamp(-127, 127).to(torch.int8)
+        return self.packed(numbers, scales, weight)
+
+    def packed(self, numbers: Tensor, scales: Tensor, weight: Tensor) -> tuple[Tensor, Tensor] | _Whole:
+        """Numbers ``[out, in]`` of 8 bits and scales ``[out]`` as the product for weights such as ``weight`` has
+        them.
+        """
         if weight.dtype == torch.bfloat16 and weight.numel() < _LARGE and weight.shape[1] % _STRIDE == 0:
             return numbers, scales
         blocks: Tensor = torch.ops.onednn.qlinear_prepack(numbers, None)
@@ -238,12 +252,15 @@ class GenerationProducts:
 
     ``is_batch_invariant``: the bits of a row don't depend on how many there are. ``form``: of the model's own weights;
     None: oneDNN's blocks where they work, and 16-bit weights as they are on processors without instructions for them.
-    They are copied when first used, and must not change. Parameters that require gradients, which training changes, and
-    other matrices, such as parts of a weight, are not copied.
+    ``stored``: forms of single weights, by id. All are copied when first used, and must not change. Parameters that
+    require gradients, which training changes, and other matrices, such as parts of a weight, are not copied.
     """
 
-    def __init__(self, *, is_batch_invariant: bool, form: Form | None = None) -> None:
+    def __init__(
+        self, *, is_batch_invariant: bool, form: Form | None = None, stored: Mapping[int, StoredForm] | None = None
+    ) -> None:
         self._is_batch_invariant, self._form, self._upcast = is_batch_invariant, form, Upcast()
+        self._stored = stored or {}
         self._prepared: dict[tuple[int, bool], _Prepared] = {}
         self._packed: dict[int, tuple[Any, Tensor | None]] = {}
 
@@ -275,13 +292,15 @@ class GenerationProducts:
         forms: tuple[Form, ...] = (self._upcast, PLAIN)
         if is_own:
             forms = (self._upcast, BLOCKED, PLAIN) if self._form is None else (self._form,)
-        form = next(each for each in forms if each.refusal(weight) is None)
+        stored = self._stored.get(id(weight)) if is_own else None
+        form = stored or next(each for each in forms if each.refusal(weight) is None)
         has_columns, multiply = False, cast(_Multiply, form.multiply)
         if self._is_batch_invariant:
-            others = () if self._form is not None and is_own else (TRANSPOSED, PLAIN)
+            others = () if (self._form is not None and is_own) or stored else (TRANSPOSED, PLAIN)
             candidates = others if form is PLAIN else (form, *others)
-            chosen, sizes = equal_rows(_Layout.of(weight), tuple(map(type, candidates)), has_bias=has_bias)
-            form = next(each for each in candidates if type(each) is chosen)
+            kinds = (stored.measured,) if stored else tuple(map(type, candidates))
+            chosen, sizes = equal_rows(_Layout.of(weight), kinds, has_bias=has_bias)
+            form = stored or next(each for each in candidates if type(each) is chosen)
             multiply = EqualRows(form.multiply, sizes).multiply
         elif form is BLOCKED:
             has_columns = _PACKED_FROM[weight.dtype] > 1

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Protocol, runtime_checkable
 
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from megatron.config.model import ModelConfig
 from megatron.core.inference.cache import CachedStep, KeyValueCache
-from megatron.core.inference.products import Form, GenerationProducts
+from megatron.core.inference.products import Form, GenerationProducts, StoredForm
 from megatron.core.inference.recording import RecordedSteps
 from megatron.core.inference.step_plan import PlanRow, RunnerLimits, RunningStep, StepPlan
 from megatron.core.ops.compiled import bodies_are_compiled
@@ -78,9 +78,11 @@ class CachedRunner:
         *,
         is_batch_invariant: bool | None = None,
         form: Form | None = None,
+        stored: Mapping[int, StoredForm] | None = None,
     ) -> None:
         """Prepare a model for generation. ``model``: a :class:`GenerativeModel`, a stage of the pipeline or all of it.
-        ``form``: of its weights. Raises ConfigError for a model of which layers need whole texts.
+        ``form``: of its weights. ``stored``: of those whose codes were chosen before, by id. Raises ConfigError for a
+        model of which layers need whole texts.
         """
         assert isinstance(model, GenerativeModel), f"{type(model).__name__} doesn't generate text"
         states = model.layer_states()
@@ -100,7 +102,7 @@ class CachedRunner:
         if is_batch_invariant is None:
             is_batch_invariant = costs_little(context) and not limits.has_states
         self._is_batch_invariant = is_batch_invariant
-        self._multiply = GenerationProducts(is_batch_invariant=is_batch_invariant, form=form)
+        self._multiply = GenerationProducts(is_batch_invariant=is_batch_invariant, form=form, stored=stored)
         # Recorders don't see what ranks exchange and compiled functions do. A GPU computes while Python runs ahead.
         is_alone = context.mesh.world_size == context.mesh.size("pp")
         self._records = context.device.type == "cpu" and is_alone and not bodies_are_compiled()

@@ -26,6 +26,7 @@ from megatron.core.tokenizers.conversations import OWN, ChatTemplate, load_templ
 from megatron.errors import ConfigError
 from megatron.training.checkpoints.trained_model import PlacedModel, TrainedModel, another_trained_model
 from megatron.training.evaluation.evaluate import Evaluator
+from megatron.training.evaluation.stored_weights import stored_weights
 from megatron.training.evaluation.whole_text_runner import WholeTextRunner
 
 _BLOCK_SIZE = 64
@@ -46,6 +47,7 @@ def generation_engine(
             yield engine
         return
     form = weights_form(trained, config)
+    stored = stored_weights(trained) if config.quantization == "stored" else None
     mesh = trained.context.mesh
     models = [trained]
     if config.draft_load is not None:
@@ -60,6 +62,7 @@ def generation_engine(
             limits,
             is_batch_invariant=invariant if each is trained else None,  # texts don't depend on drafts
             form=form,
+            stored=stored.forms if stored is not None and each is trained else None,
         )
         for each in models
     ]
@@ -80,6 +83,8 @@ def generation_engine(
         quantization=config.quantization,
         is_batch_invariant=invariant,
     )
+    if stored is not None:
+        print(stored.report(), file=sys.stderr)
     per_text = needs.bytes_per_text + sum(text_needs(each).bytes_per_text for each in models[1:])
     for remark in state_remarks(per_text, config, limits):
         print(remark, file=sys.stderr)
@@ -245,11 +250,11 @@ def exactness(
 
 
 def weights_form(trained: TrainedModel, config: InferenceConfig) -> Form | None:
-    """The form of weights that ``--quantization`` asks for; None without the flag.
+    """The form of weights that ``--quantization int8`` asks for; None without the flag.
 
     Raises ConfigError where the device or type doesn't support it.
     """
-    if config.quantization is None:
+    if config.quantization in (None, "stored"):
         return None
     weight = torch.empty(0, 0, dtype=trained.context.dtype, device=trained.context.device)
     if (reason := INT8.refusal(weight)) is not None:

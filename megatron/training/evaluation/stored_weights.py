@@ -1,0 +1,105 @@
+"""The weights of a quantized checkpoint in their own bits, for generation: this rank's part of codes and scales."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from megatron.core.checkpointing.boxes import boxes
+from megatron.core.checkpointing.stored_tensors import StoredTensors
+from megatron.core.conversion.portable import LazyScales
+from megatron.core.conversion.quantized_checkpoints import read_quantization
+from megatron.core.inference.products import StoredForm
+from megatron.core.inference.stored_weights import StoredScales, stored_form
+from megatron.core.parallel.mesh import Mesh
+from megatron.core.parallel.sharding import Sharding, sharded_parameters
+from megatron.core.quantization.grid import Grid
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, ReplicatedLinear, RowParallelLinear
+from megatron.errors import ConfigError
+from megatron.training.checkpoints.trained_model import TrainedModel
+
+FLAG = "--quantization stored"
+_LAYERS = (ColumnParallelLinear, RowParallelLinear, ReplicatedLinear)
+
+
+@dataclass(frozen=True)
+class StoredWeights:
+    """Forms of this rank's weights, by the ids that products ask for. ``scheme``: its name. ``before``: bytes of these
+    weights as numbers, of ``itemsize`` bytes each. ``others``: weights of the checkpoint that stay numbers, since no layer of theirs multiplies
+    them here alone (experts).
+    """
+
+    forms: dict[int, StoredForm]
+    scheme: str
+    bits: int
+    before: int
+    others: int
+    itemsize: int
+
+    def report(self) -> str:
+        """A line for the start-up report."""
+        after = self.before // self.itemsize * self.bits / 8
+        line = (
+            f"{len(self.forms)} weights stay in {self.scheme}: about {after / 2**20:,.1f} MiB and their scales, instead "
+            f"of {self.before / 2**20:,.1f} MiB"
+        )
+        return line + (f"; {self.others} of experts don't" if self.others else "")
+
+
+def stored_weights(trained: TrainedModel) -> StoredWeights:
+    """The weights of the model that lie on its checkpoint's grid. ConfigError for a checkpoint that isn't quantized,
+    and for other devices than CPUs.
+    """
+    folder, device = trained.folder, trained.context.device
+    quantization = read_quantization(folder, StoredTensors(folder.path))
+    if quantization is None:
+        raise ConfigError(
+            f"{FLAG} can't be used: weights of {folder.path} lie on no grid; --quantization int8 rounds them, or "
+            "tools/quantize.py writes a checkpoint that has one"
+        )
+    if device.type != "cpu":
+        raise ConfigError(
+            f"{FLAG} can't be used: it is for CPUs, and the model is on {device.type}; leave the flag out"
+        )
+    own = {id(layer.weight) for layer in _layers(trained.models) if layer.weight is not None}
+    forms, before, others = dict[int, StoredForm](), 0, 0
+    for model in trained.models:
+        for name, weight, sharding in sharded_parameters(model):
+            scales = quantization.scales.get(sharding.tied or name)
+            if scales is None:
+                continue
+            if id(weight) not in own:
+                others += 1
+                continue
+            part = part_of(scales, quantization.scheme.weights, weight, sharding, trained.context.mesh)
+            forms[id(weight)] = stored_form(weight, part)
+            before += weight.nbytes
+    scheme = quantization.scheme
+    return StoredWeights(forms, scheme.name, scheme.weights.bits, before, others, trained.context.dtype.itemsize)
+
+
+def _layers(models: Iterable[nn.Module]) -> list[nn.Module]:
+    return [module for model in models for module in model.modules() if isinstance(module, _LAYERS)]
+
+
+def part_of(scales: LazyScales, grid: Grid, weight: Tensor, sharding: Sharding, mesh: Mesh) -> StoredScales:
+    """The scales of this rank's part ``weight`` [out, in] of a weight."""
+    outputs, inputs = weight.shape
+    factors, zeros = scales.factors.make(), None if scales.zeros is None else scales.zeros.make()
+    grid = Grid(grid.kind, grid.bits, (1, grid.block[1]), grid.symmetric)  # scales have a row for each output
+    rows, first = torch.zeros(outputs, dtype=torch.long), 0
+    for box in boxes(sharding, mesh):
+        at, count = box.start // inputs, box.sizes[0]
+        rows[at : at + count] = torch.arange(box.offsets[0], box.offsets[0] + count)
+        first = box.offsets[1]
+    places = None if scales.groups is None else scales.groups.make().long()[first : first + inputs]
+    if places is None and factors.shape[1] > 1:
+        group = grid.block[1]
+        columns = slice(first // group, -(-(first + inputs) // group))
+        factors, zeros = factors[:, columns], None if zeros is None else zeros[:, columns]
+        if first % group:
+            places = torch.arange(first, first + inputs) // group - first // group
+    return StoredScales(grid, factors[rows].contiguous(), None if zeros is None else zeros[rows].contiguous(), places)
