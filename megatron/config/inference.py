@@ -64,8 +64,8 @@ class InferenceConfig(Settings):
         aliases=("--batch-invariant-mode",),
     )
     quantization: Literal["int8", "stored"] | None = flag(
-        "int8: round weights to 8 bits with a scale for each output, for a bf16 or fp32 model on a CPU: half the memory "
-        "traffic of bf16, which limits the speed of small batches. Logits change a little. stored: keep the weights of "
-        "a quantized checkpoint in its own bits (int8, int4, fp8), on a CPU; nothing is rounded again.",
+        "int8: round weights to 8 bits with a scale for each output, for a bf16 or fp32 model on a CPU: half the "
+        "memory traffic of bf16, which limits the speed of small batches. Logits change a little. stored: keep the "
+        "weights of a quantized checkpoint in its own bits (int8, int4, fp8), on a CPU; nothing is rounded again.",
         default=None,
     )

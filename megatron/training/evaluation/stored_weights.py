@@ -27,9 +27,9 @@ _LAYERS = (ColumnParallelLinear, RowParallelLinear, ReplicatedLinear)
 
 @dataclass(frozen=True)
 class StoredWeights:
-    """Forms of this rank's weights, by the ids that products ask for. ``scheme``: its name. ``before``: bytes of these
-    weights as numbers, of ``itemsize`` bytes each. ``others``: weights of the checkpoint that stay numbers, since no layer of theirs multiplies
-    them here alone (experts).
+    """Forms of this rank's weights, by the ids that products ask for. ``scheme``: its name, and its ``bits``.
+    ``before``: bytes of these weights as numbers, of ``itemsize`` bytes each. ``others``: weights on the grid that stay
+    numbers, since they aren't multiplied alone (experts).
     """
 
     forms: dict[int, StoredForm]
@@ -43,8 +43,8 @@ class StoredWeights:
         """A line for the start-up report."""
         after = self.before // self.itemsize * self.bits / 8
         line = (
-            f"{len(self.forms)} weights stay in {self.scheme}: about {after / 2**20:,.1f} MiB and their scales, instead "
-            f"of {self.before / 2**20:,.1f} MiB"
+            f"{len(self.forms)} weights stay in {self.scheme}: {after / 2**20:,.2f} MiB and their scales, instead of "
+            f"{self.before / 2**20:,.2f} MiB"
         )
         return line + (f"; {self.others} of experts don't" if self.others else "")
 
