@@ -59,6 +59,7 @@ CATALOGUE = {
     "parallel_efficiency": Benchmark("one rank of two threads", "efficiency of data parallelism", at_least=0.9),
     "pipeline_bubble": Benchmark("the simulator", "time of a step over the simulated one", at_most=1.05),
     "preprocessing": Benchmark("a bare loop over the tokenizers library", "speed over its", at_least=0.95),
+    "quantizing": Benchmark("llm-compressor, or transformers' load and save", "speed over its", at_least=1.0),
     "recomputation": Benchmark("a rehearsal on a pretended GPU", "counted over estimated, or inverse", at_most=1.02),
     "sampler": Benchmark("greedy choice", "time over its"),
     "samples": Benchmark("mock data", "time over its target, and of a step over that on mock data", at_most=1.05),

@@ -152,16 +152,17 @@ def run(name: str, folder: Path) -> dict[str, float] | None:
     return found
 
 
-def report(size: int, turns_of: dict[str, list[dict[str, float]]]) -> dict[str, float]:
-    """A row for each contender; how many times as fast as the peer each of ours is."""
+def report(size: int, turns_of: dict[str, list[dict[str, float]]], peer: str = PEER) -> dict[str, float]:
+    """A row for each contender; how many times as fast as ``peer`` each of ours is."""
     ratios: dict[str, float] = {}
-    print(f"{size / 1e6:.0f} MB, {len(turns_of[PEER])} rounds")
+    print(f"{size / 1e6:.0f} MB, {len(turns_of[peer])} rounds")
     print("| | MB/s | MB/s of processor time | times the peer | peak MB |")
     print("|---|--:|--:|--:|--:|")
     for name, rounds in turns_of.items():
         middle = {key: statistics.median(each[key] for each in rounds) for key in rounds[0]}
-        ratio = statistics.median(peer["seconds"] / mine["seconds"] for peer, mine in zip(turns_of[PEER], rounds))
-        ratios |= {} if name == PEER else {name: ratio}
+        pairs = zip(turns_of[peer], rounds)
+        ratio = statistics.median(theirs["seconds"] / ours["seconds"] for theirs, ours in pairs)
+        ratios |= {} if name == peer else {name: ratio}
         speed, cpu_speed = size / 1e6 / middle["seconds"], size / 1e6 / middle["cpu"]
         print(f"| {name} | {speed:.0f} | {cpu_speed:.0f} | {ratio:.2f} | {middle['memory']:.0f} |")
     return ratios

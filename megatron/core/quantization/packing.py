@@ -19,12 +19,13 @@ def packed(codes: Tensor, bits: int) -> Tensor:
     filled = numbers[:, ::each].clone()
     for place in range(1, each):
         filled |= numbers[:, place::each] << (bits * place)
-    return filled.contiguous().view(torch.int32)
+    # A matrix of one row or column may keep strides of another, which a view of other numbers doesn't allow.
+    return filled.contiguous().view(-1).view(torch.int32).view(len(codes), -1)
 
 
 def unpacked(words: Tensor, bits: int, count: int) -> Tensor:
     """The first ``count`` numbers of each row, uint8 ``[rows, count]``, of int32 ``[rows, ⌈count·bits/32⌉]``."""
-    filled = words.contiguous().view(torch.uint8)
+    filled = words.contiguous().view(-1).view(torch.uint8).view(len(words), -1)
     parts = [(filled >> (bits * place)) & ((1 << bits) - 1) for place in range(8 // bits)]
     return torch.stack(parts, dim=-1).flatten(1)[:, :count]
 
