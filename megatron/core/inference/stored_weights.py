@@ -7,6 +7,7 @@ made numbers again a part at a time, while the part is multiplied: less memory, 
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -17,7 +18,7 @@ from typing_extensions import override
 
 from megatron.core.inference.products import INT8, Form, Int8, Upcast
 from megatron.core.quantization.grid import Grid
-from megatron.core.quantization.packing import packed, signed, unpacked
+from megatron.core.quantization.packing import packed
 
 _PART = 1 << 19  # numbers of a weight that are in fp32 at once: what stays in the caches
 _INT4_GROUPS = (32, 64, 128, 256)  # inputs that share a scale in torch's product with 4-bit weights
@@ -74,7 +75,11 @@ class StoredInt8(Int8):
 
 
 class Int4:
-    """4 bits in groups of inputs, symmetric, by torch's product, for which weights are bf16 or fp32."""
+    """4 bits in groups of inputs by torch's product, for models in bf16 and fp32.
+
+    It adds a number for each group, which is that of the zero point in the type of the model: in bf16 rounded by less
+    than whole weights are when they are numbers.
+    """
 
     copies = True
 
@@ -89,7 +94,7 @@ class Int4:
         groups = weight.detach().float().view(len(weight), -1, _INT4_GROUPS[0])
         factors = (groups.abs().amax(2) / 7).clamp(min=1e-30).to(weight.dtype)
         codes = (groups / factors.float()[:, :, None]).round().clamp(-8, 7).flatten(1)
-        return _int4(codes.to(torch.int8), factors)
+        return _int4(codes.to(torch.int8), factors, None)
 
     def multiply(self, x: Tensor, packed: tuple[Tensor, Tensor], bias: Tensor | None) -> Tensor:
         """``x·weightᵀ + bias`` with a weight in 4 bits."""
@@ -99,11 +104,11 @@ class Int4:
         return found if bias is None else found + bias
 
 
-def _int4(codes: Tensor, factors: Tensor) -> tuple[Tensor, Tensor]:
-    """Codes ``[out, in]`` and factors ``[out, groups]`` as torch's product wants them."""
+def _int4(codes: Tensor, factors: Tensor, zeros: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Codes ``[out, in]``, and factors and zero points ``[out, groups]``, as torch's product wants them."""
     words: Tensor = torch.ops.aten._convert_weight_to_int4pack_for_cpu(codes.to(torch.int32) + 8, 1)
-    turned = factors.t()
-    return words, torch.stack((turned, torch.zeros_like(turned)), dim=-1).contiguous()
+    added = torch.zeros_like(factors) if zeros is None else (-zeros.float() * factors.float()).to(factors.dtype)
+    return words, torch.stack((factors.t(), added.t()), dim=-1).contiguous()
 
 
 class StoredInt4(Int4):
@@ -117,7 +122,7 @@ class StoredInt4(Int4):
     @override
     def pack(self, weight: Tensor) -> tuple[Tensor, Tensor]:
         """The codes and scales."""
-        return _int4(self._scales.codes(weight), self._scales.factors.to(weight.dtype))
+        return _int4(self._scales.codes(weight), self._scales.factors.to(weight.dtype), self._scales.zeros)
 
 
 @functools.cache
@@ -128,7 +133,7 @@ def _int4_works(dtype: torch.dtype) -> str | None:
     factors = torch.rand(32, 2, generator=generator).to(dtype)
     x = torch.randn(3, 64, generator=generator).to(dtype)
     try:
-        found = Int4().multiply(x, _int4(codes, factors), None)
+        found = Int4().multiply(x, _int4(codes, factors, None), None)
     except (AttributeError, NotImplementedError, RuntimeError, TypeError) as error:
         return f"this torch or processor has no such product ({str(error).splitlines()[0]})"
     expected = x.double() @ (codes * factors.double().repeat_interleave(32, 1)).t()
@@ -138,11 +143,27 @@ def _int4_works(dtype: torch.dtype) -> str | None:
 
 @dataclass(frozen=True)
 class _Part:
-    """Some outputs: their codes, packed, and scales."""
+    """Some outputs: their codes, packed, scales, and the codes of zero as files count them, from the smallest."""
 
     codes: Tensor
     factors: Tensor
     zeros: Tensor | None
+
+
+class Room:
+    """Memory for a part of a weight, which all weights use in turn: fresh memory takes more time than what is written
+    into it.
+    """
+
+    def __init__(self) -> None:
+        self._held: dict[torch.dtype, Tensor] = {}
+
+    def of(self, dtype: torch.dtype, *shape: int) -> Tensor:
+        """Numbers of a type, whatever they are."""
+        count = math.prod(shape)
+        if dtype not in self._held or self._held[dtype].numel() < count:
+            self._held[dtype] = torch.empty(max(count, _PART), dtype=dtype)
+        return self._held[dtype][:count].view(shape)
 
 
 class StoredParts:
@@ -151,9 +172,8 @@ class StoredParts:
     copies = True
     measured: type[Form] = Upcast
 
-    def __init__(self, scales: StoredScales) -> None:
-        self._scales = scales
-        self._inputs = 0
+    def __init__(self, scales: StoredScales, room: Room) -> None:
+        self._scales, self._room, self._inputs = scales, room, 0
 
     def refusal(self, weight: Tensor) -> str | None:
         """None: every weight on a CPU is taken."""
@@ -162,52 +182,74 @@ class StoredParts:
     def pack(self, weight: Tensor) -> list[_Part]:
         """Codes of groups of outputs, and their scales."""
         scales, rows = self._scales, max(1, _PART // max(1, weight.shape[1]))
-        self._inputs = weight.shape[1]
-        codes = scales.codes(weight)
-        if scales.grid.bits < 8:
-            codes = packed(codes, scales.grid.bits)
-        zeros = [None] * len(codes) if scales.zeros is None else scales.zeros.split(rows)
-        return [_Part(*each) for each in zip(codes.split(rows), scales.factors.float().split(rows), zeros)]
+        grid, self._inputs = scales.grid, weight.shape[1]
+        codes, factors, zeros = scales.codes(weight), scales.factors.float(), None
+        if grid.kind == "float":
+            factors = factors * _E4M3_IN_FP16
+        elif grid.bits < 8:
+            codes, offset = packed(codes, grid.bits), -grid.lowest
+            zeros = torch.full_like(factors, offset) if scales.zeros is None else scales.zeros.float() + offset
+        elif scales.zeros is not None:
+            zeros = scales.zeros.float()
+        groups = [None] * len(codes) if zeros is None else zeros.split(rows)
+        return [_Part(*each) for each in zip(codes.split(rows), factors.split(rows), groups)]
 
     def multiply(self, x: Tensor, packed: list[_Part], bias: Tensor | None) -> Tensor:
         """``x·weightᵀ + bias`` in fp32, one group of outputs after the other."""
         wide, sizes = x.float(), [len(part.codes) for part in packed]
         found = wide.new_empty(x.shape[0], sum(sizes))
         for part, columns in zip(packed, torch.split(found, sizes, dim=1), strict=True):
-            torch.mm(wide, self._numbers(part).t(), out=columns)
+            codes = self._numbers(part)
+            has_columns = part.factors.shape[1] > 1
+            if part.zeros is not None:
+                self._by_group(codes, part.zeros, torch.Tensor.sub_)
+            if has_columns:
+                self._by_group(codes, part.factors, torch.Tensor.mul_)
+            torch.mm(wide, codes.t(), out=columns)
+            if not has_columns:
+                columns.mul_(part.factors.t())
         return (found if bias is None else found.add_(bias)).to(x.dtype)
 
     def _numbers(self, part: _Part) -> Tensor:
-        """The numbers of some outputs, fp32 ``[outputs, in]``."""
-        grid, factors = self._scales.grid, part.factors
+        """The codes of some outputs as fp32 ``[outputs, in]``; those of a few bits count from the smallest."""
+        rows, inputs, grid = len(part.codes), self._inputs, self._scales.grid
         if grid.kind == "float":
-            # The exponent and fraction of E4M3 are moved to where fp16 has them.
-            bits = (part.codes.view(torch.int8).to(torch.int16) << 7) & ~0x4000
-            codes, factors = bits.view(torch.float16).float(), factors * _E4M3_IN_FP16
-        elif grid.bits < 8:
-            codes = signed(unpacked(part.codes, grid.bits, self._inputs), grid.bits).float()
-        else:
-            codes = part.codes.float()
-        if part.zeros is not None:
-            codes = self._by_group(codes, part.zeros.float(), torch.Tensor.sub_)
-        return self._by_group(codes, factors, torch.Tensor.mul_)
+            # The exponent and fraction of E4M3 are moved to where fp16 has them, and the sign to where it was.
+            bits = self._room.of(torch.int16, rows, inputs)
+            bits.copy_(part.codes.view(torch.int8)).mul_(1 << 7).bitwise_and_(~0x4000)
+            return self._room.of(torch.float32, rows, inputs).copy_(bits.view(torch.float16))
+        if grid.bits == 8:
+            return self._room.of(torch.float32, rows, inputs).copy_(part.codes)
+        filled, each = part.codes.view(torch.uint8), 8 // grid.bits
+        wide = self._room.of(torch.float32, rows, filled.shape[1], each)
+        one = self._room.of(torch.uint8, *filled.shape)
+        for place in range(each):
+            torch.bitwise_right_shift(filled, grid.bits * place, out=one)
+            wide[..., place] = one.bitwise_and_((1 << grid.bits) - 1)
+        return wide.view(rows, -1)[:, :inputs]
 
-    def _by_group(self, codes: Tensor, found: Tensor, change: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
-        """``codes``, changed in place by the number of each group of inputs."""
+    def _by_group(self, codes: Tensor, found: Tensor, change: Callable[[Tensor, Tensor], Tensor]) -> None:
+        """Change ``codes`` in place by the number of each group of inputs."""
         group = self._scales.grid.block[1]
-        if found.shape[1] > 1 and self._scales.groups is None and codes.shape[1] % group == 0:
+        is_even = group > 0 and codes.shape[1] % group == 0 and codes.is_contiguous()
+        if found.shape[1] > 1 and self._scales.groups is None and is_even:
             change(codes.view(len(codes), -1, group), found.unsqueeze(2))
-            return codes
-        return change(codes, self._scales.spread(found, codes.shape[1]))
+        else:
+            change(codes, self._scales.spread(found, codes.shape[1]))
 
 
-def stored_form(weight: Tensor, scales: StoredScales) -> StoredInt8 | StoredInt4 | StoredParts:
-    """The fastest form that keeps ``weight`` in the bits of its grid."""
-    grid, is_plain = scales.grid, scales.zeros is None and scales.groups is None
-    is_plain = is_plain and grid.kind == "int"
-    if is_plain and grid.bits == 8 and scales.factors.shape[1] == 1 and INT8.refusal(weight) is None:
+def stored_form(weight: Tensor, scales: StoredScales, room: Room) -> StoredInt8 | StoredInt4 | StoredParts:
+    """The fastest form that keeps ``weight`` in the bits of its grid. ``room``: one for all weights of a model."""
+    grid, is_plain = scales.grid, scales.grid.kind == "int" and scales.groups is None
+    if (
+        is_plain
+        and scales.zeros is None
+        and grid.bits == 8
+        and scales.factors.shape[1] == 1
+        and INT8.refusal(weight) is None
+    ):
         return StoredInt8(scales)
     fits = grid.block[1] in _INT4_GROUPS and len(weight) % _INT4_OUTPUTS == 0 and weight.shape[1] % grid.block[1] == 0
     if is_plain and grid.bits == 4 and fits and Int4().refusal(weight) is None:
         return StoredInt4(scales)
-    return StoredParts(scales)
+    return StoredParts(scales, room)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 # Mixers' projections have no names of linear layers of their own.
 _MIXERS = ("in_proj", "out_proj")
-_NEVER = ("router", "gate")
 
 
 def is_quantized(name: str) -> bool:
@@ -15,4 +14,4 @@ def is_quantized(name: str) -> bool:
     """
     module, _, kind = name.rpartition(".")
     last = module.rpartition(".")[2]
-    return kind == "weight" and last not in _NEVER and (last.startswith("linear_") or last in _MIXERS)
+    return kind == "weight" and (last.startswith("linear_") or last in _MIXERS)

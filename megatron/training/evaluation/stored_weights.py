@@ -13,7 +13,7 @@ from megatron.core.checkpointing.stored_tensors import StoredTensors
 from megatron.core.conversion.portable import LazyScales
 from megatron.core.conversion.quantized_checkpoints import read_quantization
 from megatron.core.inference.products import StoredForm
-from megatron.core.inference.stored_weights import StoredScales, stored_form
+from megatron.core.inference.stored_weights import Room, StoredScales, stored_form
 from megatron.core.parallel.mesh import Mesh
 from megatron.core.parallel.sharding import Sharding, sharded_parameters
 from megatron.core.quantization.grid import Grid
@@ -65,7 +65,7 @@ def stored_weights(trained: TrainedModel) -> StoredWeights:
             f"{FLAG} can't be used: it is for CPUs, and the model is on {device.type}; leave the flag out"
         )
     own = {id(layer.weight) for layer in _layers(trained.models) if layer.weight is not None}
-    forms, before, others = dict[int, StoredForm](), 0, 0
+    forms, before, others, room = dict[int, StoredForm](), 0, 0, Room()
     for model in trained.models:
         for name, weight, sharding in sharded_parameters(model):
             scales = quantization.scales.get(sharding.tied or name)
@@ -75,7 +75,7 @@ def stored_weights(trained: TrainedModel) -> StoredWeights:
                 others += 1
                 continue
             part = part_of(scales, quantization.scheme.weights, weight, sharding, trained.context.mesh)
-            forms[id(weight)] = stored_form(weight, part)
+            forms[id(weight)] = stored_form(weight, part, room)
             before += weight.nbytes
     scheme = quantization.scheme
     return StoredWeights(forms, scheme.name, scheme.weights.bits, before, others, trained.context.dtype.itemsize)

@@ -9,6 +9,7 @@ from tests.faults.catalogue import (
     model,
     optimizers,
     public_reports,
+    quantized,
     ranks,
     service,
     sharding_stages,
@@ -29,6 +30,7 @@ FAULTS: tuple[Fault, ...] = (
     *service.FAULTS,
     *training.FAULTS,
     *optimizers.FAULTS,
+    *quantized.FAULTS,
     *public_reports.FAULTS,
     *state_space.FAULTS,
 )
