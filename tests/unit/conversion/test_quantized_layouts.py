@@ -23,6 +23,7 @@ from megatron.core.conversion.huggingface.writing import write_huggingface
 from megatron.core.quantization.scheme import SCHEMES
 from megatron.errors import CheckpointError, ConfigError
 from tests.harness.sentences import expect_error
+from tests.tiers import tiers
 
 Folder = Callable[[str], Path]
 Layer = Callable[[Tensor], tuple[dict[str, Tensor], Tensor]]
@@ -309,7 +310,7 @@ def test_layers_of_several_groups(model_folder: Folder, tmp_path: Path) -> None:
     assert {name.split(".")[-2]: weight.grid.bits for name, weight in found.items()}["down_proj"] == 4
 
 
-@pytest.mark.parametrize("name", ["int4", "gptq", "fp8"])
+@pytest.mark.parametrize("name", tiers(["int4", "gptq", "fp8"], first=["gptq"]))
 def test_converted_with_a_proof(model_folder: Folder, tmp_path: Path, name: str) -> None:
     """From quantized folders, by transformers' own dequantization or, where it has none, from the numbers read here."""
     pytest.importorskip("compressed_tensors", reason="the layouts' own library writes the files")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import weakref
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -24,7 +25,7 @@ from megatron.core.conversion.huggingface.reading import read_huggingface
 from megatron.core.conversion.huggingface.writing import write_huggingface
 from megatron.core.conversion.portable import LazyScales, LazyTensor, PortableModel, Quantization
 from megatron.core.conversion.proof import ProofError
-from megatron.core.quantization.grid import rounded, scales_of
+from megatron.core.quantization.grid import scales_of
 from megatron.core.quantization.packing import packed
 from megatron.core.quantization.scheme import SCHEMES, scheme_named
 from megatron.errors import ConfigError
@@ -38,7 +39,6 @@ EVERYWHERE = ("int8", "fp8")
 FIRST = [
     ("llama with biases", "int4"),
     ("llama multi-head, tied", "w8a8"),
-    ("mixtral", "int8"),
     ("gpt_neox", "fp8"),
     ("qwen3_moe", "fp8-block"),
     ("qwen2 tied", "int4-asym"),
@@ -51,6 +51,7 @@ DECODERS = (
     *("nemotron", "olmo", "olmo2", "olmo3", "opt", "phi", "phi3", "smollm3", "stablelm", "starcoder2"),
 )
 CASES = [*FIRST, *((name, kind) for name in DECODERS for kind in EVERYWHERE), ("olmo_hybrid", "fp8")]
+CASES += [("mixtral", "int8"), ("mixtral", "fp8")]
 CASES += [(name, "int4") for name in ("bloom", "gemma2", "olmoe", "glm4_moe")]
 
 
@@ -80,7 +81,7 @@ def test_transformers_reads_the_same_numbers(model_folder: Folder, tmp_path: Pat
     assert "lm_head" in (settings.get("ignore") or settings["modules_to_not_convert"])
 
 
-@pytest.mark.parametrize("scheme", ["int4", "fp8"])
+@pytest.mark.parametrize("scheme", tiers(["int4", "fp8"], first=["int4"]))
 def test_a_model_in_bf16(model_folder: Folder, tmp_path: Path, scheme: str) -> None:
     """Scales are in bf16, too, and readers that dequantize whole weights round each to bf16."""
     portable = read_huggingface(model_folder("mixtral"))
@@ -120,8 +121,8 @@ def test_settings_of_fp8_lie_beside_it(model_folder: Folder, tmp_path: Path) -> 
 def test_layers_that_a_user_leaves_out(model_folder: Folder, tmp_path: Path) -> None:
     """By name, and by a pattern; the rest is quantized."""
     ignored = ("model.layers.0.mlp.down_proj", r"re:.*\.o_proj$")
-    said = quantize(model_folder("llama"), tmp_path / "few", rounding("int4", *ignored))
-    assert any("bit-equal" in line for line in said)
+    portable = read_huggingface(model_folder("llama"))
+    write_huggingface(portable, tmp_path / "few", max_shard_size=1 << 30, rounding=rounding("int4", *ignored))
     found = load_file(tmp_path / "few" / "model.safetensors")
     assert "model.layers.0.mlp.down_proj.weight" in found and "model.layers.1.mlp.down_proj.weight_packed" in found
     assert not any("o_proj.weight_packed" in name for name in found)
@@ -210,8 +211,6 @@ def test_one_weight_in_memory_at_a_time(model_folder: Folder, tmp_path: Path) ->
 
     def counted(name: str, tensor: LazyTensor) -> LazyTensor:
         def make() -> torch.Tensor:
-            import weakref
-
             read.append(name)
             assert sum(each() is not None for each in alive) <= 1
             found = tensor.make()
@@ -228,4 +227,3 @@ def test_one_weight_in_memory_at_a_time(model_folder: Folder, tmp_path: Path) ->
         rounding=rounding("int4"),
     )
     assert sorted(read) == sorted(portable.tensors)
-    assert rounded(torch.ones(2, 8), SCHEMES["int8"].weights).eq(1).all()
