@@ -191,8 +191,8 @@ class StoredParts:
             zeros = torch.full_like(factors, offset) if scales.zeros is None else scales.zeros.float() + offset
         elif scales.zeros is not None:
             zeros = scales.zeros.float()
-        groups = [None] * len(codes) if zeros is None else zeros.split(rows)
-        return [_Part(*each) for each in zip(codes.split(rows), factors.split(rows), groups)]
+        groups = [None] * len(codes) if zeros is None else torch.split(zeros, rows)
+        return [_Part(*each) for each in zip(torch.split(codes, rows), torch.split(factors, rows), groups)]
 
     def multiply(self, x: Tensor, packed: list[_Part], bias: Tensor | None) -> Tensor:
         """``x·weightᵀ + bias`` in fp32, one group of outputs after the other."""
