@@ -23,6 +23,7 @@ AFFECTED = {
     "megatron/core/tokenizers": "unit/tokenizers unit/tools unit/serving unit/conversion end_to_end",
     "megatron/core/checkpointing": "unit/checkpointing parallel unit/training unit/tools end_to_end",
     "megatron/core/conversion": "unit/conversion unit/tools unit/training end_to_end",
+    "megatron/core/quantization": "unit/quantization unit/conversion unit/inference",
     "megatron/core/inference": "unit/inference unit/serving unit/tools parallel end_to_end",
     "megatron/core/files": "unit/files unit/checkpointing end_to_end",
     "megatron/core/device.py": "unit/test_device.py unit/parallel end_to_end",

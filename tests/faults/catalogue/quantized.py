@@ -78,8 +78,8 @@ FAULTS = (
     Fault(
         "negative_numbers_of_fp8",
         "megatron/core/inference/stored_weights.py",
-        old="& ~0x4000",
-        new="& 0x7FFF",
+        old="bitwise_and_(~0x4000)",
+        new="bitwise_and_(0x7FFF)",
         suffers="Served from FP8, negative weights are large positive ones.",
         first=(SERVED,),
     ),
