@@ -137,7 +137,7 @@ class ParamGather:
         home = {entry.parameter: bucket for _, bucket in self._order for entry in bucket.entries}
         for module in model.modules():
             own = {home[parameter] for parameter in module.parameters(recurse=False) if parameter in home}
-            if own:
+            if own or module is model:  # which is called even where no module with a trained parameter is
                 self._hooked[module] = tuple(own)
                 self._hooks.append(module.register_forward_pre_hook(self._before_forward))
 
