@@ -118,6 +118,11 @@ class PartConfig(CheckedSettings):
         return ()
 
     @property
+    def trained_alone(self) -> tuple[str, ...]:
+        """Patterns of the names of its parameters, where nothing else of the model is trained unless it is named."""
+        return ()
+
+    @property
     def columns(self) -> Mapping[str, int]:
         """Widths that tensor-parallel ranks split, by name."""
         return {}

@@ -8,6 +8,7 @@ from typing import Literal
 from typing_extensions import override
 
 from megatron.config.flags import COUNT, derive, flag, flag_of, switch
+from megatron.config.parameter_names import TrainedNames
 from megatron.config.update_rules import MATRIX_RULES, STATE_FLAGS, UpdateRuleSettings
 
 
@@ -102,6 +103,11 @@ class OptimizerConfig(UpdateRuleSettings):
         "'decoder.layers.[0-3].*'. Frozen parameters have no gradient and no optimizer state.",
         default=(),
     )
+    train_only: tuple[str, ...] = flag(
+        "Quoted patterns of names of the only parameters that are trained, such as '*.bias' or 'output_layer.*'; all "
+        "others are frozen. With --lora-rank: what is trained beside the adapters.",
+        default=(),
+    )
     lr_multipliers: tuple[str, ...] = flag(
         "Quoted PATTERN=FACTOR pairs: parameters whose names match PATTERN, as --freeze gives it, are trained at "
         "FACTOR times the learning rate of the others, such as 'embedding.*=0.1'. The first pair that matches counts.",
@@ -178,6 +184,11 @@ class OptimizerConfig(UpdateRuleSettings):
         name="--use-checkpoint-opt_param-scheduler",
         aliases=("--use-checkpoint-opt-param-scheduler",),
     )
+
+    @property
+    def trained(self) -> TrainedNames:
+        """Names of the parameters that are trained."""
+        return TrainedNames(self.freeze, self.train_only)
 
     @property
     def scalar_rule(self) -> str:

@@ -101,7 +101,9 @@ class RunConfig:
     def _resolved(self) -> dict[str, dict[str, Any]]:
         """Values that follow from other groups, by group and field."""
         model, training, tokenizer, precision = self.model, self.training, self.tokenizer, self.precision
-        found: dict[str, dict[str, Any]] = {"model": {}, "training": {}, "tokenizer": {}, "parallel": {}}
+        found: dict[str, dict[str, Any]] = {
+            name: {} for name in ("model", "training", "tokenizer", "parallel", "optimizer")
+        }
         if model.max_position_embeddings is None:
             found["model"]["max_position_embeddings"] = self.family.longest_sequence(self.data)
         if training.global_batch_size is None:
@@ -121,6 +123,9 @@ class RunConfig:
             found["parallel"]["sequence_parallel"] = False
         if not self.divides_over_expert_ranks:
             found["parallel"]["expert_tensor_parallel_size"] = None
+        trained_alone = {pattern for part in self.parts for pattern in part.trained_alone}
+        if trained_alone - {*self.optimizer.train_only}:
+            found["optimizer"]["train_only"] = tuple(sorted(trained_alone | {*self.optimizer.train_only}))
         if tokenizer.padded_vocab_size is not None:
             unit = tokenizer.padded_vocab_size // max(self.parallel.tensor_model_parallel_size, 1)
             found["model"]["make_vocab_size_divisible_by"] = max(unit, 1)

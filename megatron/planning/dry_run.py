@@ -11,6 +11,7 @@ from megatron.config.run import RunConfig
 from megatron.config.vocabulary import vocabulary_size
 from megatron.core.models.train_spec import TrainSpec
 from megatron.core.tokenizers.build import built_size
+from megatron.planning.adapters import check_adapters
 from megatron.planning.communication import communication_report
 from megatron.planning.estimate import (
     MemoryEstimate,
@@ -38,6 +39,7 @@ def dry_run_report(run: RunConfig, train_spec: TrainSpec, *, files: Sequence[str
     patterns of parameters that match nothing, or freeze everything.
     """
     run = with_stages(run.with_vocab_size(vocabulary_size(run, built_size)), train_spec)
+    check_adapters(run, train_spec)
     check_patterns(run, train_spec)
     check_update_rule(run, train_spec)
     memory = memory_estimate(run, train_spec)

@@ -17,7 +17,7 @@ from megatron.config.pipeline import Stage, model_stages
 from megatron.config.run import RunConfig
 from megatron.core.distributed.buffers import usual_bucket_size
 from megatron.core.distributed.grad_sync import IN_FLIGHT, TIED_CHUNK
-from megatron.core.distributed.parameter_policy import Policies, matches, parameter_policies
+from megatron.core.distributed.parameter_policy import Policies, parameter_policies
 from megatron.core.models.train_spec import TrainSpec
 from megatron.core.optimizer.matrix_updates import matrices_of
 from megatron.core.optimizer.optimizer import CHUNK
@@ -110,9 +110,9 @@ def active_parameters(run: RunConfig, train_spec: TrainSpec) -> int:
 
 
 def frozen_parameters(run: RunConfig, train_spec: TrainSpec) -> int:
-    """Parameters that ``--freeze`` excludes from training."""
+    """Parameters that ``--freeze`` and ``--train-only`` exclude from training."""
     sizes = parameter_sizes(run, train_spec)
-    return sum(size for name, size in sizes.items() if matches(name, run.optimizer.freeze))
+    return sum(size for name, size in sizes.items() if name not in run.optimizer.trained)
 
 
 def rank_parameters(run: RunConfig, train_spec: TrainSpec, *, pipeline_rank: int = 0) -> ParameterCounts:

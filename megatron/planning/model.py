@@ -11,9 +11,9 @@ from torch import nn
 from megatron.config.fp8 import Fp8Config
 from megatron.config.model import ModelConfig
 from megatron.config.parallel import CpCommType
+from megatron.config.parameter_names import TrainedNames
 from megatron.config.pipeline import Stage, model_stages
 from megatron.config.run import RunConfig
-from megatron.core.distributed.parameter_policy import matches
 from megatron.core.models.train_spec import TrainSpec
 from megatron.core.parallel.launch import DTYPES
 from megatron.core.parallel.low_precision import LowPrecision
@@ -105,7 +105,7 @@ def stage_models(run: RunConfig, train_spec: TrainSpec, *, pipeline_rank: int | 
 def stage_model(run: RunConfig, train_spec: TrainSpec, stage: Stage) -> nn.Module:
     """One stage of the run's model, in training mode."""
     recompute = RecomputePlan.of(run.training)
-    return _build(train_spec, run.model, run.extra, _Layout.of(run), stage, recompute, run.optimizer.freeze)
+    return _build(train_spec, run.model, run.extra, _Layout.of(run), stage, recompute, run.optimizer.trained)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -116,9 +116,9 @@ def _build(
     layout: _Layout,
     stage: Stage,
     recompute: RecomputePlan,
-    freeze: tuple[str, ...],
+    trained: TrainedNames,
 ) -> nn.Module:
     built = train_spec.build_model(model, groups, _context(layout), stage=stage, recompute=recompute)
     for name, parameter, sharding in sharded_parameters(built):
-        parameter.requires_grad_(parameter.requires_grad and not matches(sharding.tied or name, freeze))
+        parameter.requires_grad_(parameter.requires_grad and (sharding.tied or name) in trained)
     return built

@@ -1,4 +1,4 @@
-"""Checks of patterns of names (``--freeze``, ``--lr-multipliers``), and what a resume with other patterns changes.
+"""Checks of patterns of parameters' names, such as those of ``--freeze``, and what a resume with others changes.
 
 Names are those of the model built without values, so all ranks and a dry run find the same ones.
 """
@@ -11,9 +11,10 @@ from difflib import get_close_matches
 from typing import Any
 
 from megatron.config.optimizer import pattern_and_factor
+from megatron.config.parameter_names import TrainedNames, matches
 from megatron.config.run import RunConfig
 from megatron.config.update_rules import MATRIX_RULES
-from megatron.core.distributed.parameter_policy import is_layer_matrix, matches
+from megatron.core.distributed.parameter_policy import is_layer_matrix
 from megatron.core.models.train_spec import TrainSpec
 from megatron.core.parallel.sharding import sharded_parameters
 from megatron.errors import CheckpointError, ConfigError
@@ -28,22 +29,30 @@ def check_patterns(run: RunConfig, train_spec: TrainSpec) -> None:
     """Raise ConfigError for a pattern that matches no parameter of the model, for a learning-rate multiplier of
     parameters that are all frozen or all have an earlier one, and when all parameters are frozen.
     """
-    frozen, pairs = run.optimizer.freeze, run.optimizer.lr_multipliers
-    names = {*parameter_sizes(run, train_spec)} if frozen or pairs else set()
-    for pattern in frozen:
-        _check_matches("--freeze", pattern, names)
-    if frozen and all(matches(name, frozen) for name in names):
+    trained, pairs = run.optimizer.trained, run.optimizer.lr_multipliers
+    names = set() if trained.is_all and not pairs else {*parameter_sizes(run, train_spec)}
+    for flag, patterns in {"--freeze": trained.freeze, "--train-only": trained.only}.items():
+        for pattern in patterns:
+            _check_matches(flag, pattern, names)
+    rest = {name for name in names if name in trained}
+    if names and not rest and trained.only:
         raise ConfigError(
-            f"--freeze {' '.join(frozen)} freezes all {len(names)} parameter tensors of the model, so nothing would "
-            "be trained: leave out a pattern, or evaluate with --skip-train and without --freeze"
+            f"--train-only {' '.join(trained.only)} and --freeze {' '.join(trained.freeze)} leave nothing to train: "
+            "leave out a pattern of --freeze"
         )
-    rest = {name for name in names if not matches(name, frozen)}
+    if names and not rest:
+        raise ConfigError(
+            f"--freeze {' '.join(trained.freeze)} freezes all {len(names)} parameter tensors of the model, so nothing "
+            "would be trained: leave out a pattern, or evaluate with --skip-train and without --freeze"
+        )
     for pair in pairs:
         pattern, _ = pattern_and_factor(pair)
         _check_matches("--lr-multipliers", pattern, names)
         concerned = {name for name in rest if matches(name, [pattern])}
-        if not concerned and all(matches(name, frozen) for name in names if matches(name, [pattern])):
-            raise ConfigError(f"--lr-multipliers {pair} has no effect: --freeze names all its parameters; leave it out")
+        if not concerned and not any(name in trained for name in names if matches(name, [pattern])):
+            raise ConfigError(
+                f"--lr-multipliers {pair} has no effect: {_flags(trained)} all its parameters; leave it out"
+            )
         if not concerned:
             raise ConfigError(
                 f"--lr-multipliers {pair} has no effect: earlier pairs match all its parameters; move it before them"
@@ -54,16 +63,22 @@ def check_patterns(run: RunConfig, train_spec: TrainSpec) -> None:
 def check_update_rule(run: RunConfig, train_spec: TrainSpec) -> None:
     """Raise ConfigError for a rule of matrices where no layer has a matrix that is trained."""
     named = sharded_parameters(whole_model(run, train_spec)) if run.optimizer.optimizer in MATRIX_RULES else None
-    frozen = run.optimizer.freeze
+    trained = run.optimizer.trained
     if named is None or any(
-        parameter.requires_grad and is_layer_matrix(name, sharding) and not matches(name, frozen)
+        parameter.requires_grad and is_layer_matrix(name, sharding) and name in trained
         for name, parameter, sharding in named
     ):
         return
+    lacks = "the model has" if trained.is_all else "--freeze or --train-only leaves"
     raise ConfigError(
         f"--optimizer {run.optimizer.optimizer} updates the matrices of layers, that is, two-dimensional weights in "
-        f"numbered modules, and {'--freeze leaves' if frozen else 'the model has'} none to train; use --optimizer adam"
+        f"numbered modules, and {lacks} none to train; use --optimizer adam"
     )
+
+
+def _flags(trained: TrainedNames) -> str:
+    """The flags that freeze parameters, and a verb."""
+    return "--freeze names" if not trained.only else "--train-only and --freeze leave out"
 
 
 def _check_matches(flag: str, pattern: str, names: set[str]) -> None:
@@ -88,13 +103,14 @@ class FreezingChange:
     @classmethod
     def since(cls, saved: Mapping[str, Any], run: RunConfig, train_spec: TrainSpec) -> FreezingChange:
         """The change from the settings ``saved`` in a checkpoint to those of ``run``."""
-        # None in a checkpoint from before there was the flag.
-        saved_patterns = {"freeze": (saved.get("optimizer") or {}).get("freeze")}
-        check_kinds(saved_patterns, {"freeze": list[str]}, where="the checkpoint's settings", error=CheckpointError)
+        # None in a checkpoint from before there was such a flag.
+        patterns = {flag: (saved.get("optimizer") or {}).get(flag) for flag in ("freeze", "train_only")}
+        kinds = dict.fromkeys(patterns, list[str])
+        check_kinds(patterns, kinds, where="the checkpoint's settings", error=CheckpointError)
+        then = TrainedNames(*(tuple(each or ()) for each in patterns.values()))
         names = parameter_sizes(run, train_spec)
         before, after = (
-            frozenset(name for name in names if matches(name, patterns))
-            for patterns in (saved_patterns["freeze"] or [], run.optimizer.freeze)
+            frozenset(name for name in names if name not in trained) for trained in (then, run.optimizer.trained)
         )
         return cls(frozen=after - before, trained=before - after)
 

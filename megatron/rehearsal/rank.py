@@ -25,7 +25,6 @@ from megatron.core.checkpointing.save import SavePlanner
 from megatron.core.checkpointing.sharded_view import Staging, sharded_views
 from megatron.core.datasets import mock as mock_data
 from megatron.core.distributed import buffers
-from megatron.core.distributed.parameter_policy import matches
 from megatron.core.distributed.transient import TransientTensor
 from megatron.core.inference.request import Request
 from megatron.core.models.train_spec import TrainSpec
@@ -243,7 +242,7 @@ def _answers(config: RunConfig, train_spec: TrainSpec) -> Iterator[None]:
             for models in (stage_models(config, train_spec, pipeline_rank=stage) for stage in stages)
         ]
         if here != tied[mesh.rank("pp")]:  # of frozen parameters alone
-            tied = [{name for name in names if matches(name, config.optimizer.freeze)} for names in tied]
+            tied = [{name for name in names if name not in config.optimizer.trained} for names in tied]
         return world(mesh, tied)
 
     def alike(values: list[Any], value: Any, group: Any = None) -> None:

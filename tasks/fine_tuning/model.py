@@ -8,11 +8,12 @@ from dataclasses import dataclass
 from torch import Tensor
 from typing_extensions import override
 
+from megatron.config.lora import LoraConfig
 from megatron.config.model import ModelConfig
 from megatron.config.moe import MoEConfig
 from megatron.config.pipeline import Stage
 from megatron.core.models.bert.config import TokenTypesConfig
-from megatron.core.models.bert.model import NO_EXPERTS, BertBody, Pooler, head_of_first_token
+from megatron.core.models.bert.model import NO_ADAPTERS, NO_EXPERTS, BertBody, Pooler, head_of_first_token
 from megatron.core.ops.dropout import dropout
 from megatron.core.parallel.costs import Costs, Workload, total_of
 from megatron.core.parallel.model_context import ModelContext
@@ -44,12 +45,13 @@ class BertClassifier(BertBody):
         classes: int,
         token_types: int = TokenTypesConfig.num_tokentypes,
         moe: MoEConfig = NO_EXPERTS,
+        lora: LoraConfig = NO_ADAPTERS,
         stage: Stage | None = None,
         recompute: RecomputePlan | None = None,
         seed: int | None = None,
     ) -> None:
         stage = stage or Stage(range(config.num_layers), is_first=True, is_last=True)
-        super().__init__(config, context, stage=stage, token_types=token_types, moe=moe, recompute=recompute)
+        super().__init__(config, context, stage=stage, token_types=token_types, moe=moe, lora=lora, recompute=recompute)
         self.pooler = Pooler(config, context) if stage.is_last else None
         head = head_of_first_token(classes, config, context) if stage.is_last else None
         self.classification_head = head if classes > 1 else None

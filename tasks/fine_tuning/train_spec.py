@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from typing_extensions import override
 
+from megatron.config.lora import LoraConfig
 from megatron.config.model import ModelConfig
 from megatron.config.moe import MoEConfig
 from megatron.config.pipeline import Stage
@@ -116,6 +117,7 @@ class ClassificationSpec(TrainSpec):
             classes=classes,
             token_types=TokenTypesConfig.among(groups).num_tokentypes,
             moe=MoEConfig.among(groups),
+            lora=LoraConfig.among(groups),
             stage=stage,
             recompute=recompute,
             seed=seed,

@@ -7,7 +7,7 @@ import functools
 import pytest
 import torch
 
-from megatron.core.distributed.parameter_policy import matches
+from megatron.config.parameter_names import matches
 from megatron.training.evaluation.parity import Observed, logical
 from tests.equivalence.flags import (
     CP2,

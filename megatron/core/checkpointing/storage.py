@@ -14,6 +14,7 @@ import zlib
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import IO, Any, cast
 
@@ -24,12 +25,16 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from torch.futures import Future
 from typing_extensions import override
 
+from megatron.core.checkpointing.base import base_of
 from megatron.core.checkpointing.contents_table import read_table
 from megatron.core.checkpointing.manifest import METADATA, FileRecord, Manifest
 from megatron.core.checkpointing.torch_files import load_torch_bytes
 from megatron.core.files.remote_path import AnyPath, RemotePath
 from megatron.errors import CheckpointError
 from megatron.small_files import check_regular
+
+_OF_BASE = "base:"
+"""Before the names of files of the checkpoint that another one refers to."""
 
 
 class _ChecksummedStream:
@@ -139,7 +144,8 @@ class CheckpointReader(FileSystemReader):
 
     ``foreign``: the folder is of another program (Megatron-LM's torch_dist), whose table of contents may name its own
     classes and list pickled objects beside tensors; none of these is built. ``is_verified``: the files' checksums
-    have just been compared, so those of single boxes are not.
+    have just been compared, so those of single boxes are not. Where the checkpoint holds only what was trained beside
+    the weights of another one, tensors that it lacks are those of that one.
     """
 
     def __init__(self, folder: AnyPath, *, foreign: bool = False, is_verified: bool = False) -> None:
@@ -147,6 +153,7 @@ class CheckpointReader(FileSystemReader):
         self._folder = folder
         self._foreign = foreign
         self._is_verified = is_verified
+        self._base: CheckpointReader | None = None
 
     @override
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
@@ -164,6 +171,9 @@ class CheckpointReader(FileSystemReader):
             raise CheckpointError(f"{path} lists pickled objects beside tensors; ours never do")
         if not self._foreign:
             self._check_listed(metadata)
+            if (base := base_of(self._folder)) is not None:
+                self._base = CheckpointReader(base)
+                _add_missing(metadata, self._base.read_metadata())
         return metadata
 
     def _check_listed(self, metadata: Metadata) -> None:
@@ -198,6 +208,8 @@ class CheckpointReader(FileSystemReader):
 
     def open(self, name: str) -> IO[bytes]:
         """A file of the checkpoint by its name in the table of contents."""
+        if self._base is not None and name.startswith(_OF_BASE):
+            return self._base.open(name.removeprefix(_OF_BASE))
         if Path(name).name != name:
             raise CheckpointError(f"{self._folder / METADATA} names {name!r}, which is not a file of this checkpoint")
         path = self._folder / name
@@ -216,7 +228,21 @@ class CheckpointReader(FileSystemReader):
         place = self.storage_data[index]
         file.seek(place.offset)
         name = f"{file.name}: {index.fqn}"
-        return load_torch_bytes(file, place.length, name=name, is_checked=not self._is_verified)
+        is_checked = not self._is_verified or place.relative_path.startswith(_OF_BASE)
+        return load_torch_bytes(file, place.length, name=name, is_checked=is_checked)
+
+
+def _add_missing(metadata: Metadata, base: Metadata) -> None:
+    """Add the weights of a base that a checkpoint lacks to its table of contents."""
+    missing = {
+        name: entry
+        for name, entry in base.state_dict_metadata.items()
+        if name.startswith("model.") and name not in metadata.state_dict_metadata
+    }
+    metadata.state_dict_metadata |= missing
+    for index, place in base.storage_data.items():
+        if index.fqn in missing:
+            metadata.storage_data[index] = replace(place, relative_path=_OF_BASE + place.relative_path)
 
 
 def _copy(stored: torch.Tensor, item: ReadItem, planner: LoadPlanner) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -18,6 +19,7 @@ from megatron.core.checkpointing.load import CHAT, MODEL_NAME, read_run_state
 from megatron.core.checkpointing.save import save_streamed
 from megatron.core.checkpointing.stored_tensors import StoredTensors
 from megatron.core.checkpointing.streamed import StreamedBox
+from megatron.core.conversion.adapters import merged
 from megatron.core.conversion.chat_files import chat_entry, chat_of_checkpoint
 from megatron.core.conversion.companions import (
     FOLDER,
@@ -46,7 +48,7 @@ PREFIX = "model."
 
 
 def read_native(root: AnyPath, *, step: int | None = None, averaged: bool = False) -> PortableModel:
-    """The model of a checkpoint; of its tensors only the table of contents is read now.
+    """The model of a checkpoint; of its tensors only the table of contents is read now. Adapters are merged.
 
     ``averaged``: with the moving average of the weights in place of those that were trained, in its own type, which is
     wider; ``read_average`` rounds it.
@@ -70,7 +72,7 @@ def read_native(root: AnyPath, *, step: int | None = None, averaged: bool = Fals
             raise CheckpointError(lacks_average(where))
     tokenizer = with_kept_files(run.tokenizer, folder.path)
     progress = state.get("progress") or {}
-    return PortableModel(
+    portable = PortableModel(
         model=model,
         groups=run.extra,
         tensors={
@@ -85,6 +87,7 @@ def read_native(root: AnyPath, *, step: int | None = None, averaged: bool = Fals
         chat=chat_of_checkpoint(folder, state, tokenizer),
         quantization=None if averaged else read_quantization(folder, stored),
     )
+    return merged(portable)
 
 
 def companions_of(folder: CheckpointFolder, tokenizer: TokenizerConfig) -> dict[str, AnyPath]:
@@ -119,9 +122,26 @@ def write_native(portable: PortableModel, root: Path, *, final: AnyPath) -> None
     moved = portable.tokenizer
     if portable.companions and tokenizer is not None:
         moved = copied_tokenizer(portable.tokenizer, final / FOLDER)
-    state = {
+    boxes, files = boxes_of(portable), files_to_keep(portable.tokenizer) if tokenizer is not None else {}
+    if portable.quantization is not None:
+        boxes += boxes_of_scales(portable.quantization)
+        files |= {FILE: settings_file(portable.quantization)}
+    fingerprint = tokenizer.fingerprint if tokenizer is not None and has_words else None
+    state = state_of(
+        portable, moved, name=tokenizer.name if tokenizer else moved.tokenizer_type, fingerprint=fingerprint
+    )
+    save_streamed(root, portable.iteration, boxes, state, files=files)
+
+
+def state_of(
+    portable: PortableModel, settings: TokenizerConfig, *, name: str | None, fingerprint: str | None
+) -> dict[str, Any]:
+    """What ``run.json`` holds of a model without a run. ``settings``: of its tokenizer, whose ``name`` and
+    ``fingerprint`` they are.
+    """
+    return {
         MODEL_NAME: family_of(portable.groups).name,
-        "config": run_of(portable, moved).to_json(),
+        "config": run_of(portable, settings).to_json(),
         "progress": {
             "iteration": portable.iteration,
             "consumed_samples": portable.consumed_samples,
@@ -130,18 +150,14 @@ def write_native(portable: PortableModel, root: Path, *, final: AnyPath) -> None
         "schedule": None,
         "optimizer": None,
         "random_seed": None,
-        "tokenizer": {
-            "name": tokenizer.name if tokenizer else moved.tokenizer_type,
-            "fingerprint": tokenizer.fingerprint if tokenizer is not None and has_words else None,
-        },
+        "tokenizer": {"name": name, "fingerprint": fingerprint},
         CHAT: chat_entry(portable.chat),
     }
-    boxes = [
+
+
+def boxes_of(portable: PortableModel) -> list[StreamedBox]:
+    """The tensors of a model as a checkpoint holds them, each made when it is written."""
+    return [
         StreamedBox.whole(PREFIX + name, tensor.shape, tensor.dtype, tensor.make)
         for name, tensor in portable.tensors.items()
     ]
-    files = files_to_keep(portable.tokenizer) if tokenizer is not None else {}
-    if portable.quantization is not None:
-        boxes += boxes_of_scales(portable.quantization)
-        files |= {FILE: settings_file(portable.quantization)}
-    save_streamed(root, portable.iteration, boxes, state, files=files)

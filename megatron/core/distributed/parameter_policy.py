@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 
 from torch import nn
 
 from megatron.config.optimizer import OptimizerConfig, pattern_and_factor
+from megatron.config.parameter_names import matches
 from megatron.core.parallel.sharding import Sharding, sharding_of
 
 _QUERY_AND_KEY_NORMS = ("*.q_layernorm.*", "*.k_layernorm.*")
@@ -56,7 +56,7 @@ def parameter_policies(
         is_decoupled = config.decoupled_lr is not None and is_vocabulary_table
         of_width = 1.0 if is_decoupled else _rate_of_width(sharding, config.optimizer, width_multiplier)
         policies[name] = ParameterPolicy(
-            is_trained=parameter.requires_grad and not matches(name, config.freeze),
+            is_trained=parameter.requires_grad and name in config.trained,
             decays=_is_matrix(sharding) or decays_too,
             is_decoupled=is_decoupled,
             lr_multiplier=factor * of_width,
@@ -64,11 +64,6 @@ def parameter_policies(
             eps_multiplier=1 / width_multiplier if _is_between_widths(sharding) else 1.0,
         )
     return policies
-
-
-def matches(name: str, patterns: Iterable[str]) -> bool:
-    """Whether a parameter's global name matches one of the patterns, as a shell matches file names, case included."""
-    return any(fnmatchcase(name, pattern) for pattern in patterns)
 
 
 def _rate_of_width(sharding: Sharding, update_rule: str, width_multiplier: float) -> float:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,10 +11,12 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
+from megatron.config.lora import LoraConfig
 from megatron.config.model import ModelConfig
 from megatron.config.moe import MoEConfig
 from megatron.core.moe.fp8_grouped_linear import Fp8GroupedLinear
 from megatron.core.moe.grouped_linear import GroupedLinear, rows_of_groups
+from megatron.core.moe.low_rank import ExpertAdapter
 from megatron.core.ops.activation import activation, gated_activation, gated_gradients
 from megatron.core.ops.grouped_matmul import Groups, choose
 from megatron.core.parallel.costs import Costs, Workload
@@ -47,12 +50,18 @@ class StackedLinear(nn.Module):
         bias_dims: tuple[int, ...] = (),
     ) -> None:
         super().__init__()
+        self._context = context
+        self.lora: ExpertAdapter | None = None
         self.weight = make_parameter(Sharding(shape, split, reduce=_REPLICAS), init, context)
         held = {place: split[dim] for place, dim in enumerate(bias_dims) if dim in split}
         partial_grad: tuple[Axis, ...] = () if "etp" in held.values() else ("etp",)
         bias_shape = tuple(shape[dim] for dim in bias_dims)
         bias = Sharding(bias_shape, held, reduce=_REPLICAS, partial_grad=partial_grad, kind="vector")
         self.bias = make_parameter(bias, Constant(0.0), context) if bias_dims else None
+
+    def adapt(self, settings: LoraConfig, place: str, parts: frozenset[str]) -> None:
+        """Add an adapter of every expert. ``place``: of the layer in the model. ``parts``: its matrices, "" for all."""
+        self.lora = ExpertAdapter(self.weight, settings, self._context, place=place, parts=parts)
 
 
 class Experts(nn.Module):
@@ -113,24 +122,36 @@ class Experts(nn.Module):
         return out
 
     @property
+    def _layers(self) -> tuple[StackedLinear, StackedLinear]:
+        return self.linear_fc1, self.linear_fc2
+
+    @property
     def biases(self) -> list[Tensor]:
         """The biases of both layers, where there are any."""
         return [each.bias for each in (self.linear_fc1, self.linear_fc2) if each.bias is not None]
 
-    def one_gradient(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def one_gradient(self) -> Iterator[None]:
         """In the block, several calls of ``compute`` give each weight one gradient, their sum."""
-        return self._linear.one_gradient()
+        with ExitStack() as stack:
+            for linear in (self._linear, *(layer.lora.linear for layer in self._layers if layer.lora is not None)):
+                stack.enter_context(linear.one_gradient())
+            yield
 
     def compute(self, rows: Tensor, weights: Tensor, groups: Groups) -> Tensor:
         """All rows at once."""
         first, second = self.linear_fc1, self.linear_fc2
         inner = self._linear(rows, first.weight, groups)
+        if first.lora is not None:
+            inner = inner + first.lora.add(rows, groups)
         if first.bias is not None:
             inner = inner + rows_of_groups(first.bias.flatten(1), groups, rows=len(rows))
         scales = weights.to(inner.dtype).unsqueeze(-1)
         out = self._linear.of_activation(
             inner, scales, second.weight, groups, activation=self._activation, keeps_activation=self._keeps_activation
         )
+        if second.lora is not None:
+            out = out + second.lora.add(self._activation(inner) * scales, groups)
         if second.bias is None:
             return out
         mine = second.bias * (self._context.mesh.rank("etp") == 0)
@@ -160,7 +181,19 @@ class Experts(nn.Module):
             rows * (given + again + each) + max(second, rows * (matrices + 1) * each),
             rows * (matrices * each - freed) + max(first, rows * given),
         )
-        return Costs.of_product(self.linear_fc1.weight, flops, kept=rows * (given + inner), working=working)
+        found = Costs.of_product(self.linear_fc1.weight, flops, kept=rows * (given + inner), working=working)
+        return found + self._costs_of_adapters(rows, workload)
+
+    def _costs_of_adapters(self, rows: int, workload: Workload) -> Costs:
+        """What adapters keep of ``rows``: what is between their factors, and the second layer's input."""
+        found, tokens = Costs(), self._choices * workload.all_tokens
+        for layer in self._layers:
+            if layer.lora is not None:
+                outputs, inputs = sharding_of(layer.weight).shape[-2:]
+                kept = len(layer.lora) * layer.lora.rank + (layer is self.linear_fc2) * layer.weight.shape[-1]
+                flops = 2.0 * len(layer.lora) * layer.lora.rank * (inputs + outputs) * tokens
+                found += Costs(flops, rows * kept * workload.itemsize)
+        return found
 
 
 @dataclass(frozen=True)

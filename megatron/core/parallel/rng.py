@@ -46,11 +46,12 @@ class RngStreams:
 
     Activations that every tensor-parallel rank holds whole use ``replicated``; those of which it holds a part (heads,
     or the sequence under sequence parallelism) use ``split``. Context-parallel ranks hold different tokens, so both
-    differ between them. ``seed`` may be set: to that of the run that a checkpoint continues.
+    differ between them. ``seed`` may be set: to that of the run that a checkpoint continues. ``key``: of the
+    microbatch that a layer computes, for modules in it that aren't told.
     """
 
     def __init__(self, seed: int, mesh: Mesh, device: torch.device) -> None:
-        self.seed = seed
+        self.seed, self.key = seed, StreamKey(0)
         self.replicated = torch.Generator(device)
         self.split = torch.Generator(device)
         self._context_rank, self._tensor_rank = mesh.rank("cp"), mesh.rank("tp")

@@ -6,14 +6,16 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from typing_extensions import override
 
+from megatron.config.lora import LoraConfig
 from megatron.core.parallel.context import ParallelContext
-from megatron.core.parallel.costs import Costs, Workload
+from megatron.core.parallel.costs import Costs, Workload, costs_of
 from megatron.core.parallel.grid import Axis
 from megatron.core.parallel.model_context import ModelContext
 from megatron.core.parallel.sharding import Sharding, SharedRows, StackedPart, sharded_parameter, sharding_of
 from megatron.core.tensor_parallel.fp8_linear import Fp8Linear, fp8_linear
 from megatron.core.tensor_parallel.initialize import Constant, Initialization
 from megatron.core.tensor_parallel.linear import is_in_8_bits, linear
+from megatron.core.tensor_parallel.low_rank import LowRankAdapter
 from megatron.core.tensor_parallel.regions import enter, leave
 
 
@@ -31,7 +33,26 @@ def make_parameter(sharding: Sharding, initialization: Initialization, context: 
     return made
 
 
-class ColumnParallelLinear(nn.Module):
+class LinearBase(nn.Module):
+    """Base of the linear layers: a ``weight``, and at most one low-rank adapter beside it, ``lora``."""
+
+    weight: nn.Parameter
+    _context: ModelContext
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lora: LowRankAdapter | None = None
+
+    def adapt(self, settings: LoraConfig, place: str, parts: frozenset[str]) -> None:
+        """Add an adapter. ``place``: of the layer in the model. ``parts``: of its matrices, "" for all."""
+        self.lora = LowRankAdapter(self.weight, settings, self._context, place=place, parts=parts, make=make_parameter)
+
+    def with_adapter(self, out: Tensor, x: Tensor) -> Tensor:
+        """The layer's output ``out``, before it leaves its region, and what the adapter adds to it for input ``x``."""
+        return out if self.lora is None else out + self.lora(x)
+
+
+class ColumnParallelLinear(LinearBase):
     """``[s, b, in] -> [S, b, out/tp]``: each rank holds some rows of the ``[out, in]`` weight, that is, some outputs.
 
     ``parts`` stacked along ``out`` (gate and up of a gated MLP) are each split over the ranks; ``shared``
@@ -62,12 +83,12 @@ class ColumnParallelLinear(nn.Module):
         """Enter the tensor-parallel region and multiply."""
         context = self._context
         if context.sequence_parts > 1:
-            return linear(x, self.weight, self.bias, context, gathers=True, fp8=self.fp8)
-        return linear(enter(x, context), self.weight, self.bias, context, fp8=self.fp8)
+            return self.with_adapter(linear(x, self.weight, self.bias, context, gathers=True, fp8=self.fp8), x)
+        return self.with_adapter(linear(enter(x, context), self.weight, self.bias, context, fp8=self.fp8), x)
 
     def costs(self, workload: Workload) -> Costs:
         """Keeps its input: what is gathered for the product isn't kept."""
-        return _product(
+        found = _product(
             self.weight,
             workload,
             self._context,
@@ -75,9 +96,10 @@ class ColumnParallelLinear(nn.Module):
             fp8=self.fp8,
             gathers=self._context.sequence_parts > 1,
         )
+        return found + costs_of(self.lora, workload)
 
 
-class RowParallelLinear(nn.Module):
+class RowParallelLinear(LinearBase):
     """``[S, b, in/tp] -> [s, b, out]``: each rank holds some columns of the ``[out, in]`` weight, that is, some inputs.
 
     The first rank adds the bias in its matmul, before the partial sums are reduced; other ranks' gradient of it is 0.
@@ -99,17 +121,20 @@ class RowParallelLinear(nn.Module):
         """Multiply and leave the tensor-parallel region."""
         bias: Tensor | None = self.bias
         if self.fp8 is not None and self.fp8.reduces and is_in_8_bits(self._context):
-            return linear(x, self.weight, bias, self._context, fp8=self.fp8)
+            out = linear(x, self.weight, bias, self._context, fp8=self.fp8)
+            return out if self.lora is None else out + leave(self.lora(x), self._context)
         if bias is not None and self._context.mesh.rank("tp") != 0:
             bias = bias * 0
-        return leave(linear(x, self.weight, bias, self._context, fp8=self.fp8), self._context)
+        out = self.with_adapter(linear(x, self.weight, bias, self._context, fp8=self.fp8), x)
+        return leave(out, self._context)
 
     def costs(self, workload: Workload) -> Costs:
         """Keeps its input."""
-        return _product(self.weight, workload, self._context, kept=workload.tokens, fp8=self.fp8)
+        found = _product(self.weight, workload, self._context, kept=workload.tokens, fp8=self.fp8)
+        return found + costs_of(self.lora, workload)
 
 
-class ReplicatedLinear(nn.Module):
+class ReplicatedLinear(LinearBase):
     """``[…, in] -> […, out]`` outside the regions, for layers too small to be split: every rank holds the whole weight.
 
     ``partial_grad``: axes on which ranks apply it to parts of the data; default: those that split the sequence.
@@ -137,11 +162,12 @@ class ReplicatedLinear(nn.Module):
     @override
     def forward(self, x: Tensor) -> Tensor:
         """Multiply ``x`` by the whole weight, which every rank holds."""
-        return linear(x, self.weight, self.bias, self._context, fp8=self.fp8)
+        return self.with_adapter(linear(x, self.weight, self.bias, self._context, fp8=self.fp8), x)
 
     def costs(self, workload: Workload) -> Costs:
         """Keeps its input."""
-        return _product(self.weight, workload, self._context, kept=workload.rows, fp8=self.fp8)
+        found = _product(self.weight, workload, self._context, kept=workload.rows, fp8=self.fp8)
+        return found + costs_of(self.lora, workload)
 
 
 def _product(

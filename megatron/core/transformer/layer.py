@@ -7,12 +7,14 @@ import dataclasses
 from torch import Tensor, nn
 from typing_extensions import override
 
+from megatron.config.lora import LoraConfig
 from megatron.config.training import RecomputeModule
 from megatron.core.ops.dropout import dropout
 from megatron.core.ops.text_cache import TextState, text_state_of
 from megatron.core.parallel.costs import Costs, Workload, costs_of
 from megatron.core.parallel.model_context import ModelContext
 from megatron.core.parallel.recompute import recomputed, with_recomputed_inputs
+from megatron.core.tensor_parallel.low_rank import Adaptable
 from megatron.core.transformer.inputs import LayerInputs
 from megatron.core.transformer.norm import Norm
 from megatron.core.transformer.place import BranchPlace
@@ -56,6 +58,15 @@ class TransformerLayer(nn.Module):
                 if name is not None and name not in self._modules:
                     self.add_module(name, Norm(model.hidden_size, model, context))
             self.add_module(branch.name, branch.build(place))
+        if stack.lora.is_on:
+            self._add_adapters(stack.lora)
+
+    def _add_adapters(self, settings: LoraConfig) -> None:
+        """Low-rank adapters beside the linear layers that the settings name."""
+        for name, module in list(self.named_modules()):
+            parts = settings.parts_of(name.rpartition(".")[2])
+            if parts is not None and isinstance(module, Adaptable):
+                module.adapt(settings, f"layer {self.number} {name}", parts)
 
     @override
     def forward(self, x: Tensor, inputs: LayerInputs) -> Tensor:
@@ -89,7 +100,11 @@ class TransformerLayer(nn.Module):
     def _run(self, branch: Branch, branch_input: Tensor, inputs: LayerInputs) -> Tensor:
         module = getattr(self, branch.name)
         if branch.name in self._recomputed and self.training:
-            return recomputed(module, branch_input, inputs)
+            return recomputed(self._compute, branch_input, inputs, module)
+        return self._compute(branch_input, inputs, module)
+
+    def _compute(self, branch_input: Tensor, inputs: LayerInputs, module: nn.Module) -> Tensor:
+        self._context.rng.key = inputs.rng_key
         output: Tensor = module(branch_input, inputs)
         return output
 

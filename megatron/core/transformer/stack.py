@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from torch import nn
 
+from megatron.config.lora import LoraConfig
 from megatron.config.model import ModelConfig, NormPlacement
 from megatron.config.training import RecomputeModule
 from megatron.core.transformer.attention import CrossAttention, SelfAttention
@@ -60,7 +61,8 @@ class StackConfig:
 
     ``model``: what all its layers share, and how many they are. ``first``: number of its first layer in the whole
     model. ``pattern``: layers that the stack repeats, of which each occurrence has branches of its own; those of
-    multi-token prediction come after the stack's, ``layers_per_depth`` for each depth.
+    multi-token prediction come after the stack's, ``layers_per_depth`` for each depth. ``lora``: adapters of its linear
+    layers.
     """
 
     model: ModelConfig
@@ -68,6 +70,7 @@ class StackConfig:
     first: int = 0
     pattern: tuple[Layer, ...] = ((SELF_ATTENTION, FEED_FORWARD),)
     layers_per_depth: int = 1
+    lora: LoraConfig = field(default_factory=LoraConfig)
 
     @property
     def residual_writers(self) -> int:

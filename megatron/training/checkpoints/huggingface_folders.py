@@ -15,11 +15,13 @@ import torch
 from torch import Tensor
 
 from megatron.config.checkpoint import CheckpointConfig
+from megatron.config.lora import without_adapters
 from megatron.config.run import RunConfig
 from megatron.core.checkpointing.agreement import run_on_first
 from megatron.core.checkpointing.find import is_unused
 from megatron.core.checkpointing.first_rank import Help, work_on_first
 from megatron.core.checkpointing.gathering import Gathering
+from megatron.core.conversion.adapters import merged
 from megatron.core.conversion.bounds import Count
 from megatron.core.conversion.huggingface.reading import CONFIG
 from megatron.core.conversion.huggingface.writing import check_writable, write_huggingface
@@ -104,7 +106,7 @@ class HuggingFaceFolders:
         try:
             check = partial(iteration_in, place, run.config.checkpoint)
             with becoming(place, say=run.reporter.say, check=check, first=NOTE) as aside:
-                write_huggingface(portable, aside, max_shard_size=_MAX_SHARD_SIZE)
+                write_huggingface(merged(portable), aside, max_shard_size=_MAX_SHARD_SIZE)
                 (aside / NOTE).write_text(json.dumps(note) + "\n", encoding="utf-8")
         except OSError as error:
             reason = f"{error.filename}: {error.strerror}" if error.filename else error.strerror or str(error)
@@ -153,7 +155,7 @@ def _check_target(config: RunConfig) -> None:
     settings = config.checkpoint
     place = path_of(settings.save_hf or "")
     try:
-        check_writable(config.model, config.extra)
+        check_writable(config.model, without_adapters(config.extra))
     except CheckpointError as error:
         raise CheckpointError(f"--save-hf {place}: {error}") from error
     resumes = settings.resumes_own and not is_unused(settings.load or "")

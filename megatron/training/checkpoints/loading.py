@@ -9,16 +9,19 @@ from typing import Any, get_type_hints
 
 from megatron.config.checkpoint import CheckpointConfig, keeps_meaning
 from megatron.config.flags import flags_of, group_name
+from megatron.config.lora import LoraConfig, is_adapter
 from megatron.config.optimizer import OptimizerConfig
 from megatron.config.run import RunConfig, group_from_json
 from megatron.config.update_rules import STATE_FLAGS
 from megatron.core.checkpointing.agreement import run_on_first
+from megatron.core.checkpointing.base import base_of
 from megatron.core.checkpointing.find import CheckpointFolder, find_checkpoint, is_unused
 from megatron.core.checkpointing.load import MODEL_NAME, load_checkpoint, read_run_state
 from megatron.core.checkpointing.stored_tensors import StoredTensors
 from megatron.core.conversion.chat_files import chat_of_checkpoint
 from megatron.core.conversion.kept_tokenizer import kept_files
 from megatron.core.diloco.workers import of_worker, where_to_find_worker
+from megatron.core.files.remote_path import AnyPath, path_of
 from megatron.core.optimizer.schedule import Schedule, resumed_schedule
 from megatron.core.optimizer.weight_average import AVERAGES, lacks_average
 from megatron.core.parallel.collectives import gather_objects
@@ -88,6 +91,12 @@ def checkpoint_to_load(
 
 def _load_from(run: Run, folder: CheckpointFolder, *, weights_only: bool) -> None:
     settings, state = run.config.checkpoint, read_run_state(folder)
+    starts_adapters = run.config.part(LoraConfig).is_on and not _has_adapters(state)
+    if starts_adapters and not weights_only:
+        raise CheckpointError(
+            f"{folder.path} has no adapters, and --lora-rank is {run.config.part(LoraConfig).lora_rank}: to train "
+            "adapters beside its weights, give it as --pretrained-checkpoint, or add --finetune"
+        )
     check_same_model(state, folder, model_name=run.train_spec.name, config=run.config, tokenizer=run.tokenizer)
     with_optimizer = loads_optimizer(run.config, weights_only=weights_only)
     if with_optimizer:
@@ -103,6 +112,8 @@ def _load_from(run: Run, folder: CheckpointFolder, *, weights_only: bool) -> Non
     else:
         optimizer_state = run.optimizer.master_entries()
     own = [*run.model_state(), *run.buffer_state(), *optimizer_state, *stored_scales(run, folder)]
+    if starts_adapters:
+        own = [entry for entry in own if not is_adapter(entry.name)]
     shared, mesh = list[ShardedState](), run.context.mesh
     if run.outer is not None and with_optimizer and state.get("diloco") is not None:
         run.outer.resume(state["diloco"])
@@ -129,7 +140,25 @@ def _load_from(run: Run, folder: CheckpointFolder, *, weights_only: bool) -> Non
         if settings.load_rng and state["random_seed"] is not None:
             run.context.rng.seed = state["random_seed"]
     run.loaded_from = str(folder.path)
+    run.base = base_for(run, folder.path, is_base=starts_adapters)
     run.reporter.say(f"  successfully loaded checkpoint from {folder.path} at iteration {run.progress.iteration}")
+
+
+def base_for(run: Run, loaded: AnyPath, *, is_base: bool) -> AnyPath | None:
+    """The checkpoint that those of the run may refer to, after it has loaded the one in ``loaded``, which may be that
+    base itself. None where they hold all weights: without adapters, and in the folder of the base, which may be deleted
+    when newer ones are saved.
+    """
+    base = loaded if is_base else base_of(loaded)
+    save = run.config.checkpoint.save
+    if base is None or not run.config.part(LoraConfig).is_on or (save is not None and path_of(save) == base.parent):
+        return None
+    return base
+
+
+def _has_adapters(state: Mapping[str, Any]) -> bool:
+    """Whether the model of a checkpoint has low-rank adapters."""
+    return (state["config"].get(group_name(LoraConfig)) or {}).get("lora_rank") is not None
 
 
 def stored_scales(run: Run, folder: CheckpointFolder) -> list[ShardedState]:
@@ -165,7 +194,8 @@ def load_body(run: Run, folder: CheckpointFolder) -> None:
     held = {entry.name.removeprefix("model.") for entry in shared}
     everyone = gather_objects((mine, mine - held), run.context.mesh)
     asked, fresh = (sorted(set().union(*(each[kind] for each in everyone))) for kind in (0, 1))
-    lacking = [name for name in fresh if not name.startswith(train_spec.starts_from[theirs])]
+    may_lack = train_spec.starts_from[theirs]
+    lacking = [name for name in fresh if not (name.startswith(may_lack) or is_adapter(name))]
     if lacking:
         raise CheckpointError(f"{folder.path} lacks {', '.join(lacking)}, which every {theirs} model has")
     load_checkpoint(folder, shared, run.context.mesh, exhaust=(), alternatives=names)
@@ -269,7 +299,8 @@ def check_same_model(
         asked = config.value(spec)
         saved = then.get((spec.group, spec.field), asked)
         may_change = config.checkpoint.finetune and keeps_meaning(spec.field, saved, asked)
-        if spec.options.architecture and saved != asked and not may_change:
+        starts_adapters = spec.options.added and not _has_adapters(state)
+        if spec.options.architecture and saved != asked and not may_change and not starts_adapters:
             there, here = ("not set" if value is None else value for value in (saved, asked))
             differences.append(f"{spec.positive} is {there} in the checkpoint and {here} here")
     if differences:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import shutil
 from collections.abc import Sequence
@@ -13,14 +14,18 @@ from typing import Any
 from megatron.config.checkpoint import CheckpointConfig
 from megatron.config.family import FamilyConfig
 from megatron.config.flags import plural_s
+from megatron.config.lora import LoraConfig, is_adapter, without_adapters
 from megatron.config.run import RunConfig, groups_to_json
 from megatron.core.checkpointing.agreement import gather_from_all, run_on_all, run_on_first
 from megatron.core.checkpointing.find import is_unused
 from megatron.core.checkpointing.first_rank import work_on_first
+from megatron.core.checkpointing.save import save_streamed
 from megatron.core.conversion import proof
 from megatron.core.conversion.companions import FOLDER, SETTINGS, companions_in, tokenizer_files, tokenizer_of
 from megatron.core.conversion.huggingface.hub import model_folder
 from megatron.core.conversion.huggingface.reading import CONFIG, read_huggingface
+from megatron.core.conversion.kept_tokenizer import files_to_keep
+from megatron.core.conversion.native import boxes_of, state_of
 from megatron.core.conversion.portable import PortableModel, fill, fitted
 from megatron.core.conversion.questions import question_for
 from megatron.core.files.durable import write_durably
@@ -34,6 +39,8 @@ from megatron.small_files import read_bytes
 from megatron.training.run.run import Run
 
 _SKIP = "--load-hf-proof off"
+BASE = "base"
+"""Folder in ``--save`` with the published weights beside which adapters are trained."""
 
 
 def published_config(folder: str, groups: Sequence[type]) -> dict[str, Any]:
@@ -111,17 +118,37 @@ def load_published(run: Run) -> None:
     def read() -> PortableModel:
         published = read_published(folder)
         portable = weights_for(config, published)
-        fill(chain(run.model_state(), run.optimizer.master_entries()), portable, mesh)
+        entries = chain(run.model_state(), run.optimizer.master_entries())
+        fill((entry for entry in entries if not is_adapter(entry.name)), portable, mesh)
         return published
 
     published = run_on_all(read, mesh)
     run.loaded_from = folder
+    if config.part(LoraConfig).is_on and config.checkpoint.save is not None:
+        run.base = _keep_base(run)
     if run_on_first(lambda: _has_tokenizer_of(published, run), mesh):  # else its ids mean something else here
         run.chat_before = without_ids_from(published.chat, config.model.vocab_size or 0)
     for note in published.notes:
         run.reporter.say(f"  {note}")
     if remark := run_on_first(lambda: _keep_companions(run, published), mesh):
         run.reporter.say(f"  {remark}")
+
+
+def _keep_base(run: Run) -> AnyPath:
+    """Write the published weights into ``--save`` once, as the checkpoint that those with adapters alone refer to."""
+    place = path_of(run.config.checkpoint.save or "") / BASE
+    tokenizer = run.tokenizer
+
+    def write() -> AnyPath:
+        portable = weights_for(run.config, read_published(run.config.checkpoint.load_hf or ""))
+        portable = dataclasses.replace(portable, groups=without_adapters(run.config.extra))
+        settings = run.config.tokenizer
+        state = state_of(portable, settings, name=tokenizer.name, fingerprint=tokenizer.fingerprint)
+        return save_streamed(place, 0, boxes_of(portable), state, files=files_to_keep(settings))
+
+    kept = run_on_first(lambda: str(write()), run.context.mesh)
+    run.reporter.say(f"  kept these weights in {kept}: checkpoints hold only what is trained, and refer to them")
+    return path_of(kept)
 
 
 def _check_same_everywhere(load_hf: str, mesh: Mesh) -> None:

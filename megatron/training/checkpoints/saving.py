@@ -15,6 +15,7 @@ import torch
 
 from megatron.config.run import RunConfig
 from megatron.core.checkpointing.agreement import run_on_all, run_on_first
+from megatron.core.checkpointing.base import BASE_FILE, Base
 from megatron.core.checkpointing.lease import StillHeld, held
 from megatron.core.checkpointing.load import CHAT, MODEL_NAME
 from megatron.core.checkpointing.retention import Retention, prune
@@ -61,8 +62,12 @@ class Saver:
         self._saved_at = run.progress.iteration if goes_on else None
         self._earlier = run_on_first(lambda: earlier_checkpoints(run.config.checkpoint), run.context.mesh)
         self._staging = Staging() if run.config.checkpoint.async_save else None
-        # What every checkpoint keeps of the tokenizer, as it is at the start; rank 0 writes it.
-        self._tokenizer = files_to_keep(run.config.tokenizer) if run.context.mesh.world_rank == 0 else {}
+        # What every checkpoint keeps of the tokenizer, as it is at the start, and its base; rank 0 writes it.
+        self._files: dict[str, bytes] = {}
+        if run.context.mesh.world_rank == 0:
+            self._files |= files_to_keep(run.config.tokenizer)
+            if run.base is not None:
+                self._files[BASE_FILE] = Base.of(run.base).to_json().encode()
 
     def save(self) -> None:
         """Save the run as it is now; with ``--async-save``, return when the tensors have been copied.
@@ -72,7 +77,7 @@ class Saver:
         self.finish()
         run, checkpoint, progress = self._run, self._run.config.checkpoint, self._run.progress
         run.reporter.say(f"saving checkpoint at iteration {progress.iteration:7d} to {self._root} in torch_dist format")
-        state: Iterator[ShardedState] = chain(run.model_state(), run.buffer_state())
+        state: Iterator[ShardedState] = chain(weights_to_save(run), run.buffer_state())
         if checkpoint.save_optim:
             state = chain(state, run.optimizer.entries(with_average=run.optimizer.has_average))
         if run.scaling is not None:
@@ -87,7 +92,7 @@ class Saver:
             run_state(run),
             run.context.mesh,
             background=self._staging,
-            files=self._tokenizer,
+            files=self._files,
         )
         self._pending = _Pending(save, progress.iteration, progress.consumed_samples)
         if self._staging is None:
@@ -131,6 +136,12 @@ class Saver:
         prune(self._root, pending.iteration, kept, run.context.mesh)
         if run.config.reporting.log_progress and run.context.mesh.world_rank == 0:
             note_progress(self._root, run, pending.samples, f"saved checkpoint\titeration: {pending.iteration}")
+
+
+def weights_to_save(run: Run) -> Iterator[ShardedState]:
+    """The parameters that checkpoints of a run hold: all, or beside those of its base the ones that it trains."""
+    trained = run.config.optimizer.trained
+    return (each for each in run.model_state() if run.base is None or each.name.removeprefix("model.") in trained)
 
 
 @contextmanager

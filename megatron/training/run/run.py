@@ -21,6 +21,7 @@ from megatron.core.distributed.buffers import (
 )
 from megatron.core.distributed.grad_sync import GradSync
 from megatron.core.distributed.units import UnitBorders
+from megatron.core.files.remote_path import AnyPath
 from megatron.core.models.train_spec import ModelChunk, TrainSpec
 from megatron.core.ops.matmul import is_fusion_faster
 from megatron.core.optimizer.optimizer import Optimizer
@@ -43,6 +44,7 @@ from megatron.core.tensor_parallel.fp8_linear import delayed_scaling
 from megatron.core.tokenizers.base import Tokenizer
 from megatron.core.tokenizers.build import build_tokenizer
 from megatron.core.tokenizers.chat_settings import ChatSettings, learned_after
+from megatron.planning.adapters import check_adapters
 from megatron.planning.estimate import active_parameters, flops_per_sample, frozen_parameters, whole_costs
 from megatron.planning.mixers import mixer_backends
 from megatron.planning.parameter_patterns import check_patterns, check_update_rule
@@ -81,6 +83,7 @@ class Run:
     ``loss_names``, ``layer_metric_widths``: what every step reports, as the train spec lists it.
     ``updated_from_counts``: modules that each step adjusts without a gradient. ``scaling``: with --fp8-recipe delayed.
     ``outer``: with --diloco-workers.
+    ``base``: the checkpoint with the weights beside which adapters are trained; each checkpoint refers to it.
     ``chat_before``: what the model that this one is made of had learned of conversations.
 
     ``evaluated``: called on every rank after each evaluation, with the results on each data set by name. ``stepped``:
@@ -110,6 +113,7 @@ class Run:
     scaling: DelayedScaling | None = None
     progress: Progress = field(default_factory=Progress)
     loaded_from: str | None = None
+    base: AnyPath | None = None
     chat_before: ChatSettings | None = None
     evaluated: Callable[[Run, Mapping[str, Evaluation]], None] = lambda run, found: None
     stepped: Callable[[StepRecord], None] = lambda record: None
@@ -231,6 +235,7 @@ def build_outer_step(config: RunConfig, optimizer: Optimizer, context: ParallelC
 
 def check_feasible(config: RunConfig, train_spec: TrainSpec, context: ParallelContext) -> None:
     """Raise ConfigError for what the model has no parameter for, or this device can't compute or hold."""
+    check_adapters(config, train_spec)
     check_patterns(config, train_spec)
     check_update_rule(config, train_spec)
     check_fp8(config, context.device)

@@ -8,10 +8,11 @@ import math
 import torch
 
 from megatron.config.optimizer import OptimizerConfig
+from megatron.config.parameter_names import matches
 from megatron.config.precision import PrecisionConfig
 from megatron.core.distributed.buffers import build_buffers, frozen_parts
 from megatron.core.distributed.grad_sync import GradSync
-from megatron.core.distributed.parameter_policy import matches, parameter_policies
+from megatron.core.distributed.parameter_policy import parameter_policies
 from megatron.core.optimizer.optimizer import Optimizer
 from megatron.core.parallel.context import ParallelContext
 from megatron.core.parallel.low_precision import LowPrecision

@@ -9,6 +9,7 @@ from typing_extensions import override
 
 from megatron.config.family import PartConfig, Rule
 from megatron.config.flags import architecture_flag, architecture_switch
+from megatron.config.lora import LoraConfig
 from megatron.config.moe import MoEConfig
 from megatron.config.positions import ROTARY_TYPES
 from megatron.config.rules.sentence import rule
@@ -59,7 +60,7 @@ class TokenTypesConfig(PartConfig):
     )
 
 
-GROUPS: tuple[type, ...] = (BertConfig, TokenTypesConfig, MoEConfig)
+GROUPS: tuple[type, ...] = (BertConfig, TokenTypesConfig, MoEConfig, LoraConfig)
 
 
 def two_texts_have_two_types(run: RunConfig) -> str | None:

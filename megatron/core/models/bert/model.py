@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
+from megatron.config.lora import LoraConfig
 from megatron.config.model import ModelConfig
 from megatron.config.moe import MoEConfig
 from megatron.config.pipeline import Stage
@@ -31,7 +32,7 @@ from megatron.core.transformer.output_layer import OutputLayer, VocabularyOutput
 from megatron.core.transformer.positions import RotaryPositions
 from megatron.core.transformer.stack import StackConfig, self_attention
 
-NO_EXPERTS = MoEConfig()
+NO_EXPERTS, NO_ADAPTERS = MoEConfig(), LoraConfig()
 
 
 @dataclass(frozen=True)
@@ -56,6 +57,7 @@ class BertBody(nn.Module):
         stage: Stage,
         token_types: int,
         moe: MoEConfig,
+        lora: LoraConfig,
         recompute: RecomputePlan | None,
     ) -> None:
         super().__init__()
@@ -64,7 +66,7 @@ class BertBody(nn.Module):
         self.embedding = LanguageModelEmbedding(config, context, token_types=token_types) if stage.is_first else None
         marked = moe.expert_layers(config.num_layers)
         self.encoder = TransformerBlock(
-            StackConfig(config, causal=False, pattern=layers_with((self_attention(config),), moe, marked)),
+            StackConfig(config, causal=False, pattern=layers_with((self_attention(config),), moe, marked), lora=lora),
             context,
             layer_numbers=stage.layers,
             final_norm=stage.is_last,
@@ -123,11 +125,12 @@ class BertModel(BertBody):
         head_bias: bool = True,
         token_types: int = TokenTypesConfig.num_tokentypes,
         moe: MoEConfig = NO_EXPERTS,
+        lora: LoraConfig = NO_ADAPTERS,
         recompute: RecomputePlan | None = None,
         seed: int | None = None,
     ) -> None:
         stage = stage or Stage(range(config.num_layers), is_first=True, is_last=True)
-        super().__init__(config, context, stage=stage, token_types=token_types, moe=moe, recompute=recompute)
+        super().__init__(config, context, stage=stage, token_types=token_types, moe=moe, lora=lora, recompute=recompute)
         shares_embedding = stage.is_first and not config.untie_embeddings_and_output_weights
         exact = config.nonlinearity == "gelu" or exact_gelu_head
         self.lm_head = MaskedLMHead(config, context, exact=exact, bias=head_bias) if stage.is_last else None

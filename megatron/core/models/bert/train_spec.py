@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from typing_extensions import override
 
+from megatron.config.lora import LoraConfig
 from megatron.config.model import ModelConfig
 from megatron.config.moe import MoEConfig
 from megatron.config.pipeline import Stage
@@ -93,6 +94,7 @@ class BertSpec(TrainSpec):
             head_bias=group.head_bias,
             token_types=TokenTypesConfig.among(groups).num_tokentypes,
             moe=MoEConfig.among(groups),
+            lora=LoraConfig.among(groups),
             recompute=recompute,
             seed=seed,
         )

@@ -7,6 +7,7 @@ from typing import ClassVar
 from megatron.config.family import FamilyConfig
 from megatron.config.hybrid import HybridConfig
 from megatron.config.linear_attention import GatedDeltaNetConfig
+from megatron.config.lora import LoraConfig
 from megatron.config.mamba import MambaConfig
 from megatron.config.moe import MoEConfig
 from megatron.config.positions import ROTARY_TYPES
@@ -22,4 +23,4 @@ class GPTConfig(FamilyConfig):
     usual_tokenizer: ClassVar[str | None] = "GPT2BPETokenizer"
 
 
-GROUPS: tuple[type, ...] = (GPTConfig, HybridConfig, GatedDeltaNetConfig, MambaConfig, MoEConfig)
+GROUPS: tuple[type, ...] = (GPTConfig, HybridConfig, GatedDeltaNetConfig, MambaConfig, MoEConfig, LoraConfig)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from megatron.config.hybrid import HybridConfig
 from megatron.config.hybrid_pattern import ATTENTION, DELTA_NET, EXPERTS, MAMBA, MLP
 from megatron.config.linear_attention import GatedDeltaNetConfig
+from megatron.config.lora import LoraConfig
 from megatron.config.mamba import MambaConfig
 from megatron.config.model import ModelConfig
 from megatron.config.moe import MoEConfig
@@ -57,15 +58,15 @@ def decoder_stack(model: ModelConfig, groups: Sequence[object]) -> StackConfig:
     if hybrid.is_hybrid:
         letters = hybrid.letters + hybrid.depth_letters * depths
         pattern = tuple(LAYER_KINDS[letter](model, groups) for letter in letters)
-        return StackConfig(model, causal=True, pattern=pattern, layers_per_depth=len(hybrid.depth_letters))
+        depth = len(hybrid.depth_letters)
+        return StackConfig(model, causal=True, pattern=pattern, layers_per_depth=depth, lora=LoraConfig.among(groups))
     marked = expert_layers(moe, (model.num_layers,), mtp_layers=depths)
     layers = layers_with((self_attention(model),), moe, marked)
     delta_nets = GatedDeltaNetConfig.among(groups)
     linear, branch = delta_nets.linear_layers(model.num_layers), delta_net_branch(delta_nets)
     kinds = zip(layers, (*linear, *linear[-1:] * depths))
-    return StackConfig(
-        model, causal=True, pattern=tuple((branch, *layer[1:]) if is_linear else layer for layer, is_linear in kinds)
-    )
+    pattern = tuple((branch, *layer[1:]) if is_linear else layer for layer, is_linear in kinds)
+    return StackConfig(model, causal=True, pattern=pattern, lora=LoraConfig.among(groups))
 
 
 def layers_with_experts(model: ModelConfig, groups: Sequence[object]) -> tuple[bool, ...]:

@@ -15,6 +15,7 @@ from typing_extensions import override
 from megatron.config.data import DataConfig
 from megatron.config.family import Rule
 from megatron.config.flags import architecture_flag, architecture_switch, changed, flag
+from megatron.config.lora import LoraConfig
 from megatron.config.model import ModelConfig
 from megatron.config.moe import MoEConfig
 from megatron.config.positions import ROTARY_TYPES
@@ -106,7 +107,7 @@ class T5Config(SentenceConfig):
         return encoder, dataclasses.replace(self, decoder_num_layers=num_layers - encoder, decoder_seq_length=length)
 
 
-GROUPS: tuple[type, ...] = (T5Config, MoEConfig)
+GROUPS: tuple[type, ...] = (T5Config, MoEConfig, LoraConfig)
 
 
 def decoder_fits_positions(run: RunConfig) -> str | None:

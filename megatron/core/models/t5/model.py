@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
+from megatron.config.lora import LoraConfig
 from megatron.config.model import ModelConfig
 from megatron.config.moe import MoEConfig
 from megatron.config.pipeline import Stage
@@ -47,6 +48,7 @@ class T5Model(nn.Module):
         context: ModelContext,
         *,
         moe: MoEConfig | None = None,
+        lora: LoraConfig | None = None,
         stage: Stage | None = None,
         recompute: RecomputePlan | None = None,
         seed: int | None = None,
@@ -61,12 +63,17 @@ class T5Model(nn.Module):
         self.embedding = LanguageModelEmbedding(config, context, copied=True) if has_embedding else None
         has_encoder, has_decoder = len(held.encoder) > 0, len(held.decoder) > 0
         self.encoder_positions = self._relative_bias("encoder_positions") if has_encoder else None
-        plan, moe = recompute or RecomputePlan(), moe or MoEConfig()
+        plan, moe, lora = recompute or RecomputePlan(), moe or MoEConfig(), lora or LoraConfig()
         marked = moe.expert_layers(layers, t5.decoder_num_layers)
         attention = (self_attention(config), CROSS_ATTENTION)
         self.encoder = (
             TransformerBlock(
-                StackConfig(config, causal=False, pattern=layers_with((self_attention(config),), moe, marked[:layers])),
+                StackConfig(
+                    config,
+                    causal=False,
+                    pattern=layers_with((self_attention(config),), moe, marked[:layers]),
+                    lora=lora,
+                ),
                 context,
                 layer_numbers=held.encoder,
                 final_norm=held.closes_encoder,
@@ -83,6 +90,7 @@ class T5Model(nn.Module):
                     causal=True,
                     first=layers,
                     pattern=layers_with(attention, moe, marked[layers:], stack=DECODER),
+                    lora=lora,
                 ),
                 context,
                 layer_numbers=held.decoder,

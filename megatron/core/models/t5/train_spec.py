@@ -9,6 +9,7 @@ from typing import Any, cast
 from torch import Tensor, nn
 from typing_extensions import override
 
+from megatron.config.lora import LoraConfig
 from megatron.config.model import ModelConfig
 from megatron.config.moe import MoEConfig
 from megatron.config.pipeline import Stage
@@ -100,8 +101,16 @@ class T5Spec(TrainSpec):
         seed: int | None = None,
     ) -> nn.Module:
         """The stage's part of the T5."""
-        t5, moe = T5Config.among(groups), MoEConfig.among(groups)
-        return T5Model(model, t5, context, moe=moe, stage=stage, recompute=recompute, seed=seed)
+        return T5Model(
+            model,
+            T5Config.among(groups),
+            context,
+            moe=MoEConfig.among(groups),
+            lora=LoraConfig.among(groups),
+            stage=stage,
+            recompute=recompute,
+            seed=seed,
+        )
 
     @override
     def forward(self, model: nn.Module, stage_inputs: StageInputs, microbatch: Microbatch) -> Any:

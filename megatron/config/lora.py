@@ -1,0 +1,142 @@
+"""Low-rank adapters as a part of a model: which linear layers have them, and how large they are."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+
+from typing_extensions import override
+
+from megatron.config.family import PartConfig, Rule
+from megatron.config.flags import architecture_flag, architecture_switch, flag, subject
+from megatron.config.parameter_names import matches
+from megatron.config.rules.sentence import changed_flags
+from megatron.config.run import RunConfig
+
+ADAPTERS = "*.lora.*"
+"""What the names of an adapter's parameters match."""
+
+
+def is_adapter(name: str) -> bool:
+    """Whether a parameter of this name, or an entry of a checkpoint for it, is of an adapter."""
+    return matches(name, (ADAPTERS,))
+
+
+def without_adapters(groups: Iterable[object]) -> tuple[object, ...]:
+    """Groups of settings of the same model without adapters."""
+    return tuple(each for each in groups if not isinstance(each, LoraConfig))
+
+
+LAYERS: dict[str, tuple[str, str]] = {
+    "q_proj": ("linear_qkv", "q"),
+    "k_proj": ("linear_qkv", "k"),
+    "v_proj": ("linear_qkv", "v"),
+    "o_proj": ("linear_proj", ""),
+    "gate_proj": ("linear_fc1", "gate"),
+    "up_proj": ("linear_fc1", "up"),
+    "down_proj": ("linear_fc2", ""),
+    "linear_q": ("linear_qkv", "q"),
+    "linear_k": ("linear_qkv", "k"),
+    "linear_v": ("linear_qkv", "v"),
+    "linear_fc1_gate": ("linear_fc1", "gate"),
+    "linear_fc1_up": ("linear_fc1", "up"),
+}
+"""Hugging Face's and Megatron Bridge's names of matrices, each as the linear layer that holds it and its part there."""
+
+_ABSORBED = "linear_kv_up_proj"
+
+
+class LoraConfig(PartConfig):
+    """Low-rank adapters beside frozen linear layers (LoRA, arXiv:2106.09685)."""
+
+    lora_rank: int | None = architecture_flag(
+        "Train low-rank adapters of this rank beside the linear layers of --lora-targets, and freeze everything else.",
+        default=None,
+        added=True,
+        at_least=1,
+        at_most=65536,
+    )
+    lora_alpha: float = architecture_flag(
+        "What adapters add is multiplied by --lora-alpha / --lora-rank.", default=32.0, added=True, above=0
+    )
+    lora_targets: tuple[str, ...] = architecture_flag(
+        "Linear layers with adapters, by their names here (linear_qkv, linear_proj, linear_fc1, linear_fc2, in_proj, "
+        "out_proj ...) or Hugging Face's (q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj).",
+        default=("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"),
+        added=True,
+    )
+    lora_rank_stabilized: bool = architecture_switch(
+        "Multiply what adapters add by --lora-alpha / sqrt(--lora-rank) (rsLoRA, arXiv:2312.03732).",
+        added=True,
+    )
+    lora_dropout: float = flag("Dropout on what adapters read.", default=0.0, at_least=0, below=1)
+
+    @property
+    def is_on(self) -> bool:
+        """Whether the model has adapters."""
+        return self.lora_rank is not None
+
+    @property
+    def scale(self) -> float:
+        """The factor of what adapters add."""
+        rank = self.lora_rank or 1
+        return self.lora_alpha / (math.sqrt(rank) if self.lora_rank_stabilized else rank)
+
+    def parts_of(self, layer: str) -> frozenset[str] | None:
+        """Parts of a linear layer of this name that have an adapter: "" stands for all; None for no adapter."""
+        found = {"" for target in self.lora_targets if target == layer}
+        aliases = (LAYERS[target] for target in self.lora_targets if target in LAYERS)
+        found |= {part for holder, part in aliases if holder == layer}
+        return frozenset(found) if self.is_on and found else None
+
+    @property
+    @override
+    def trained_alone(self) -> tuple[str, ...]:
+        """The adapters."""
+        return (ADAPTERS,) if self.is_on else ()
+
+    @override
+    def described(self, run: RunConfig) -> Sequence[str]:
+        """Rank, scale and layers."""
+        return (f"adapters of rank {self.lora_rank} on {', '.join(self.lora_targets)}",) if self.is_on else ()
+
+    @override
+    def shrunk(self, stacks: Sequence[int], small: Sequence[int]) -> LoraConfig:
+        """The same adapters: a rank above a width is no mistake."""
+        return self
+
+    @override
+    def rules(self) -> Sequence[Rule]:
+        """Rules about layers and other parts."""
+        return RULES
+
+
+def _settings_need_a_rank(run: RunConfig) -> str | None:
+    given = [name for name in changed_flags(run, LoraConfig) if not name.startswith("--lora-rank ")]
+    if run.part(LoraConfig).is_on or not given:
+        return None
+    return f"{subject(given, 'has', 'have')} no effect without --lora-rank; give a rank such as 16"
+
+
+def _absorbed_matrices_have_none(run: RunConfig) -> str | None:
+    """Generation multiplies the matrix that makes keys and values of latents into queries and results."""
+    lora = run.part(LoraConfig)
+    if not lora.is_on or _ABSORBED not in lora.lora_targets:
+        return None
+    return (
+        f"--lora-targets {_ABSORBED}: generation never multiplies by this matrix itself, so an adapter beside it would "
+        "be left out there; leave it out, and take linear_kv_down_proj"
+    )
+
+
+def _recomputed_inside(run: RunConfig) -> str | None:
+    lora, recomputed = run.part(LoraConfig), run.training.recompute_modules
+    if not (lora.is_on and lora.lora_dropout and "mla_up_proj" in recomputed):
+        return None
+    return (
+        f"--lora-dropout {lora.lora_dropout:g} with --recompute-modules mla_up_proj: the second pass would draw other "
+        "numbers; leave one of them out"
+    )
+
+
+RULES: tuple[Rule, ...] = (_settings_need_a_rank, _absorbed_matrices_have_none, _recomputed_inside)
