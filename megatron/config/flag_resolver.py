@@ -194,8 +194,7 @@ class FlagResolver:
             is_given = known is not None and known.rank > CHECKPOINT and spec.options.architecture
             asked = known.value if known is not None and is_given else value
             asked = canonical(spec.field, asked, layers) if is_published else asked
-            may_differ = spec.options.added or keeps_meaning(spec.field, value, asked)
-            if is_published and asked != value and not may_differ:
+            if is_published and not (value == asked or spec.options.added or keeps_meaning(spec.field, value, asked)):
                 wrong.append(f"{spec.typed(asked)} ({'not set' if value is None else words(value)} there)")
             elif value is not None and spec.field not in lost:
                 self._offer(spec, Given(value, source, CHECKPOINT))

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 from typing_extensions import override
 
 from megatron.config.family import PartConfig, Rule
-from megatron.config.flags import architecture_flag, architecture_switch, flag, subject
+from megatron.config.flags import architecture_flag, architecture_switch, flag, group_name, subject
 from megatron.config.parameter_names import matches
 from megatron.config.rules.sentence import changed_flags
 from megatron.config.run import RunConfig
@@ -52,6 +53,7 @@ class LoraConfig(PartConfig):
     lora_rank: int | None = architecture_flag(
         "Train low-rank adapters of this rank beside the linear layers of --lora-targets, and freeze everything else.",
         default=None,
+        aliases=("--lora-r",),
         added=True,
         at_least=1,
         at_most=65536,
@@ -63,6 +65,7 @@ class LoraConfig(PartConfig):
         "Linear layers with adapters, by their names here (linear_qkv, linear_proj, linear_fc1, linear_fc2, in_proj, "
         "out_proj ...) or Hugging Face's (q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj).",
         default=("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"),
+        aliases=("--lora-target-modules",),
         added=True,
     )
     lora_rank_stabilized: bool = architecture_switch(
@@ -77,10 +80,29 @@ class LoraConfig(PartConfig):
         return self.lora_rank is not None
 
     @property
+    def rank(self) -> int:
+        """The rank of adapters, where there are any."""
+        return self.lora_rank or 1
+
+    @property
     def scale(self) -> float:
         """The factor of what adapters add."""
-        rank = self.lora_rank or 1
-        return self.lora_alpha / (math.sqrt(rank) if self.lora_rank_stabilized else rank)
+        return self.lora_alpha / (math.sqrt(self.rank) if self.lora_rank_stabilized else self.rank)
+
+    @property
+    def dropout(self) -> float:
+        """The share of an adapter's inputs that dropout zeroes."""
+        return self.lora_dropout
+
+    @property
+    def targets(self) -> tuple[str, ...]:
+        """Names of layers with adapters, as they were given."""
+        return self.lora_targets
+
+    @classmethod
+    def is_in(cls, saved: Mapping[str, Any]) -> bool:
+        """Whether the model of a run with the ``saved`` settings has adapters."""
+        return (saved.get(group_name(cls)) or {}).get("lora_rank") is not None
 
     def parts_of(self, layer: str) -> frozenset[str] | None:
         """Parts of a linear layer of this name that have an adapter: "" stands for all; None for no adapter."""
@@ -99,11 +121,6 @@ class LoraConfig(PartConfig):
     def described(self, run: RunConfig) -> Sequence[str]:
         """Rank, scale and layers."""
         return (f"adapters of rank {self.lora_rank} on {', '.join(self.lora_targets)}",) if self.is_on else ()
-
-    @override
-    def shrunk(self, stacks: Sequence[int], small: Sequence[int]) -> LoraConfig:
-        """The same adapters: a rank above a width is no mistake."""
-        return self
 
     @override
     def rules(self) -> Sequence[Rule]:

@@ -101,7 +101,7 @@ give --window-size with the keys before and after a query
 give --position-embedding-type yarn, longrope or dynamic_ntk with --rotary-scaling-factor and
 --original-max-position-embeddings, or --use-rope-scaling for Llama 3's scaling
     rope-scaling-* dynamic-factor rotary-scale-factor
-LoRA is not available yet; leave it out to train all weights
+adapters are set by --lora-rank, --lora-alpha, --lora-targets, --lora-dropout and --lora-rank-stabilized; leave it out
     lora-*
 choose with --activation
     no-swiglu no-geglu no-relu no-squared-relu no-exact-gelu

@@ -26,7 +26,7 @@ def check_adapters(run: RunConfig, train_spec: TrainSpec) -> None:
         for name, module in layer.named_modules()
         if isinstance(module, Adaptable)
     }
-    for target in lora.lora_targets:
+    for target in lora.targets:
         if target in layers or LAYERS.get(target, ("",))[0] in layers:
             continue
         known = sorted(layers | {name for name, (layer, _) in LAYERS.items() if layer in layers})
@@ -40,6 +40,6 @@ def check_adapters(run: RunConfig, train_spec: TrainSpec) -> None:
     if heads and not any(name in run.optimizer.trained for name in heads):
         head = heads[0].partition(".")[0]
         raise ConfigError(
-            f"--lora-rank {lora.lora_rank} trains adapters alone, and {head} starts from random weights: train it as "
+            f"--lora-rank {lora.rank} trains adapters alone, and {head} starts from random weights: train it as "
             f"well, with --train-only '{head}.*'"
         )

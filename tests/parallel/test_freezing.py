@@ -127,8 +127,8 @@ def test_state_that_a_checkpoint_should_have_is_missed(tmp_path: Path) -> None:
     entries, context = Optimizer.entries, ParallelContext.single()
     missing = f"optimizer.exp_avg.{FC1.format(1)}"
 
-    def fewer(optimizer: Optimizer) -> Iterator[ShardedState]:
-        return (entry for entry in entries(optimizer) if entry.name != missing)
+    def fewer(optimizer: Optimizer, **options: Any) -> Iterator[ShardedState]:
+        return (entry for entry in entries(optimizer, **options) if entry.name != missing)
 
     with mock.patch.object(Optimizer, "entries", fewer):
         Saver(tiny_run(context, f"--mock-data --save {tmp_path} --save-interval 1 --freeze embedding.*")).save()

@@ -34,7 +34,7 @@ from megatron.errors import CheckpointError
 from megatron.small_files import check_regular
 
 _OF_BASE = "base:"
-"""Before the names of files of the checkpoint that another one refers to."""
+"""Prefix of the names of files that are in the checkpoint that this one refers to."""
 
 
 class _ChecksummedStream:

@@ -31,7 +31,7 @@ class ExpertAdapter(nn.ModuleDict):
     ) -> None:
         super().__init__()
         self._context, self._place = context, place
-        self._scale, self._dropout, self.rank = settings.scale, settings.lora_dropout, settings.lora_rank or 1
+        self._scale, self._dropout, self.rank = settings.scale, settings.dropout, settings.rank
         layout = sharding_of(weight)
         experts, *matrices, outputs, inputs = layout.shape
         self._names = ("gate", "up") if matrices == [2] else (WHOLE,)

@@ -87,7 +87,7 @@ class LowRankAdapter(nn.ModuleDict):
     ) -> None:
         super().__init__()
         self._context, self._place = context, place
-        self._scale, self._dropout, self.rank = settings.scale, settings.lora_dropout, settings.lora_rank or 1
+        self._scale, self._dropout, self.rank = settings.scale, settings.dropout, settings.rank
         layout = sharding_of(weight)
         self._is_column = layout.split.get(0) == "tp"
         self._is_row = layout.split.get(1) == "tp"

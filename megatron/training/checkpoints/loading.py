@@ -91,10 +91,10 @@ def checkpoint_to_load(
 
 def _load_from(run: Run, folder: CheckpointFolder, *, weights_only: bool) -> None:
     settings, state = run.config.checkpoint, read_run_state(folder)
-    starts_adapters = run.config.part(LoraConfig).is_on and not _has_adapters(state)
+    starts_adapters = run.config.part(LoraConfig).is_on and not LoraConfig.is_in(state["config"])
     if starts_adapters and not weights_only:
         raise CheckpointError(
-            f"{folder.path} has no adapters, and --lora-rank is {run.config.part(LoraConfig).lora_rank}: to train "
+            f"{folder.path} has no adapters, and --lora-rank is {run.config.part(LoraConfig).rank}: to train "
             "adapters beside its weights, give it as --pretrained-checkpoint, or add --finetune"
         )
     check_same_model(state, folder, model_name=run.train_spec.name, config=run.config, tokenizer=run.tokenizer)
@@ -154,11 +154,6 @@ def base_for(run: Run, loaded: AnyPath, *, is_base: bool) -> AnyPath | None:
     if base is None or not run.config.part(LoraConfig).is_on or (save is not None and path_of(save) == base.parent):
         return None
     return base
-
-
-def _has_adapters(state: Mapping[str, Any]) -> bool:
-    """Whether the model of a checkpoint has low-rank adapters."""
-    return (state["config"].get(group_name(LoraConfig)) or {}).get("lora_rank") is not None
 
 
 def stored_scales(run: Run, folder: CheckpointFolder) -> list[ShardedState]:
@@ -299,7 +294,7 @@ def check_same_model(
         asked = config.value(spec)
         saved = then.get((spec.group, spec.field), asked)
         may_change = config.checkpoint.finetune and keeps_meaning(spec.field, saved, asked)
-        starts_adapters = spec.options.added and not _has_adapters(state)
+        starts_adapters = spec.options.added and not LoraConfig.is_in(state["config"])
         if spec.options.architecture and saved != asked and not may_change and not starts_adapters:
             there, here = ("not set" if value is None else value for value in (saved, asked))
             differences.append(f"{spec.positive} is {there} in the checkpoint and {here} here")

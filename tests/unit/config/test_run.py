@@ -10,6 +10,7 @@ import pytest
 
 from megatron.config import ParallelConfig, PrecisionConfig, RunConfig, TokenizerConfig
 from megatron.config.batch_ramp import BatchRamp
+from megatron.config.lora import LoraConfig
 from megatron.config.moe import MoEConfig
 from megatron.config.parse import parse_run
 from megatron.config.saved_settings import in_current_names
@@ -109,11 +110,12 @@ def test_json_round_trip() -> None:
 def test_a_familys_own_settings_come_back() -> None:
     """A BERT without a second head would be loaded, converted and shown as one with it."""
     bert = dataclasses.replace(
-        run_of(), extra=(BertConfig(bert_binary_head=False, mask_prob=0.2), TokenTypesConfig(), MoEConfig())
+        run_of(),
+        extra=(BertConfig(bert_binary_head=False, mask_prob=0.2), TokenTypesConfig(), MoEConfig(), LoraConfig()),
     )
     assert saved_run(json.loads(json.dumps(bert.to_json())), name="bert", where="x") == bert
     settings = bert.to_json()
-    del settings["tokentypes"], settings["moe"]  # which earlier versions had not
+    del settings["tokentypes"], settings["moe"], settings["lora"]  # which earlier versions had not
     assert saved_run(settings, name="bert", where="x") == bert
     assert saved_run(run_of().to_json(), name="gpt", where="x").extra == tuple(group() for group in GPT_GROUPS)
 

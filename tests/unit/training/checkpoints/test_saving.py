@@ -45,7 +45,7 @@ class Stage:
         self.events: list[str] = []
         self.saves: list[FakeSave] = []
         self.run: Any = mock.MagicMock()
-        self.run.context = ParallelContext.single()
+        self.run.context, self.run.base = ParallelContext.single(), None
         self.run.config.checkpoint.async_save = background
         self.run.config.checkpoint.save = "folder"
         self.run.config.checkpoint.overwrite_run = False
