@@ -57,8 +57,9 @@ class CheckpointConfig(Settings):
         "Folder to take weights from when --load has no checkpoint yet.", default=None
     )
     load_hf: str | None = flag(
-        "Hugging Face model to start from at iteration 0, a folder or ORG/NAME of the Hub: architecture, tokenizer and "
-        "weights. A run that finds a checkpoint in --load resumes from it and does not read this model.",
+        "Model to start from at iteration 0, a folder of Hugging Face's, ORG/NAME of the Hub or a GGUF file: "
+        "architecture, tokenizer, weights. A run that finds a checkpoint in --load resumes from it and does not read "
+        "this model.",
         default=None,
     )
     load_hf_proof: Literal["auto", "required", "off"] = flag(

@@ -21,8 +21,8 @@ _KNOWN = {
     "model_index.json": "is a pipeline of diffusers, which makes images, and no language model",
     "config_sentence_transformers.json": "is a folder of sentence-transformers: give the folder of its transformer, "
     "often 0_Transformer, which has a config.json",
-    "*.gguf": "holds a model in llama.cpp's format (GGUF), which isn't read: give the Hugging Face model that it was "
-    "made of",
+    "*.gguf": "holds a model in llama.cpp's format (GGUF): convert it with --from gguf, or start a run from it with "
+    "--load-hf",
     "params.json": "is a model in the format in which Meta and Mistral publish weights: give the same model in Hugging "
     "Face's format, whose folder has a config.json",
     "*.nemo": "holds a model of NeMo's, which isn't read: export it there to Hugging Face's format, and give that",

@@ -95,7 +95,7 @@ def _convert(job: Conversion, say: Callable[[str], None]) -> proof.Proof | None:
         library()
     with _at_hand(job, say) as (place, step), tempfile.TemporaryDirectory(prefix="megatron-tokenizer-") as scratch:
         with _reading(job.load):
-            portable = _read(job, place, step=step, scratch=Path(scratch))
+            portable = _read(job, place, step=step, scratch=Path(scratch, "tokenizer"))
         tensors = {name: _guarded(tensor, job.load) for name, tensor in portable.tensors.items()}
         portable = dataclasses.replace(portable, tensors=tensors)
         title = family_of(portable.groups).title

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import os
 import shutil
 from collections.abc import Sequence
 from functools import cache
@@ -22,6 +23,8 @@ from megatron.core.checkpointing.first_rank import work_on_first
 from megatron.core.checkpointing.save import save_streamed
 from megatron.core.conversion import proof
 from megatron.core.conversion.companions import FOLDER, SETTINGS, companions_in, tokenizer_files, tokenizer_of
+from megatron.core.conversion.gguf.proof import gguf_file, prove_reading
+from megatron.core.conversion.gguf.reading import is_gguf, read_gguf
 from megatron.core.conversion.huggingface.hub import model_folder
 from megatron.core.conversion.huggingface.reading import CONFIG, read_huggingface
 from megatron.core.conversion.kept_tokenizer import files_to_keep
@@ -70,9 +73,17 @@ def read_published(load_hf: str) -> PortableModel:
     """The model of ``--load-hf``; of its weights only names, shapes and types are read now."""
     folder = folder_of(load_hf)
     try:
-        return read_huggingface(folder)
+        return read_gguf(folder, scratch=_tokenizer_place(folder)) if is_gguf(folder) else read_huggingface(folder)
     except CheckpointError as error:
         raise CheckpointError(f"--load-hf: {error}", exit_code=error.exit_code) from error
+
+
+def _tokenizer_place(place: Path) -> Path:
+    """Where the files of a GGUF file's tokenizer are kept: in the user's cache, under a digest of the file."""
+    file = gguf_file(place).resolve()
+    seen = file.stat()
+    name = hashlib.sha256(f"{file} {seen.st_size} {seen.st_mtime_ns}".encode()).hexdigest()[:32]
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "megatron" / "tokenizers" / f"gguf-{name}"
 
 
 def starts_from_published(settings: CheckpointConfig) -> bool:
@@ -156,7 +167,10 @@ def _check_same_everywhere(load_hf: str, mesh: Mesh) -> None:
 
     def seen() -> str:
         folder = folder_of(load_hf)
-        sizes = sorted((path.name, path.stat().st_size) for path in folder.iterdir() if path.is_file())
+        files = folder.iterdir() if folder.is_dir() else (folder,)
+        sizes = sorted((path.name, path.stat().st_size) for path in files if path.is_file())
+        if is_gguf(folder):
+            return hashlib.sha256(repr(sizes).encode()).hexdigest()
         settings = read_bytes(folder / CONFIG, where=str(folder / CONFIG), error=CheckpointError)
         return hashlib.sha256(repr((sizes, settings)).encode()).hexdigest()
 
@@ -179,6 +193,9 @@ def prove(config: RunConfig, context: ParallelContext) -> str:
     def compared() -> str:
         portable = read_published(folder)
         question = question_for(portable.model, portable.groups)
+        if is_gguf(folder_of(folder)):
+            ours, words = proof.portable_answer(portable, question), portable.model.vocab_size or 0
+            return f"proof: {prove_reading(gguf_file(folder_of(folder)), ours, question, words=words)}"
         try:
             proof.transformers_version(skip=_SKIP)
             proof.check_memory(proof.memory_needed(portable, {"hf"}), skip=_SKIP)

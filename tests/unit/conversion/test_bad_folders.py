@@ -135,7 +135,7 @@ OTHERS: list[tuple[dict[str, Any], str]] = [
     ),
     ({"adapter_config.json": 0}, " is an adapter (LoRA or the like) for another model, and no whole model"),
     ({"adapter_config.json": 0, "config.json": {}}, " is an adapter (LoRA or the like) for another model"),
-    ({"llama.Q4_K.gguf": 0}, " holds a model in llama.cpp's format (GGUF), which isn't read: give the Hugging Face"),
+    ({"llama.Q4_K.gguf": 0}, " holds a model in llama.cpp's format (GGUF): convert it with --from gguf"),
     ({"params.json": {}, "consolidated.safetensors": 0}, " is a model in the format in which Meta and Mistral publish"),
     ({"params.json": {}, "consolidated.00.pth": 0}, " is a model in the format in which Meta and Mistral publish"),
     ({"model_index.json": {}, "unet/config.json": {}}, " is a pipeline of diffusers, which makes images"),

@@ -27,6 +27,7 @@ from megatron.core.conversion.proof import ProofError, portable_answer
 from megatron.core.conversion.questions import question_for
 from megatron.core.models.gpt.gguf import DecoderFiles
 from megatron.core.models.gpt.gguf.architectures import ARCHITECTURES
+from megatron.core.parallel.context import ParallelContext
 from megatron.errors import CheckpointError
 from tests.harness.published import random_model
 from tests.harness.sentences import check_line, expect_error
@@ -35,6 +36,7 @@ from tests.published.llama import LONGROPE
 from tests.published.sizes import SIZES
 from tests.tiers import tiers
 from tests.unit.conversion.test_families import do
+from tests.unit.conversion.test_starting import first_step
 
 Folder = Callable[[str], Path]
 
@@ -250,3 +252,15 @@ def test_one_tensor_is_in_memory(source: Folder, tmp_path: Path) -> None:
         dataclasses.replace(portable, tensors=tensors), tmp_path / "m", kind="q8_0", say=print, max_shard_size=1 << 40
     )
     assert most <= 3
+
+
+def test_a_run_starts_from_a_file(source: Folder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Most quantized models are shared as such files alone."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    do("hf", source("llama in blocks"), "gguf", tmp_path / "model", gguf_type="f32")
+    context = ParallelContext.single()
+    losses = [
+        first_step(context, "gpt", f"--load-hf {load} --load-hf-proof required")["lm loss"]
+        for load in (source("llama in blocks"), gguf_file(tmp_path / "model"))
+    ]
+    assert losses[0] == losses[1]

@@ -390,7 +390,7 @@ COMMANDS: list[tuple[str, list[str]]] = [
     ("--from hf --to hf --load x --save y", ["--from hf --to hf"]),
     ("--from hf --to megatron --save y", ["--load"]),
     ("--from hf --to megatron --load x --load-dir y --save z", ["--load", "--load-dir"]),
-    ("--from gguf --to megatron --load x --save y", ["--from", "'gguf'"]),
+    ("--from keras --to megatron --load x --save y", ["--from", "'keras'"]),
     ("--from hf --to megatron --load nowhere --save y", ["nowhere", "Hugging Face"]),
     ("--from megatron --to hf --load nowhere --save y", ["--load nowhere"]),
     ("--from megatron-lm --to hf --load nowhere --save y", ["nowhere", "Megatron-LM"]),

@@ -162,7 +162,7 @@ def prove_writing(
     if kind != "f32":
         compare(unpadded, portable_answer(source, question))
     with tempfile.TemporaryDirectory(prefix="megatron-gguf-") as scratch:
-        back, held = read_gguf(file, scratch=Path(scratch)), open_gguf(file)
+        back, held = read_gguf(file, scratch=Path(scratch, "tokenizer")), open_gguf(file)
         check_rounding(source, back, kind=kind)
         ours = portable_answer(back, question)
         check_tokens(file, source, say=say)

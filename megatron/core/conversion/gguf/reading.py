@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import tempfile
+from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -14,6 +18,7 @@ from megatron.core.conversion.gguf.files import GgufFile, open_gguf
 from megatron.core.conversion.gguf.rotary import FACTORS
 from megatron.core.conversion.gguf.tensors import EMBEDDING, OUTPUT, file_matches
 from megatron.core.conversion.gguf.tokenizer_files import write_tokenizer
+from megatron.core.conversion.huggingface.reading import CONFIG
 from megatron.core.conversion.huggingface.writing import fitting_type, theirs_of
 from megatron.core.conversion.portable import (
     LazyTensor,
@@ -27,8 +32,15 @@ from megatron.core.conversion.tables import to_ours, to_theirs
 from megatron.errors import CheckpointError
 
 
+def is_gguf(place: Path) -> bool:
+    """Whether a path is a GGUF file, or a folder with one in place of a Hugging Face model."""
+    if place.is_dir():
+        return not (place / CONFIG).exists() and any(place.glob("*.gguf"))
+    return place.suffix == ".gguf"
+
+
 def read_gguf(place: Path, *, scratch: Path) -> PortableModel:
-    """The model in a GGUF file or a folder with one; its tokenizer's files are written into ``scratch``.
+    """The model in a GGUF file or a folder with one; its tokenizer's files are in ``scratch``, which is made once.
 
     Raises CheckpointError for a file that is damaged, an architecture that isn't known, and keys or tensors that don't
     fit it.
@@ -61,7 +73,7 @@ def read_gguf(place: Path, *, scratch: Path) -> PortableModel:
         {each: tensor.shape for each, tensor in held.items()}, {match.ours: match.shape for match in found}, where=where
     )
     theirs = to_theirs(found, held, in_halves)
-    write_tokenizer(keys, scratch)
+    _write_once(keys, scratch)
     tokenizer = tokenizer_in(scratch, rows=model.vocab_size or 0)
     files = companions_in(scratch)
     chat, notes = read_chat(files, tokenizer, rows=model.vocab_size or 0)
@@ -75,6 +87,18 @@ def read_gguf(place: Path, *, scratch: Path) -> PortableModel:
         notes=(f"note: {where} holds numbers of the types {', '.join(file.kinds)}", *notes),
         chat=chat,
     )
+
+
+def _write_once(keys: Mapping[str, Any], folder: Path) -> None:
+    """Write the tokenizer's files, unless another process has done so; nobody sees a part of them."""
+    if folder.exists():
+        return
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder.parent) as aside:
+        whole = Path(aside, folder.name)
+        write_tokenizer(keys, whole)
+        with suppress(OSError):  # it is there by now
+            whole.rename(folder)
 
 
 def _without_copy(file: GgufFile, architecture: Architecture) -> dict[str, LazyTensor]:

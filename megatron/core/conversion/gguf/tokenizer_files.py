@@ -17,7 +17,7 @@ _BPE, _UNIGRAM = 2, 1
 
 
 def write_tokenizer(keys: Mapping[str, Any], folder: Path) -> None:
-    """Write the files into ``folder``; none where the vocabulary is ids alone.
+    """Write the files into ``folder``; an empty folder where the vocabulary is ids alone.
 
     Raises CheckpointError for a kind of tokenizer that isn't read.
     """
@@ -25,6 +25,7 @@ def write_tokenizer(keys: Mapping[str, Any], folder: Path) -> None:
     tokens: list[str] = words.get("tokens", [])
     kind = words.get("model", "none")
     if kind in ("none", "no_vocab") or tokens == [spelled_id(number) for number in range(len(tokens))]:
+        folder.mkdir(parents=True, exist_ok=True)
         return
     kinds = words.get("token_type") or [NORMAL] * len(tokens)
     if len(kinds) != len(tokens):
