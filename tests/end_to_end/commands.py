@@ -104,7 +104,7 @@ def quickstart(script: str, folder: Path, *, iterations: int) -> str:
         pytest.skip("the quickstart runs in .venv, and making one is tests/run.sh's first step")
     kept = {name: value for name, value in environment().items() if not name.startswith(("XDG_", "MPL", "HOME"))}
     home = folder / "home"
-    home.mkdir()
+    home.mkdir(exist_ok=True)
     variables = {"HOME": str(home), "QUICKSTART_DIR": str(folder / "run"), "QUICKSTART_ITERATIONS": str(iterations)}
     done = subprocess.run(
         ["bash", str(ROOT / script)],

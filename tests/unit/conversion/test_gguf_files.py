@@ -54,7 +54,7 @@ def test_every_cut_is_noticed(whole: bytes, tmp_path: Path) -> None:
     path = tmp_path / "cut.gguf"
     for size in (0, 3, 4, 20, 100, 1000, len(whole) // 2, len(whole) - 33):
         path.write_bytes(whole[:size])
-        with pytest.raises(CheckpointError, match="is no whole GGUF file"):
+        with pytest.raises(CheckpointError):
             open_gguf(path)
     path.write_bytes(whole[: len(whole) - 33])
     with expect_error(CheckpointError, "cut.gguf", "download it again", hide=[r"blk\S+|output\S+|token\S+|rope\S+"]):
@@ -68,7 +68,7 @@ def test_counts_beyond_the_file(at: int, value: int, whole: bytes, tmp_path: Pat
     """A number in the header must not make the reader take memory, or run for hours."""
     path = tmp_path / "large.gguf"
     path.write_bytes(whole[:at] + struct.pack("<Q", value) + whole[at + 8 :])
-    with pytest.raises(CheckpointError, match="is no whole GGUF file"):
+    with expect_error(CheckpointError, "large.gguf", hide=[r"[\d,]{4,}"]):
         open_gguf(path)
 
 

@@ -8,7 +8,7 @@ import json
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,19 +36,49 @@ def llama_cpp_rows(file: Path, prompts: Sequence[Sequence[int] | str], *, words:
     ``context``: positions that it makes room for. It runs in a process of its own, since it ends its process on files
     that it refuses; CheckpointError then.
     """
+    job = {"prompts": prompts, "vocabulary": words, "context": context, "chosen": _plain_token(file)}
+    found = torch.frombuffer(bytearray(_done(file, job)), dtype=torch.float32)
+    return found.view(len(prompts), words)
+
+
+def llama_cpp_losses(file: Path, windows: Sequence[Sequence[int]]) -> list[float]:
+    """Minus the log-probability of each token of ``windows`` after those before it, by llama.cpp; without the first of
+    each. CheckpointError as above.
+    """
+    places = [(window, at) for window in windows for at in range(1, len(window))]
+    job: dict[str, Any] = {
+        "prompts": [window[:at] for window, at in places],
+        "wanted": [window[at] for window, at in places],
+    }
+    found = json.loads(_done(file, {**job, "context": max(map(len, windows)) + 8}))
+    untold = [number for number, each in enumerate(found) if each is None]  # parts of characters, and ends of texts
+    if untold:
+        words = len(open_gguf(file).keys["tokenizer.ggml.tokens"])
+        prompts = [job["prompts"][number] for number in untold]
+        rows = llama_cpp_rows(file, prompts, words=words, context=max(map(len, windows)) + 8)
+        for number, row in zip(untold, rows):
+            found[number] = row[job["wanted"][number]].item()
+    return [-each for each in found]
+
+
+def llama_cpp_texts(file: Path, prompts: Sequence[str], *, length: int) -> list[str]:
+    """The likeliest text of ``length`` tokens after each prompt, by llama.cpp; CheckpointError as above."""
+    context = length + max(len(prompt.encode()) for prompt in prompts) + 8
+    texts: list[str] = json.loads(_done(file, {"prompts": prompts, "length": length, "context": context}))
+    return texts
+
+
+def _done(file: Path, job: Mapping[str, Any]) -> bytes:
+    """What llama.cpp's process answers."""
     with tempfile.TemporaryDirectory(prefix="megatron-llama-cpp-") as folder:
         answers, asked = Path(folder, "answers"), Path(folder, "job.json")
-        job: dict[str, Any] = {"model": str(file), "vocabulary": words, "context": context, "answers": str(answers)}
-        job["chosen"] = _plain_token(file)
-        asked.write_text(
-            json.dumps({**job, "prompts": [each if isinstance(each, str) else list(each) for each in prompts]})
-        )
+        whole = {**job, "model": str(file.resolve()), "answers": str(answers)}
+        asked.write_text(json.dumps(whole, default=list), encoding="utf-8")
         command = [sys.executable, str(_SCRIPT), str(asked)]
         done = subprocess.run(command, capture_output=True, text=True, errors="replace", check=False, cwd=folder)
         if done.returncode:
             raise CheckpointError(f"llama.cpp cannot run {file.name}: {_reason(done)}")
-        found = torch.frombuffer(bytearray(answers.read_bytes()), dtype=torch.float32)
-    return found.view(len(prompts), words)
+        return answers.read_bytes()
 
 
 def _plain_token(file: Path) -> int:

@@ -2,7 +2,8 @@
 
 Started as a script with the path of a JSON file: ``model``, ``context`` (positions), ``vocabulary`` (words),
 ``chosen`` (a token of plain text), ``prompts`` (lists of ids, or texts) and ``answers``, the file that gets
-log-probabilities ``[prompts, words]`` in float32.
+log-probabilities ``[prompts, words]`` in float32. With ``wanted`` they are those of one token after each prompt, and
+with ``length`` texts of so many tokens, in JSON.
 """
 
 from __future__ import annotations
@@ -30,29 +31,54 @@ def main(job: dict[str, Any]) -> None:
     settings.flash_attn_type = xllamacpp.llama_flash_attn_type.LLAMA_FLASH_ATTN_TYPE_DISABLED
     settings.cache_type_k = settings.cache_type_v = xllamacpp.ggml_type.GGML_TYPE_F32
     server = xllamacpp.Server(settings)
+    if "length" in job:
+        texts = [_text(server, prompt, length=job["length"]) for prompt in job["prompts"]]
+        Path(job["answers"]).write_text(json.dumps(texts), encoding="utf-8")
+        return
+    if "wanted" in job:
+        pairs = zip(job["prompts"], job["wanted"])
+        found = [_log_probability(server, prompt, token=token) for prompt, token in pairs]
+        Path(job["answers"]).write_text(json.dumps(found), encoding="utf-8")
+        return
     with Path(job["answers"]).open("wb") as file:
         for prompt in job["prompts"]:
             array("f", _answer(server, prompt, words=job["vocabulary"], chosen=job["chosen"])).tofile(file)
 
 
-def _answer(server: Any, prompt: list[int] | str, *, words: int, chosen: int) -> list[float]:
-    question: dict[str, Any] = {
-        "prompt": prompt,
-        "n_predict": 1,
-        "n_probs": words,
-        "temperature": 0.0,
-        "cache_prompt": False,
-    }
-    # It tells nothing after a token that ends texts or is a part of a character: another one is chosen. Probabilities
-    # are those before that.
-    question["logit_bias"] = [[chosen, 1e6]]
+def _text(server: Any, prompt: list[int] | str, *, length: int) -> str:
+    """The likeliest text after a prompt, of at most ``length`` tokens."""
+    text: str = _asked(server, {"prompt": prompt, "n_predict": length, "temperature": 0.0})["text"]
+    return text
+
+
+def _log_probability(server: Any, prompt: list[int] | str, *, token: int) -> float | None:
+    """How likely a token is after a prompt; None for one that llama.cpp tells nothing of."""
+    content = (_asked(server, _question(prompt, count=1, chosen=token))["logprobs"] or {}).get("content")
+    return content[0]["logprob"] if content and content[0]["id"] == token else None
+
+
+def _asked(server: Any, question: dict[str, Any]) -> dict[str, Any]:
     found = server.handle_completions(question)
     if isinstance(found, str):
         found = json.loads(found)
     if "choices" not in found:
         raise SystemExit(f"llama.cpp answers {json.dumps(found)[:300]}")
+    choice: dict[str, Any] = found["choices"][0]
+    return choice
+
+
+def _question(prompt: list[int] | str, *, count: int, chosen: int) -> dict[str, Any]:
+    """A request for the ``count`` likeliest tokens, at which ``chosen`` is taken: probabilities are those before that.
+
+    llama.cpp tells nothing after a token that ends texts or is a part of a character.
+    """
+    question = {"prompt": prompt, "n_predict": 1, "n_probs": count, "temperature": 0.0, "cache_prompt": False}
+    return {**question, "logit_bias": [[chosen, 1e6]]}
+
+
+def _answer(server: Any, prompt: list[int] | str, *, words: int, chosen: int) -> list[float]:
     row = [NEVER] * words
-    for each in found["choices"][0]["logprobs"]["content"][0]["top_logprobs"]:
+    for each in _asked(server, _question(prompt, count=words, chosen=chosen))["logprobs"]["content"][0]["top_logprobs"]:
         row[each["id"]] = max(each["logprob"], NEVER)
     return row
 
