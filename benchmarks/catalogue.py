@@ -64,6 +64,7 @@ CATALOGUE = {
     "sampler": Benchmark("greedy choice", "time over its"),
     "samples": Benchmark("mock data", "time over its target, and of a step over that on mock data", at_most=1.05),
     "serving": Benchmark("the engine without a server", "time over its", at_most=1.05),
+    "slow_link": Benchmark("data parallelism over the same link", "time of a step over its", at_most=1.0),
     "startup": Benchmark("none: a time that feels immediate", "time over its target", at_most=1.0),
     "state_space": Benchmark("transformers' Mamba-2 mixer", "speed between projections over its best", at_least=2.0),
     "training_step": Benchmark("transformers, and of GPT plain PyTorch", "speed over the best peer's", at_least=1.2),

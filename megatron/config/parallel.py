@@ -174,6 +174,12 @@ class ParallelConfig(Settings):
         default=None,
         at_least=1,
     )
+    diloco_ranks_per_worker: int | None = flag(
+        "DiLoCo: ranks of each worker, instead of --diloco-workers: there are as many workers as the launched ranks "
+        "make. For torchrun with --nnodes MIN:MAX, which goes on with the ranks that are there.",
+        default=None,
+        at_least=1,
+    )
     distributed_timeout_minutes: float = flag(
         "Minutes a collective may wait for a rank; then the run ends and names the rank.", default=10.0, above=0
     )

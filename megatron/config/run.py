@@ -121,6 +121,9 @@ class RunConfig:
             found["model"]["vocab_size"] = tokenizer.vocab_size + (kind == "NullTokenizer")
         if self.parallel.tensor_model_parallel_size == 1:
             found["parallel"]["sequence_parallel"] = False
+        ranks = self.parallel.diloco_ranks_per_worker
+        if ranks is not None and self.parallel.diloco_workers is None and self.world_size % ranks == 0:
+            found["parallel"]["diloco_workers"] = self.world_size // ranks
         if not self.divides_over_expert_ranks:
             found["parallel"]["expert_tensor_parallel_size"] = None
         trained_alone = {pattern for part in self.parts for pattern in part.trained_alone}

@@ -5,6 +5,7 @@ from __future__ import annotations
 from megatron.config.family import Rule
 from megatron.config.flags import plural_s
 from megatron.config.rules.sentence import rule
+from megatron.config.rules.sizes import multiples_near
 from megatron.config.run import RunConfig
 
 
@@ -26,6 +27,28 @@ def last_steps_are_shared(run: RunConfig) -> str | None:
     )
 
 
+def workers_are_whole(run: RunConfig) -> str | None:
+    """The launched ranks are whole workers of --diloco-ranks-per-worker, and each is whole copies of the model."""
+    sizes, started = run.parallel, run.world_size
+    ranks, copy = sizes.diloco_ranks_per_worker, run.model_parallel_size
+    if ranks is None:
+        return None
+    if ranks % copy:
+        return (
+            f"--diloco-ranks-per-worker {ranks} is not divisible by the {copy} ranks that hold one copy of the model; "
+            f"use {multiples_near(ranks, copy)}"
+        )
+    if started % ranks:
+        were = "1 rank was started, which is" if started == 1 else f"{started} ranks were started, which are"
+        return f"{were} not divisible by --diloco-ranks-per-worker {ranks}; start {multiples_near(started, ranks)}"
+    if sizes.diloco_workers != started // ranks:
+        return (
+            f"--diloco-workers {sizes.diloco_workers} and --diloco-ranks-per-worker {ranks} need "
+            f"{(sizes.diloco_workers or 1) * ranks} ranks, and {started} were started; leave --diloco-workers out"
+        )
+    return None
+
+
 REMARKS: tuple[Rule, ...] = (
     last_steps_are_shared,
     rule(
@@ -36,6 +59,7 @@ REMARKS: tuple[Rule, ...] = (
 )
 
 RULES: tuple[Rule, ...] = (
+    workers_are_whole,
     rule(
         "--diloco-workers {run.parallel.diloco_workers} with --fp16: each worker would have a loss scale of its own "
         "and skip other steps; use --bf16",

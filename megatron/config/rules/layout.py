@@ -11,7 +11,7 @@ from megatron.config.run import RunConfig
 def world_divides(run: RunConfig) -> str | None:
     """The number of ranks is a multiple of the model-parallel size, for each worker."""
     sizes, unit = run.parallel, run.model_parallel_size * run.parallel.num_workers
-    if run.world_size % unit == 0:
+    if run.world_size % unit == 0 or sizes.diloco_ranks_per_worker is not None:  # which has a rule of its own
         return None
     axes = {
         "--tensor-model-parallel-size": sizes.tensor_model_parallel_size,

@@ -164,6 +164,7 @@ GOOD = [
     ("--tensor-model-parallel-size 2 --group-query-attention --num-query-groups 2", "", 4),
     ("--kv-channels 16 --hidden-size 100", "", 1),
     ("--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather", "", 4),
+    ("--diloco-ranks-per-worker 2 --global-batch-size 16", "", 4),
     ("--skip-train", "--lr --train-iters", 1),
     ("--geglu --exact-gelu", "", 1),
     ("--position-embedding-type rope --rotary-percent 0.25", "", 1),
