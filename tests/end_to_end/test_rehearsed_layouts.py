@@ -23,7 +23,16 @@ from megatron.rehearsal.rank import Rehearsed
 from megatron.rehearsal.ranks import rehearse_tasks
 from megatron.rehearsal.report import problems
 from megatron.rehearsal.task import Task
-from tests.equivalence import flags, test_context, test_experts, test_fp8, test_freezing, test_pipeline, test_t5
+from tests.equivalence import (
+    flags,
+    test_context,
+    test_experts,
+    test_fp8,
+    test_freezing,
+    test_pipeline,
+    test_t5,
+    test_two_levels,
+)
 from tests.equivalence import test_equivalence as table
 from tests.equivalence.training import run_of as table_run
 
@@ -84,6 +93,7 @@ CASES: dict[str, Case] = {
         f"gathered in fp8: {name}": (test_fp8.VARIANTS[variant], layout)
         for name, (variant, layout) in test_fp8.GATHERED.items()
     },
+    **named("experts, copies, ", test_two_levels.VARIANTS["llama tied, experts"], test_two_levels.LAYOUTS),
     **{f"fp8: {name}": (row, TP2) for name, row in test_fp8.VARIANTS.items()},
 }
 TABLES = ("STAGES", "COMBINED", "EIGHT_RANKS", "MANY_STAGES", "SLICED_STAGES", "SHARED_HEADS", "CUTS", "GATHERED")
@@ -168,7 +178,7 @@ def test_estimated_memory_is_what_is_counted(names: Sequence[str]) -> None:
 def test_no_layout_is_left_out() -> None:
     """A layout that is added to the table is rehearsed; those of layers that no run's flags describe are alike."""
     rehearsed = [layout for _, layout in CASES.values()]
-    modules = (table, test_context, test_experts, test_fp8, test_freezing, test_pipeline, test_t5)
+    modules = (table, test_context, test_experts, test_fp8, test_freezing, test_pipeline, test_t5, test_two_levels)
     tables = [each for module in modules for name, each in vars(module).items() if "LAYOUTS" in name or name in TABLES]
     layouts = [each for found in tables if isinstance(found, dict) for each in found.values()]
     assert len(layouts) > 100
