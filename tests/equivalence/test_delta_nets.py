@@ -38,9 +38,10 @@ VARIANTS: dict[str, str] = {
         f"{LLAMA} {NETS} --num-layers 3 --linear-attention-freq [1,0,1] --attention-output-gate --apply-layernorm-1p "
         "--reset-attention-mask"
     ),
-    "norms before, with attention that has norms after, negative eigenvalues, future tokens": (
+    "norms before, with attention that has norms after, negative eigenvalues, future tokens, muP": (
         f"{LLAMA} {NETS} {LATER} --num-layers 3 --linear-attention-freq [1,1,0] --linear-norm-placement before "
-        "--norm-placement after --linear-negative-eigenvalues --linear-norm-epsilon 1e-3"
+        "--norm-placement after --linear-negative-eigenvalues --linear-norm-epsilon 1e-3 --use-mup "
+        "--mup-base-hidden-size 8"
     ),
     "hybrid with experts": (
         f"{LLAMA} {SIZES} --num-layers 6 --hybrid-layer-pattern GE*-GE --num-experts 4 --moe-ffn-hidden-size 16 "

@@ -68,11 +68,12 @@ VARIANTS: dict[str, str] = {
     "capacity by position": (
         f"{LLAMA} {EXPERTS} --num-layers 4 --moe-expert-capacity-factor 0.8 --moe-token-drop-policy position"
     ),
-    "latent attention, groups, bias, shared experts, future tokens": (
+    "latent attention, groups, bias, shared experts, future tokens, muP": (
         f"{LATENT} {EXPERTS} {LATER} --num-layers 4 --moe-layer-freq [0]+[1]*3 "
         "--moe-shared-expert-intermediate-size 16 --moe-router-topk 4 --moe-router-score-function sigmoid "
         "--moe-router-num-groups 4 --moe-router-group-topk 2 --moe-router-enable-expert-bias "
-        "--moe-router-bias-update-rate 0.1"
+        "--moe-router-bias-update-rate 0.1 --use-mup --mup-base-hidden-size 8 --mup-attn-scale-power 0.7 "
+        "--mup-base-head-dim 4"
     ),
     PADDED: (
         f"{LLAMA} {EXPERTS} {LATER} --num-layers 4 --reset-attention-mask --packing best-fit "
@@ -140,7 +141,7 @@ MORE = {
     GLOBAL: ("pp2 ep2 interleaved",),
     PADDED: ("tp2 ep2 etp1", "dp2 ep2 recompute moe"),
     "biases, softmax before the choice": ("tp2 etp2",),  # of each expert, once for all of its parts
-    "latent attention, groups, bias, shared experts, future tokens": (
+    "latent attention, groups, bias, shared experts, future tokens, muP": (
         "pp2 tp2 sp ep2 etp1 zb-h1 recompute parts of moe and attention",
     ),
 }
