@@ -236,7 +236,7 @@ class _World:
         for rank in ranks:
             if self.processes[rank].is_alive():
                 os.kill(self.processes[rank].pid or 0, signal.SIGUSR1)
-        deadline = time.monotonic() + 20.0
+        deadline = time.monotonic() + 60.0
         while time.monotonic() < deadline:
             stacks = {
                 rank: self.job.stack_file(rank).read_text() for rank in ranks if self.job.stack_file(rank).exists()

@@ -58,7 +58,7 @@ def run_script(
     ranks: int,
     log: Path,
     timeout: float = 280.0,
-    grace: float = 10.0,
+    grace: float = 60.0,
     documents: int = mock_data.FEW,
 ) -> Ended:
     """Run ``script`` with ``words`` on ``ranks`` ranks, as torchrun does on one node; both streams go to ``log``.

@@ -156,7 +156,11 @@ def check_refusals(sentences: list[str], *facts: object, hide: Collection[str] =
 
 
 def check_line(output: str, *facts: object, hide: Collection[str] = ()) -> None:
-    """One line of an output, whichever came first, has all these facts, and is the recorded one."""
+    """One line of an output, whichever came first, has all these facts, and is the recorded one.
+
+    A number alone names no line: times, ports and sizes of other lines may have it on some day.
+    """
+    assert any(re.search(r"[^\W\d]", str(fact)) for fact in facts) or not facts, f"{facts} are numbers alone"
     lines = [line for line in dict.fromkeys(output.splitlines()) if all(has_fact(line, str(fact)) for fact in facts)]
     assert len(lines) == 1, f"{len(lines)} lines with {facts} in:\n{output}"
     check_sentence(lines[0], hide=hide)

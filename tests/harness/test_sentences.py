@@ -121,6 +121,12 @@ def test_a_line_is_found_wherever_it_is() -> None:
             check_line(output, "--x 1")
 
 
+def test_a_number_alone_names_no_line() -> None:
+    """``12`` was found in a time of day: the test was red for one second of each minute."""
+    with another_test(), pytest.raises(AssertionError, match="numbers alone"):
+        check_line(SAID[1], 2)
+
+
 @pytest.mark.slow  # starts pytest
 def test_the_command_records_what_another_process_says(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """One test, through pytest, where the test had another sentence before."""

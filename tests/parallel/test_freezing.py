@@ -98,8 +98,10 @@ def test_a_resume_may_freeze_others(dtype: torch.dtype, runs: Runs) -> None:
     split: dict[str, Any] = {"pp": 2, "dp": 2, "dtype": dtype}
     flags = f"{bf16} --pipeline-model-parallel-size 2 --use-distributed-optimizer --freeze decoder.layers.0.*"
     second = runs.run(f"{flags} --exit-interval {CUT + 1}", save="second", load="first", world=split)
-    check_line(second.log, "12")
-    check_line(second.log, "2", "embedding.position_embeddings.weight", "embedding.word_embeddings.weight")
+    check_line(second.log, "frozen", "12 parameter tensors")
+    check_line(
+        second.log, "2 parameter tensors", "embedding.position_embeddings.weight", "embedding.word_embeddings.weight"
+    )
     first_state, second_state = tensors(runs.last("first")), tensors(runs.last("second"))
     words = "embedding.word_embeddings.weight"
     assert f"optimizer.exp_avg.{words}" in second_state.keys() - first_state.keys()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import queue
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,8 +14,9 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
+from typing_extensions import override
 
-from megatron.core.parallel import activity
+from megatron.core.parallel import activity, liveness
 from megatron.core.parallel.liveness import Liveness, Patience, watched
 from megatron.core.parallel.mesh import Mesh
 
@@ -148,17 +151,39 @@ def test_error_after_the_keeper_of_the_store_has_left_is_not_shown_again() -> No
     late.stop()
 
 
-def test_the_first_rank_to_fail_has_time_to_show_its_error() -> None:
+class LongWaits(threading.Event):
+    """An event that notes waits of more than a poll, which end when it is set, and not with their time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seconds: queue.Queue[float] = queue.Queue()
+
+    @override
+    def wait(self, timeout: float | None = None) -> bool:
+        """Wait, without an end of one's own if for longer than a poll."""
+        if timeout == QUICK.poll:
+            return super().wait(timeout)
+        self.seconds.put(timeout or 0.0)
+        return super().wait()
+
+
+def test_the_first_rank_to_fail_has_time_to_show_its_error(now: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 0 waited for a killed one as long as its main thread may take, and was ended before it said a word."""
+
+    def sleep(seconds: float) -> None:
+        now[0] += seconds
+
+    monkeypatch.setattr(liveness, "time", SimpleNamespace(monotonic=lambda: now[0], sleep=sleep))
     store: Any = HashStore()
-    left: list[int] = []
-    patience = replace(QUICK, stall=600.0, leave=1.5)
-    first = Liveness(store, Mesh.of(dp=2, rank=0), patience, leave=left.append)
+    patience, before = replace(QUICK, stall=600.0, leave=1.5), now[0]
+    first = Liveness(store, Mesh.of(dp=2, rank=0), patience, leave=lambda code: None)
+    first._done = waits = LongWaits()
     first.start()
     assert first.call_off("RuntimeError: connection closed", exit_code=1)
     first.linger()
-    time.sleep(0.5)
-    assert not left
+    lingered = now[0] - before
+    assert lingered == pytest.approx(patience.leave, abs=0.2)
+    assert waits.seconds.get(timeout=60) >= lingered + 0.8 * patience.leave, "it has no time left to show its error"
     first.stop()
 
 

@@ -147,7 +147,7 @@ def test_a_failing_service_leaves_the_old_checkpoint(name: str, operation: str, 
 
     with failing(fault), expect_error(CheckpointError, name, "503", exit_code=1) as caught:
         save(root, 20, 2.0)
-    check_line(str(caught.value), "20", root)
+    check_line(str(caught.value), "iteration 20", root)
     assert objects(tmp_path) == before
     assert loaded(root) == (10, 1.0)
     save(root, 20, 2.0)

@@ -32,6 +32,7 @@ from megatron.core.conversion.native import read_native, write_native
 from megatron.core.conversion.portable import LazyTensor
 from megatron.core.conversion.proof import ProofError
 from megatron.errors import CheckpointError, ConfigError, MegatronError
+from tests.harness.data import REPOSITORY
 from tests.harness.scripts import start_script
 from tests.harness.sentences import check_line, check_sentence, expect_error
 from tests.published.llama import LLAMA3
@@ -309,14 +310,27 @@ def test_interrupted_conversions_leave_nothing(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["llama"]
 
 
+ENDLESS = """
+import runpy, time
+from megatron.core.conversion import proof
+proof.native_answer = lambda *arguments, **options: time.sleep(1000)
+runpy.run_path({!r}, run_name="__main__")
+"""
+"""A conversion whose proof does not end."""
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL], ids=["SIGTERM", "SIGKILL"])
-def test_killed_conversions_leave_nothing_that_looks_complete(number: int, llama: Path, tmp_path: Path) -> None:
+def test_killed_conversions_leave_nothing_that_looks_complete(
+    number: int, llama: Path, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
     """A job's time is up in the middle: cleaned up where a process is asked to go, hidden where it is not."""
     words = ["--from", "hf", "--load", str(llama), "--to", "megatron", "--save", str(tmp_path / "ours")]
-    process = start_script("tools/checkpoint/convert.py", words, log=Path(os.devnull))
+    script = tmp_path_factory.mktemp("script") / "convert.py"
+    script.write_text(ENDLESS.format(str(REPOSITORY / "tools/checkpoint/convert.py")))
+    process = start_script(str(script), words, log=Path(os.devnull))
     deadline = time.monotonic() + 60
     while not list(tmp_path.glob(".ours.partial-*")) and process.is_alive() and time.monotonic() < deadline:
-        time.sleep(0.0002)
+        time.sleep(0.002)
     os.kill(process.pid or 0, number)
     process.join(60)
     assert process.exitcode in (-number, 128 + number)

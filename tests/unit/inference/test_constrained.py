@@ -202,7 +202,7 @@ def test_masks_that_hold_everybody_up_end_their_grammar(tmp_path: Path, monkeypa
     rows, logits = [SampleRow(state) for state in states], torch.zeros(2, tokenizer.vocab_size)
     sampled = [sample(logits, rows) for _ in range(4)]
     assert [each.is_refusal for tokens in sampled for each in tokens] == [False] * 5 + [True] * 3
-    check_line(str(sampled[-1][0].error), "50 ms", "5")
+    check_line(str(sampled[-1][0].error), "50 ms", "may take 5")
     assert constraint.cost.masks == 6  # that of compiling among them
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import json
 import os
@@ -11,13 +12,16 @@ import socket
 import threading
 import time
 from collections import Counter
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, ClassVar
 
 import pytest
 
+from megatron.serving import responses
 from megatron.serving.completions import read_completion
 from megatron.serving.errors import ApiError
 from tests.harness.sentences import check_line, expect_error
@@ -130,7 +134,22 @@ def test_a_client_that_reads_nothing_holds_nobody_up() -> None:
         slow.close()
 
 
-def test_time_limits_of_requests_are_told() -> None:
+class LaterCalls:
+    """The running event loop, whose calls for later wait until the test makes them: ``(seconds, call)``."""
+
+    made: ClassVar[list[tuple[float, Callable[[], object]]]] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(asyncio.get_running_loop(), name)
+
+    def call_later(self, seconds: float, call: Callable[..., object], *arguments: object) -> Any:
+        """Keep a call."""
+        loop = asyncio.get_running_loop()
+        self.made.append((seconds, lambda: loop.call_soon_threadsafe(call, *arguments)))
+        return SimpleNamespace(cancel=lambda: None)
+
+
+def test_time_limits_of_requests_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
     """504 with a sentence; in a stream an event with the error, after the text that has come."""
     fields = {"prompt": "a", "max_tokens": 400, "ignore_eos": True}
     with served(request_timeout=0.1) as running:
@@ -138,10 +157,16 @@ def test_time_limits_of_requests_are_told() -> None:
             reply = ask(running.url, "/v1/completions", fields)
         assert (reply.status, reply.json["error"]["code"]) == (504, "timeout")
         running.wait_until_idle()
-    with served(slow_table(seconds=0.02), request_timeout=2.0) as running:
-        reply = ask(running.url, "/v1/completions", {**fields, "stream": True})
-        frames = reply.body.decode().strip().split("\n\n")
-        assert len(frames) > 1 and json.loads(frames[-1][6:])["error"]["code"] == "timeout"
+    monkeypatch.setattr(LaterCalls, "made", [])
+    monkeypatch.setattr(responses, "asyncio", SimpleNamespace(**{**vars(asyncio), "get_running_loop": LaterCalls}))
+    with served(slow_table(seconds=0.1), request_timeout=2.5) as running:
+        with connect(running, {**fields, "stream": True}) as connection, connection.makefile("rb") as answer:
+            lines = iter(answer.readline, b"0\r\n")  # the last chunk
+            assert any(line.startswith(b"data: ") for line in lines), "no text came"
+            (end,) = (call for seconds, call in LaterCalls.made if seconds == 2.5)
+            end()  # once a text has come, however long that took
+            events = [line for line in lines if line.startswith(b"data: ")]
+        assert json.loads(events[-1][6:])["error"]["code"] == "timeout"
         running.wait_until_idle()
 
 
@@ -214,7 +239,7 @@ def test_one_request_cannot_have_more_texts_than_the_queue() -> None:
     with served(slow_table(max_requests=2), max_queue=3) as running, ThreadPoolExecutor(1) as clients:
         reply = ask(running.url, "/v1/completions", {"prompt": ["a", "b"], "n": 3})
         assert (reply.status, reply.json["error"]["code"]) == (400, "too_many_texts")
-        check_line(reply.message, "6 texts", "5")
+        check_line(reply.message, "6 texts", "at most 5")
         assert ask(running.url, "/api", {"prompts": ["a"] * 6}).json["message"] == reply.message
         fields = {"prompt": "a", "n": 3, "max_tokens": 60, "ignore_eos": True}
         with running.table.held():

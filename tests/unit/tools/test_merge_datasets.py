@@ -59,7 +59,7 @@ def test_documents_follow_in_the_order_of_the_names(folder: Path, capsys: pytest
     assert DatasetMetadata.read(prefix) == DatasetMetadata(
         tokenizer=GPT2, num_tokens=6, num_sequences=4, num_documents=4, max_token_id=6, sha256=merged.digests()
     )
-    check_line(capsys.readouterr().out, "2", "4 documents", "4 sequences", "6 tokens")
+    check_line(capsys.readouterr().out, "2 data sets", "4 documents", "4 sequences", "6 tokens")
 
 
 def test_modes_are_kept(folder: Path) -> None:

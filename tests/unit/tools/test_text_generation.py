@@ -215,7 +215,7 @@ def test_a_killed_batch_goes_on(batch: Batch, capsys: pytest.CaptureFixture[str]
         batch.answers.write_bytes(whole[:length])
         batch.run()
         assert batch.answers.read_bytes() == whole
-    check_line(capsys.readouterr().out, "answers.jsonl", "4", "5 answers")
+    check_line(capsys.readouterr().out, "answers.jsonl", "4 of 5 answers")
 
 
 def test_a_batch_goes_on_with_the_settings_it_began_with(batch: Batch, tmp_path: Path) -> None:

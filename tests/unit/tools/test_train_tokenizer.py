@@ -111,7 +111,7 @@ def test_bad_lines_can_be_left_out(tmp_path: Path, capsys: pytest.CaptureFixture
     records = [{"text": text} for text in TEXTS]
     bad = write_lines(tmp_path / "in.jsonl", [{"text": "half \ud800"}, *records, {"txt": "a"}])
     train(tmp_path / "out", bad, more=("--on-bad-line", "skip"))
-    check_line(capsys.readouterr().err, "2", f"{bad}:1")
+    check_line(capsys.readouterr().err, "2 bad lines", f"{bad}:1")
     assert load(tmp_path / "out")[0].vocab_size == 300
 
 

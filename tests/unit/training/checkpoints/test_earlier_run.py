@@ -100,7 +100,7 @@ def test_a_run_that_moves_on_is_only_told(place: str, tmp_path: Path, capsys: py
     saved(str(tmp_path / "fast"), 6)
     train(f"--save {place} --load {tmp_path / 'fast'} --train-iters 8 --override-opt_param-scheduler")
     assert iterations(place) == [4, 6, 8]
-    check_line(capsys.readouterr().out, f"--save {place}", "6")
+    check_line(capsys.readouterr().out, f"--save {place}", "iteration 6")
 
 
 def test_an_overwritten_run_goes_when_the_new_one_is_durable(place: str) -> None:

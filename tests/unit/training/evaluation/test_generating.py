@@ -141,7 +141,7 @@ def test_says_how_exact_generation_is(trained: TrainedModel) -> None:
     half = replace(trained, context=replace(trained.context, dtype=torch.bfloat16))
     assert "bfloat16 on cpu, batch-invariant" in exactness(half, InferenceConfig())
     ranks = replace(trained, context=replace(trained.context, mesh=Mesh.of(tp=2, pp=2)))
-    check_line(exactness(ranks, InferenceConfig()), "float32", "2")
+    check_line(exactness(ranks, InferenceConfig()), "float32", "2 tensor x 2 pipeline-parallel ranks")
 
 
 def test_quantization_is_for_bf16_and_fp32_models(trained: TrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -213,5 +213,5 @@ def test_tasks_check_what_they_alone_read_and_write(folder: Path, capsys: pytest
     assert not (folder / "new").exists()
     with pytest.raises(ConfigError) as caught:
         tasks.main([*argv, f"{folder}/none.txt", "--result-file", f"{text}/result.json"])
-    check_line(str(caught.value), "1", f"--result-file {text}/result.json")
-    check_line(str(caught.value), "2", f"--valid-data {folder}/none.txt")
+    check_line(str(caught.value), "1.", f"--result-file {text}/result.json")
+    check_line(str(caught.value), "2.", f"--valid-data {folder}/none.txt")
