@@ -197,7 +197,7 @@ def failing(context: ModelContext) -> str:
     isend, soon = dist.isend, timedelta(seconds=0.2)
 
     def impatient(*arguments: Any, **options: Any) -> Any:
-        work = isend(*arguments, **options)
+        work: Any = isend(*arguments, **options)
         return SimpleNamespace(wait=lambda: work.wait(soon))
 
     with mock.patch.object(dist, "isend", impatient), pytest.raises(ParallelError) as caught:
