@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from megatron.config.lora import LoraConfig
 from megatron.config.moe import MoEConfig
 from megatron.config.parse import read_given
 from megatron.config.run import RunConfig
@@ -60,7 +61,7 @@ def settings(argv: Sequence[str], task: Task | None) -> RunConfig:
     if given.value("task") in ZERO_SHOT:
         groups = (TaskConfig, *family_to_evaluate(argv, TaskConfig).groups)
     elif task is not None:
-        groups = (TaskConfig, FineTunedBertConfig, TokenTypesConfig, MoEConfig)
+        groups = (TaskConfig, FineTunedBertConfig, TokenTypesConfig, MoEConfig, LoraConfig)
         defaults = DEFAULTS if given.value("epochs") == 0 else task.defaults
     return parse(argv, prog=PROG, about=__doc__ or "", groups=groups, defaults=defaults)
 

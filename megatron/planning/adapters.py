@@ -37,9 +37,10 @@ def check_adapters(run: RunConfig, train_spec: TrainSpec) -> None:
         )
     fresh = tuple(prefix for prefixes in train_spec.starts_from.values() for prefix in prefixes)
     heads = [name for name in parameter_sizes(run, train_spec) if fresh and name.startswith(fresh)]
-    if heads and not any(name in run.optimizer.trained for name in heads):
-        head = heads[0].partition(".")[0]
+    frozen = sorted({name.partition(".")[0] for name in heads if name not in run.optimizer.trained})
+    if frozen:
+        patterns = " ".join(f"'{head}.*'" for head in frozen)
         raise ConfigError(
-            f"--lora-rank {lora.rank} trains adapters alone, and {head} starts from random weights: train it as "
-            f"well, with --train-only '{head}.*'"
+            f"--lora-rank {lora.rank} trains adapters alone, and {' and '.join(frozen)} may start from random weights: "
+            f"train what is new as well, with --train-only {patterns}"
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from tests.faults.catalogue import (
+    adapters,
     data,
     delta_nets,
     mamba,
@@ -33,6 +34,7 @@ FAULTS: tuple[Fault, ...] = (
     *quantized.FAULTS,
     *public_reports.FAULTS,
     *state_space.FAULTS,
+    *adapters.FAULTS,
 )
 """Their numbers on the command line count from 1 in this order."""
 

@@ -9,14 +9,17 @@ from unittest import mock
 import pytest
 import torch
 
+from megatron.config.lora import LoraConfig
 from megatron.config.parse import parse_run
 from megatron.config.run import RunConfig
 from megatron.core.parallel.context import ParallelContext
-from megatron.errors import DataError
+from megatron.errors import ConfigError, DataError
+from megatron.planning.adapters import check_adapters
 from megatron.training.reporting.metrics import Evaluation
 from tasks.fine_tuning.files import LabelledText, LabelledTexts
 from tasks.fine_tuning.predictions import Predictions
 from tasks.fine_tuning.run import Scores, in_iterations, read
+from tasks.fine_tuning.train_spec import ClassificationSpec, LabelledData
 from tasks.result import TaskResult, write_result
 from tasks.settings import FineTunedBertConfig, TaskConfig
 from tests.harness.sentences import expect_error
@@ -45,6 +48,20 @@ def test_epochs_are_iterations(samples: int, iterations: int) -> None:
     assert config.data.full_validation
     asked = in_iterations(config_of(f"{flags} --save-interval 7"), texts(samples))
     assert asked.checkpoint.save_interval == 7
+
+
+def test_a_new_head_is_trained_beside_adapters() -> None:
+    """--lora-rank froze it, and the scores were those of random weights."""
+    given = words(
+        "--load x --vocab-file v --train-data t --task QQP --epochs 1 --lora-rank 2",
+        without="--mock-data --train-iters",
+    )
+    groups, spec = (TaskConfig, FineTunedBertConfig, LoraConfig), ClassificationSpec("QQP", LabelledData())
+    run = parse_run(given, world_size=1, extra_groups=groups).with_vocab_size(30)
+    with expect_error(ConfigError, "--lora-rank 2", "'classification_head.*'", "'pooler.*'"):
+        check_adapters(run, spec)
+    more = [*given, "--train-only", "classification_head.*", "pooler.*"]
+    check_adapters(parse_run(more, world_size=1, extra_groups=groups).with_vocab_size(30), spec)
 
 
 def test_a_score_alone_needs_no_length() -> None:

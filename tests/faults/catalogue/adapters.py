@@ -1,0 +1,64 @@
+"""Faults in low-rank adapters and in checkpoints that refer to a base."""
+
+from __future__ import annotations
+
+from tests.faults.fault import Fault
+
+FAULTS = (
+    Fault(
+        "adapter_sees_a_part_of_the_sequence",
+        "megatron/core/tensor_parallel/low_rank.py",
+        old="            narrow = enter(narrow, context)\n",
+        new="            narrow = narrow + 0\n",
+        suffers="With tensor parallelism an adapter of a column-split layer has a part of its gradient.",
+        first=("equivalence/test_lora.py",),
+    ),
+    Fault(
+        "keys_in_the_place_of_queries",
+        "megatron/core/tensor_parallel/low_rank.py",
+        old="    return sorted(range(len(owners)), key=lambda place: by_matrix[place])\n",
+        new="    return by_matrix\n",
+        suffers="Adapters of queries, keys and values add to each other's rows where heads are grouped.",
+        first=("unit/training/checkpoints/test_adapters.py::merged",),
+    ),
+    Fault(
+        "merged_without_the_scale",
+        "megatron/core/conversion/adapters.py",
+        old="delta = scale * (b.make()",
+        new="delta = (b.make()",
+        suffers="An exported model has learned another amount than the adapter.",
+        first=("unit/training/checkpoints/test_adapters.py::merged",),
+    ),
+    Fault(
+        "experts_adapter_reads_unweighted_rows",
+        "megatron/core/moe/experts.py",
+        old="second.lora.add(self._activation(inner) * scales, groups)",
+        new="second.lora.add(self._activation(inner), groups)",
+        suffers="What an adapter of an expert adds has no routing weight.",
+        first=("unit/training/checkpoints/test_adapters.py::merged",),
+    ),
+    Fault(
+        "another_base_is_taken",
+        "megatron/core/checkpointing/base.py",
+        old="    if found != base.fingerprint:\n",
+        new="    if not found:\n",
+        suffers="An adapter is loaded on other weights than those beside which it was trained.",
+        first=("unit/training/checkpoints/test_adapters.py::base",),
+    ),
+    Fault(
+        "replaced_base_is_referred_to",
+        "megatron/training/checkpoints/loading.py",
+        old=" or (save is not None and path_of(save) == base.parent)",
+        new="",
+        suffers="Newer checkpoints in its folder replace the base that all of them refer to.",
+        first=("unit/training/checkpoints/test_adapters.py::refer",),
+    ),
+    Fault(
+        "frozen_head_beside_adapters",
+        "megatron/planning/adapters.py",
+        old="if name not in run.optimizer.trained})",
+        new="if not name})",
+        suffers="A new head of random weights is never trained beside adapters.",
+        first=("unit/tasks/test_fine_tuning.py",),
+    ),
+)
