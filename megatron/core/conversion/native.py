@@ -38,7 +38,13 @@ from megatron.core.conversion.portable import (
     parameters_of,
     refuse_more_layers,
 )
-from megatron.core.conversion.quantized_checkpoints import FILE, boxes_of_scales, read_quantization, settings_file
+from megatron.core.conversion.quantized_checkpoints import (
+    FILE,
+    boxes_of_scales,
+    notes_about,
+    read_quantization,
+    settings_file,
+)
 from megatron.core.files.remote_path import AnyPath
 from megatron.core.models.registry import family_of, saved_run
 from megatron.core.optimizer.weight_average import AVERAGES, lacks_average
@@ -72,6 +78,7 @@ def read_native(root: AnyPath, *, step: int | None = None, averaged: bool = Fals
             raise CheckpointError(lacks_average(where))
     tokenizer = with_kept_files(run.tokenizer, folder.path)
     progress = state.get("progress") or {}
+    quantization = None if averaged else read_quantization(folder, stored)
     portable = PortableModel(
         model=model,
         groups=run.extra,
@@ -85,7 +92,8 @@ def read_native(root: AnyPath, *, step: int | None = None, averaged: bool = Fals
         iteration=folder.iteration,
         consumed_samples=int(progress.get("consumed_samples", 0)),
         chat=chat_of_checkpoint(folder, state, tokenizer),
-        quantization=None if averaged else read_quantization(folder, stored),
+        quantization=quantization,
+        notes=() if quantization is None else notes_about(quantization),
     )
     return merged(portable)
 

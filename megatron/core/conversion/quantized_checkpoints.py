@@ -64,6 +64,16 @@ def boxes_of_scales(quantization: Quantization) -> Iterator[StreamedBox]:
         yield StreamedBox.whole(f"{_PREFIX}{name}", tensor.shape, tensor.dtype, tensor.make)
 
 
+def notes_about(quantization: Quantization) -> tuple[str, ...]:
+    """Lines for who reads the model."""
+    found = (
+        f"the weights of linear layers lie on the grid of {quantization.scheme.name}, chosen by {quantization.method}",
+    )
+    if not quantization.cache:
+        return found
+    return (*found, "note: FP8 scales of keys and values stay in the checkpoint: no export has a place for them yet")
+
+
 def is_quantized(folder: CheckpointFolder) -> bool:
     """Whether the weights of a checkpoint lie on a grid, as tools/quantize.py writes them."""
     return (folder.path / FILE).is_file()

@@ -20,6 +20,7 @@ from megatron.config.pipeline import Stage
 from megatron.config.tokenizer import TokenizerConfig
 from megatron.core.checkpointing.find import find_checkpoint
 from megatron.core.conversion.averaging import averaged
+from megatron.core.conversion.huggingface.writing import write_huggingface
 from megatron.core.conversion.native import read_native, write_native
 from megatron.core.conversion.portable import PortableModel, load_weights
 from megatron.core.conversion.proof import portable_answer
@@ -190,6 +191,13 @@ def test_a_checkpoint_keeps_codes(dtype: torch.dtype, tmp_path: Path) -> None:
         averaged([("first", back), ("second", model)], [0.5, 0.5])
     with expect_error(CheckpointError, "int4-asym", "gptq"):
         upcycled(back, num_experts=4, granularity=1, topk=2, seed=1)
+
+
+def test_three_bits_have_no_reader(tmp_path: Path) -> None:
+    """An export used to end in a traceback."""
+    made = quantized(ParallelContext.single(), model_of(MODERN), Recipe(scheme_named("int3", group_size=16)), tmp_path)
+    with expect_error(ConfigError, "int3", "int4"):
+        write_huggingface(made, tmp_path / "folder", max_shard_size=1 << 30)
 
 
 def test_experts_that_saw_little_are_rounded(tmp_path: Path) -> None:

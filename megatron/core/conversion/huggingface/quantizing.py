@@ -200,6 +200,11 @@ def _as_given(
     model_type: str,
 ) -> Chosen:
     """The scales of a quantized model under their names: rows of scales move as rows of weights."""
+    if given.scheme.weights.bits == 3:
+        raise ConfigError(
+            f"the model is quantized to {given.scheme.name}, which no program reads: it is there to compare methods; "
+            "quantize the checkpoint that it was made of to int4"
+        )
     if ordered := [name for name, each in given.scales.items() if each.groups is not None]:
         raise ConfigError(f"{ordered[0]}: groups of inputs that aren't neighbours have no reader; quantize it without")
     parts: dict[str, dict[str, LazyTensor]] = {}
