@@ -92,7 +92,11 @@ def scales_of(weight: Tensor, grid: Grid, dtype: torch.dtype = torch.float32) ->
 
     Blocks of zeros have the scale 1.
     """
-    low, high = _extremes(weight.detach().float(), grid)
+    return scales_of_extremes(*extremes(weight.detach().float(), grid), grid, dtype)
+
+
+def scales_of_extremes(low: Tensor, high: Tensor, grid: Grid, dtype: torch.dtype) -> Scales:
+    """The scales of blocks whose smallest and largest numbers are ``low`` and ``high``, fp32 [rows, columns]."""
     if grid.symmetric:
         return Scales(_positive(torch.maximum(-low, high) / grid.highest, dtype))
     low, high = low.clamp(max=0), high.clamp(min=0)
@@ -123,7 +127,7 @@ def rounded(weight: Tensor, grid: Grid, dtype: torch.dtype = torch.float32) -> T
     return values_of_codes(codes_of(weight, scales, grid), scales, grid, torch.float32).to(weight.dtype)
 
 
-def _extremes(weight: Tensor, grid: Grid) -> tuple[Tensor, Tensor]:
+def extremes(weight: Tensor, grid: Grid) -> tuple[Tensor, Tensor]:
     """The smallest and the largest number of each block."""
     rows, columns = grid.sides((weight.shape[0], weight.shape[1]))
     missing = (-weight.shape[1] % columns, -weight.shape[0] % rows)

@@ -36,6 +36,7 @@ from megatron.core.tokenizers.chat_settings import ChatSettings
 from megatron.errors import CheckpointError, ConfigError, DataError, enumeration
 from megatron.planning.stages import with_stages
 from megatron.training.checkpoints.loading import check_same_model, check_same_tokenizer, where_to_find_weights
+from megatron.training.run.quantization import round_weights
 from megatron.training.run.stages import buffer_state, build_stages, model_state
 
 
@@ -110,6 +111,8 @@ def load_model(
     weights = list(model_state(*models))
     names = where_to_find_weights(weights, averaged_in=folder if settings.load_ema else None)
     load_checkpoint(folder, [*weights, *buffer_state(*models)], mesh, alternatives=names)
+    if not has_gradients:
+        round_weights(config, models, mesh)
     return TrainedModel(
         config=config,
         train_spec=train_spec,

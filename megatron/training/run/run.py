@@ -61,6 +61,7 @@ from megatron.training.run.attention import attention_choices
 from megatron.training.run.data import TrainingData
 from megatron.training.run.fp8 import check_fp8, describe_fp8
 from megatron.training.run.pipeline import Plans, routes
+from megatron.training.run.quantization import trained_operands
 from megatron.training.run.stages import buffer_state, build_stages, layout_of, model_state, named_parameters
 from megatron.training.run.stop import ExitWatch
 from megatron.training.run.training_state import build_training_state
@@ -254,6 +255,7 @@ def build_model_context(config: RunConfig, context: ParallelContext, *, splits_b
         ),
         low_precision=LowPrecision(config.fp8, config.num_layers),
         products=Products(),
+        operands=trained_operands(config, context.mesh),
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from tests.faults.catalogue import (
     adapters,
+    calibration,
     data,
     delta_nets,
     mamba,
@@ -35,6 +36,7 @@ FAULTS: tuple[Fault, ...] = (
     *public_reports.FAULTS,
     *state_space.FAULTS,
     *adapters.FAULTS,
+    *calibration.FAULTS,
 )
 """Their numbers on the command line count from 1 in this order."""
 

@@ -13,6 +13,7 @@ from megatron.config.batch_ramp import BatchRamp
 from megatron.config.lora import LoraConfig
 from megatron.config.moe import MoEConfig
 from megatron.config.parse import parse_run
+from megatron.config.quantization_training import QuantizationTrainingConfig
 from megatron.config.saved_settings import in_current_names
 from megatron.core.models.bert.config import BertConfig, TokenTypesConfig
 from megatron.core.models.gpt.config import GROUPS as GPT_GROUPS
@@ -111,7 +112,13 @@ def test_a_familys_own_settings_come_back() -> None:
     """A BERT without a second head would be loaded, converted and shown as one with it."""
     bert = dataclasses.replace(
         run_of(),
-        extra=(BertConfig(bert_binary_head=False, mask_prob=0.2), TokenTypesConfig(), MoEConfig(), LoraConfig()),
+        extra=(
+            BertConfig(bert_binary_head=False, mask_prob=0.2),
+            TokenTypesConfig(),
+            MoEConfig(),
+            LoraConfig(),
+            QuantizationTrainingConfig(),
+        ),
     )
     assert saved_run(json.loads(json.dumps(bert.to_json())), name="bert", where="x") == bert
     settings = bert.to_json()

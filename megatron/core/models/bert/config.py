@@ -12,6 +12,7 @@ from megatron.config.flags import architecture_flag, architecture_switch
 from megatron.config.lora import LoraConfig
 from megatron.config.moe import MoEConfig
 from megatron.config.positions import ROTARY_TYPES
+from megatron.config.quantization_training import QuantizationTrainingConfig
 from megatron.config.rules.sentence import rule
 from megatron.config.run import RunConfig
 from megatron.core.models.sentences import SentenceConfig
@@ -60,7 +61,7 @@ class TokenTypesConfig(PartConfig):
     )
 
 
-GROUPS: tuple[type, ...] = (BertConfig, TokenTypesConfig, MoEConfig, LoraConfig)
+GROUPS: tuple[type, ...] = (BertConfig, TokenTypesConfig, MoEConfig, LoraConfig, QuantizationTrainingConfig)
 
 
 def two_texts_have_two_types(run: RunConfig) -> str | None:

@@ -11,6 +11,7 @@ from megatron.config.lora import LoraConfig
 from megatron.config.mamba import MambaConfig
 from megatron.config.moe import MoEConfig
 from megatron.config.positions import ROTARY_TYPES
+from megatron.config.quantization_training import QuantizationTrainingConfig
 
 
 class GPTConfig(FamilyConfig):
@@ -23,4 +24,12 @@ class GPTConfig(FamilyConfig):
     usual_tokenizer: ClassVar[str | None] = "GPT2BPETokenizer"
 
 
-GROUPS: tuple[type, ...] = (GPTConfig, HybridConfig, GatedDeltaNetConfig, MambaConfig, MoEConfig, LoraConfig)
+GROUPS: tuple[type, ...] = (
+    GPTConfig,
+    HybridConfig,
+    GatedDeltaNetConfig,
+    MambaConfig,
+    MoEConfig,
+    LoraConfig,
+    QuantizationTrainingConfig,
+)

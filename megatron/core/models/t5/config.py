@@ -19,6 +19,7 @@ from megatron.config.lora import LoraConfig
 from megatron.config.model import ModelConfig
 from megatron.config.moe import MoEConfig
 from megatron.config.positions import ROTARY_TYPES
+from megatron.config.quantization_training import QuantizationTrainingConfig
 from megatron.config.rules.positions import beyond_positions
 from megatron.config.rules.sentence import rule
 from megatron.config.rules.sizes import multiples_near
@@ -107,7 +108,7 @@ class T5Config(SentenceConfig):
         return encoder, dataclasses.replace(self, decoder_num_layers=num_layers - encoder, decoder_seq_length=length)
 
 
-GROUPS: tuple[type, ...] = (T5Config, MoEConfig, LoraConfig)
+GROUPS: tuple[type, ...] = (T5Config, MoEConfig, LoraConfig, QuantizationTrainingConfig)
 
 
 def decoder_fits_positions(run: RunConfig) -> str | None:

@@ -1,0 +1,70 @@
+"""Training with weights that are rounded to a few bits in every product."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal
+
+from typing_extensions import override
+
+from megatron.config.family import PartConfig, Rule
+from megatron.config.flags import flag
+from megatron.config.lora import LoraConfig
+
+_GROUPED = ("int4", "int4-asym", "int3")
+
+
+class QuantizationTrainingConfig(PartConfig):
+    """Quantization-aware training of the linear layers of attention, mixers, MLPs and experts."""
+
+    quantization_aware_training: Literal["int8", "int4", "int4-asym", "int3", "w8a8", "fp8"] | None = flag(
+        "Multiply by weights rounded to this scheme, with w8a8 and fp8 also activations, and train those that are "
+        "rounded with straight-through gradients: convert.py --quantize then gives the codes that were trained.",
+        default=None,
+    )
+    qat_group_size: int | None = flag(
+        "With --quantization-aware-training int4 or int3: inputs that share a scale; 128 unless given.",
+        default=None,
+        at_least=1,
+    )
+
+    @override
+    def rules(self) -> Sequence[Rule]:
+        """The scheme has groups if their size is given, weights are trained, and nothing else multiplies in 8 bits."""
+        return (_group_size_has_effect, _not_with_fp8, _not_with_adapters)
+
+    @override
+    def described(self, run: Any) -> Sequence[str]:
+        """The scheme, in the line about the model."""
+        scheme = self.quantization_aware_training
+        return () if scheme is None else (f"trained with weights in {scheme}",)
+
+
+def _group_size_has_effect(run: Any) -> str | None:
+    part = run.part(QuantizationTrainingConfig)
+    if part.qat_group_size is None or part.quantization_aware_training in _GROUPED:
+        return None
+    return (
+        f"--qat-group-size {part.qat_group_size} is for --quantization-aware-training {', '.join(_GROUPED)}; "
+        "leave it out"
+    )
+
+
+def _not_with_adapters(run: Any) -> str | None:
+    scheme, rank = run.part(QuantizationTrainingConfig).quantization_aware_training, run.part(LoraConfig).lora_rank
+    if scheme is None or rank is None:
+        return None
+    return (
+        f"--quantization-aware-training {scheme} trains the weights that it rounds, and --lora-rank {rank} freezes them: "
+        "leave one of them out"
+    )
+
+
+def _not_with_fp8(run: Any) -> str | None:
+    scheme = run.part(QuantizationTrainingConfig).quantization_aware_training
+    if scheme is None or not run.fp8.is_on:
+        return None
+    return (
+        f"--quantization-aware-training {scheme} rounds what is multiplied, and --fp8-format {run.fp8.fp8_format} "
+        "rounds it to another grid: leave one of them out"
+    )
