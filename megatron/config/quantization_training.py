@@ -28,6 +28,12 @@ class QuantizationTrainingConfig(PartConfig):
         at_least=1,
     )
 
+    @property
+    def rounding(self) -> tuple[str, int | None] | None:
+        """Name of the scheme to which weights are rounded, and the size of its groups if given; None: they aren't."""
+        scheme = self.quantization_aware_training
+        return None if scheme is None else (scheme, self.qat_group_size)
+
     @override
     def rules(self) -> Sequence[Rule]:
         """The scheme has groups if their size is given, weights are trained, and nothing else multiplies in 8 bits."""
@@ -55,8 +61,8 @@ def _not_with_adapters(run: Any) -> str | None:
     if scheme is None or rank is None:
         return None
     return (
-        f"--quantization-aware-training {scheme} trains the weights that it rounds, and --lora-rank {rank} freezes them: "
-        "leave one of them out"
+        f"--quantization-aware-training {scheme} trains the weights that it rounds, and --lora-rank {rank} freezes "
+        "them: leave one of them out"
     )
 
 

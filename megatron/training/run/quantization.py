@@ -23,14 +23,15 @@ def trained_operands(config: RunConfig, mesh: Mesh) -> Operands:
 
     Raises ConfigError for a ``--qat-group-size`` that doesn't divide the inputs of a weight.
     """
-    part = config.part(QuantizationTrainingConfig)
-    if part.quantization_aware_training is None:
+    rounding = config.part(QuantizationTrainingConfig).rounding
+    if rounding is None:
         return Operands()
-    scheme = scheme_named(part.quantization_aware_training, group_size=part.qat_group_size)
-    for name, sharding in parameters_of(config.model, config.extra).items():
-        if is_quantized(name):
+    name, group = rounding
+    scheme = scheme_named(name, group_size=group)
+    for weight, sharding in parameters_of(config.model, config.extra).items():
+        if is_quantized(weight):
             try:
-                scheme.weights.check_divides((sharding.shape[-2], sharding.shape[-1]), name)
+                scheme.weights.check_divides((sharding.shape[-2], sharding.shape[-1]), weight)
             except ConfigError as error:
                 raise ConfigError(str(error).replace("--group-size", "--qat-group-size")) from None
     return FakeQuantized(scheme, mesh)
