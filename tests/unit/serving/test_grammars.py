@@ -119,7 +119,7 @@ def test_a_grammar_that_took_too_long_is_tried_again(running: Running, monkeypat
 def test_the_size_of_a_schema_is_bounded_before_work(running: Running) -> None:
     reply = constrained(running, json={"type": "integer", "description": "x" * (1 << 20)})
     assert reply.status == 400 and "structured_outputs has 1,048," in reply.message
-    check_line(reply.message, "1,048,576")
+    check_line(reply.message, "at most 1,048,576")
 
 
 class SlowProcess:
