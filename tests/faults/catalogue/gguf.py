@@ -1,0 +1,51 @@
+"""Faults in GGUF files: what llama.cpp would compute otherwise, or a reader take for whole."""
+
+from __future__ import annotations
+
+from tests.faults.fault import Fault
+
+FILES, TABLES = "megatron/core/conversion/gguf", "megatron/core/models/gpt/gguf/architectures.py"
+MODELS, TOKENS = ("unit/conversion/test_gguf.py",), ("unit/conversion/test_gguf_tokenizers.py",)
+
+FAULTS = (
+    Fault(
+        "rotary_pairs_stay_halves_in_a_file",
+        TABLES,
+        old='types=("llama", "mistral", "mixtral"), rules=_TURNED',
+        new='types=("llama", "mistral", "mixtral"), rules=()',
+        suffers="A Llama exported to GGUF rotates the wrong pairs of channels in llama.cpp, and answers with nonsense.",
+        first=MODELS,
+    ),
+    Fault(
+        "yarn_scales_attention_twice",
+        f"{FILES}/rotary.py",
+        old='{f"{_SCALING}.attn_factor": wanted / usual}',
+        new='{f"{_SCALING}.attn_factor": wanted}',
+        suffers="llama.cpp multiplies YaRN's usual factor of attention by the one in a file, which held it already.",
+        first=MODELS,
+    ),
+    Fault(
+        "window_forgotten_in_a_file",
+        f"{FILES}/writing.py",
+        old="longest = min(model.max_position_embeddings, model.window_size[0] + 1)",
+        new="longest = model.max_position_embeddings",
+        suffers="A file of a Mistral with a window lets llama.cpp attend beyond it, which the model never did.",
+        first=MODELS,
+    ),
+    Fault(
+        "texts_begin_without_their_token",
+        f"{FILES}/vocabulary.py",
+        old="whole[: len(whole) - len(plain)][:1] == [tokenizer.bos] if len(whole) > len(plain) else False",
+        new="False",
+        suffers="llama.cpp gives a Llama texts without the token that begins all of them, and it answers worse.",
+        first=TOKENS,
+    ),
+    Fault(
+        "weights_beyond_the_end_of_a_file",
+        f"{FILES}/files.py",
+        old="if place.start + _nbytes(place) > size:",
+        new="if place.start > size:",
+        suffers="A GGUF file whose download stopped is taken for whole until a weight is read, hours later.",
+        first=("unit/conversion/test_gguf_files.py",),
+    ),
+)
