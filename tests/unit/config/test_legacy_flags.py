@@ -9,6 +9,7 @@ import pytest
 from megatron.config.command import CommandConfig
 from megatron.config.flags import flags_of
 from megatron.config.legacy_flags import LEGACY_FLAGS, legacy_flag
+from megatron.config.lora import LoraConfig
 from megatron.config.moe import MoEConfig
 from megatron.config.run import CORE_GROUPS
 from megatron.config.typed_spellings import as_typed, errors_as_typed
@@ -22,7 +23,7 @@ from tests.unit.config.command_lines import parse
 KNOWN = (Path(__file__).parents[2] / "golden" / "megatron_flags.txt").read_text().split()
 OURS = {
     spelling
-    for group in (*CORE_GROUPS, MoEConfig, CommandConfig)
+    for group in (*CORE_GROUPS, MoEConfig, LoraConfig, CommandConfig)
     for spec in flags_of(group)
     for spelling in spec.spellings()
 }
