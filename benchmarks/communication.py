@@ -33,7 +33,6 @@ from megatron.config.pipeline import chunks_per_rank, model_stages
 from megatron.config.run import RunConfig
 from megatron.core.models.gpt.config import GROUPS as GPT_GROUPS
 from megatron.core.models.gpt.train_spec import GPTSpec
-from megatron.core.models.registry import FAMILIES
 from megatron.core.parallel import collectives
 from megatron.core.parallel.context import ParallelContext
 from megatron.core.parallel.grid import Axis
@@ -275,21 +274,27 @@ def _pipeline(config: RunConfig, mesh: Mesh) -> Counter[str]:
 
 def _data_parallel(config: RunConfig, mesh: Mesh) -> Counter[str]:
     """All gradients summed; with ZeRO 1 each rank gets the sums of its part, and all ranks get all weights. ZeRO 2 sums
-    after each microbatch. ZeRO 3 gathers weights for each forward and each backward pass, or with pipelines once. With
-    copies, between the ranks of one; then shards are summed over copies, or portions of shards, which are gathered.
+    after each microbatch. ZeRO 3 gathers weights for each forward and each backward pass, or with pipelines once;
+    embeddings and output weights for forward passes alone: gradients of rows don't depend on them, and the loss makes
+    its gradients on the way. Tied words are gathered for both. With copies, between the ranks of one; then shards are
+    summed over copies, or portions of shards, which are gathered.
     """
-    ranks = mesh.size("dp")
-    size = rank_parameters(config, FAMILIES["gpt"].train_spec, pipeline_rank=mesh.rank("pp")).total * 4
+    ranks, parameters = mesh.size("dp"), rank_parameters(config, GPTSpec(), pipeline_rank=mesh.rank("pp"))
+    size, ends = parameters.total * 4, parameters.ends * 4
+    words = config.padded_vocab_size // mesh.size("tp") * config.model.hidden_size * 4
     if ranks == 1:
         return Counter()
     if config.parallel.zero_stage == 0:
         return Counter({"all-reduce dp": all_reduced(size, ranks)})
     microbatches = config.num_microbatches() if config.parallel.zero_stage > 1 else 1
-    passes = 2 * microbatches if config.parallel.zero_stage == 3 and mesh.size("pp") == 1 else 1
+    whole = size
+    if config.parallel.zero_stage == 3 and mesh.size("pp") == 1:
+        once = ends if config.model.untie_embeddings_and_output_weights else ends - words
+        whole = microbatches * (2 * size - once)
     copies = config.parallel.num_distributed_optimizer_instances
     shards, within = ranks // copies, "dp" if copies == 1 else "dp, in a copy"
     part, portion = gathered(size, shards), gathered(size // shards, copies)
-    sent = Counter({f"reduce-scatter {within}": microbatches * part, f"all-gather {within}": passes * part})
+    sent = Counter({f"reduce-scatter {within}": microbatches * part, f"all-gather {within}": gathered(whole, shards)})
     if config.parallel.outer_dp_sharding_strategy == "optim":
         return sent + Counter({"reduce-scatter dp, copies": portion, "all-gather dp, copies": portion})
     return sent + Counter({"all-reduce dp, copies": all_reduced(size // shards, copies)})

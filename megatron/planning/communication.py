@@ -54,12 +54,17 @@ class _Exchanges:
 
 def _exchanges(run: RunConfig, stages: Sequence[nn.Module]) -> Iterator[_Exchanges]:
     """Exchanges of each parameter of a rank's stages. ZeRO 3 gathers layers for forward and backward passes of each
-    microbatch, unless no gradient comes so far; with ZeRO 2 and 3 gradients are summed after each.
+    microbatch, unless no gradient comes so far; embeddings, whose gradients don't depend on them, and output weights,
+    of which the loss makes gradients on the way, for forward passes alone, where one is both for each use; with ZeRO 2
+    and 3 gradients are summed after each.
     """
     stage, passes = run.parallel.zero_stage, run.num_microbatches()
     seen, reaches = set[str | nn.Parameter](), False
     for unit in (unit for model in stages for unit in units_of(model)):
         reaches = reaches or any(each.requires_grad for each in unit.parameters)
+        is_anywhere = unit.layer is None and unit.module is None
+        tables = [sharding_of(each) for each in unit.parameters if sharding_of(each).kind == "table"]
+        is_table = unit.module is not None and any(each.tied is None for each in tables)
         for parameter in unit.parameters:
             key = sharding_of(parameter).tied or parameter
             is_first, is_trained = key not in seen, parameter.requires_grad
@@ -68,7 +73,7 @@ def _exchanges(run: RunConfig, stages: Sequence[nn.Module]) -> Iterator[_Exchang
             if stage == 3 and run.parallel.keeps_gathered_weights:
                 gathers = int(is_first)
             elif stage == 3:
-                gathers = passes * (2 if reaches or unit.layer is None else 1)
+                gathers = passes * (2 if (reaches and not is_table) or is_anywhere else 1)
             sums = passes if stage >= 2 else int(is_first)
             yield _Exchanges(parameter, gathers if stage else 0, sums if is_trained else 0)
 

@@ -22,7 +22,7 @@ from megatron.planning.estimate import (
     rank_parameters,
     stage_costs,
 )
-from megatron.planning.fitting import what_fits
+from megatron.planning.fitting import check_units, what_fits
 from megatron.planning.mixers import mixer_lines
 from megatron.planning.model import latents_sent
 from megatron.planning.parameter_patterns import check_patterns, check_update_rule
@@ -36,12 +36,15 @@ def dry_run_report(run: RunConfig, train_spec: TrainSpec, *, files: Sequence[str
     """Sections of text about a checked run. ``files``: lines about its files.
 
     Raises ConfigError when neither the settings nor the tokenizer's files give the size of the vocabulary, and for
-    patterns of parameters that match nothing, or freeze everything.
+    patterns of parameters that match nothing, or freeze everything; and for a unit of ZeRO 2 or 3 that no device holds.
     """
     run = with_stages(run.with_vocab_size(vocabulary_size(run, built_size)), train_spec)
     check_adapters(run, train_spec)
     check_patterns(run, train_spec)
     check_update_rule(run, train_spec)
+    command = run.command
+    device_bytes = 1e9 * (command.device_memory_gb or _LARGEST_GPU_GB)
+    check_units(run, train_spec, device_bytes=device_bytes, ranks_per_node=command.ranks_per_node)
     memory = memory_estimate(run, train_spec)
     title = f"memory of {'one' if run.parallel.pipeline_model_parallel_size == 1 else 'the fullest'} rank, estimated"
     sections = {

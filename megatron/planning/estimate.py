@@ -18,17 +18,18 @@ from megatron.config.run import RunConfig
 from megatron.core.distributed.buffers import usual_bucket_size
 from megatron.core.distributed.grad_sync import IN_FLIGHT, TIED_CHUNK
 from megatron.core.distributed.parameter_policy import Policies, parameter_policies
+from megatron.core.distributed.units import units_of
 from megatron.core.models.train_spec import TrainSpec
 from megatron.core.optimizer.matrix_updates import matrices_of
-from megatron.core.optimizer.optimizer import CHUNK
 from megatron.core.optimizer.update_rule import MatrixRule
 from megatron.core.optimizer.update_rules import UPDATE_RULES, state_bytes
 from megatron.core.parallel.costs import Costs, costs_of
 from megatron.core.parallel.sharding import sharded_parameters, sharding_of
 from megatron.core.pipeline_parallel.settings import PipelineSettings
 from megatron.planning.model import planned_context, stage_model, stage_models, whole_model
-from megatron.planning.schedule import most_held, schedule_facts
-from megatron.planning.unit_memory import whole_at_once
+from megatron.planning.schedule import StageNeeds, most_held, most_needed, schedule_facts
+from megatron.planning.step_memory import Updated, step_bytes
+from megatron.planning.unit_memory import UnitCosts
 
 _SHARED_BYTES = 8  # of a parameter: the weight that workers share, and its outer momentum
 _SENT_BYTES = 16  # of a parameter on its way: differences, as a message, what arrives, and its sum
@@ -80,6 +81,14 @@ class MemoryEstimate:
     def states(self) -> int:
         """What is allocated during the whole run."""
         return self.weights + self.gradients + self.main_params + self.moments + self.shared
+
+    def with_units(self, peak: int, always: int, sums: int) -> MemoryEstimate:
+        """The estimate with units that are whole for a while (ZeRO 2 and 3): a pass needs ``peak`` bytes at most, its
+        activations, units and sums of gradients included, and ``always`` more. ``sums``: of the gradients, which aren't
+        there from the start of a step on.
+        """
+        whole = peak + always - sums - self.kept - self.working
+        return replace(self, whole=max(whole, 0), working=self.working + min(whole, 0))
 
     @property
     def total(self) -> int:
@@ -159,7 +168,45 @@ def rank_peak(run: RunConfig, train_spec: TrainSpec, pipeline_rank: int) -> Memo
     kept = most_held(run, here, _received(run, train_spec))[pipeline_rank]
     away = schedule_facts(run, [costs.offloaded for costs in by_stage]).peaks[pipeline_rank]
     memory = _rank_memory(run, train_spec, pipeline_rank, by_stage, kept=int(kept))
+    if run.parallel.zero_stage > 1 and not run.purpose.only_reads:
+        peak = most_needed(run, here, _received(run, train_spec), _unit_needs(run, train_spec))[pipeline_rank]
+        memory = memory.with_units(int(peak), *_units_of_rank(run, train_spec, pipeline_rank))
     return replace(memory, activations_offloaded=int(away))
+
+
+def _unit_needs(run: RunConfig, train_spec: TrainSpec) -> list[StageNeeds]:
+    """What each stage needs beside activations with ZeRO 2 and 3, units included."""
+    first, later = (
+        [
+            _costs(run, train_spec, model, unit_costs(run, model, is_last=stage.is_last, accumulates=accumulates))
+            for model, stage in zip(stage_models(run, train_spec), model_stages(run))
+        ]
+        for accumulates in (False, True)
+    )
+    sums = (unit_costs(run, model).sums for model in stage_models(run, train_spec))
+    return [StageNeeds(*each) for each in zip((one.working for one in first), (one.working for one in later), sums)]
+
+
+def _units_of_rank(run: RunConfig, train_spec: TrainSpec, pipeline_rank: int) -> tuple[int, int]:
+    """Bytes of units that are whole all the time while a rank computes, and of the sums of gradients."""
+    costs = [unit_costs(run, model) for model in stage_models(run, train_spec, pipeline_rank=pipeline_rank)]
+    return sum(each.always for each in costs), sum(each.sums for each in costs)
+
+
+def unit_costs(run: RunConfig, model: nn.Module, *, is_last: bool = False, accumulates: bool = False) -> UnitCosts:
+    """What ZeRO 2 and 3 add to the costs of a stage; see ``UnitCosts``."""
+    named = {sharding.tied or name: parameter for name, parameter, sharding in sharded_parameters(model)}
+    policies = parameter_policies(named.items(), run.optimizer)
+    return UnitCosts(
+        run,
+        model,
+        partial(_shards, run),
+        policies={parameter: policies[name] for name, parameter in named.items()},
+        itemsize=planned_context(run).dtype.itemsize,
+        of_gradient=2 if run.precision.grad_reduce_in_bf16 else 4,
+        is_last=is_last,
+        accumulates=accumulates,
+    )
 
 
 def _received(run: RunConfig, train_spec: TrainSpec) -> list[int]:
@@ -178,7 +225,14 @@ def rank_memory(run: RunConfig, train_spec: TrainSpec, pipeline_rank: int) -> Me
     """Memory of one rank that keeps the activations of one microbatch in each of its stages."""
     by_stage = stage_costs(run, train_spec)
     kept = sum(costs.kept for costs, stage in zip(by_stage, model_stages(run)) if stage.rank == pipeline_rank)
-    return _rank_memory(run, train_spec, pipeline_rank, by_stage, kept=kept)
+    memory = _rank_memory(run, train_spec, pipeline_rank, by_stage, kept=kept)
+    if run.parallel.zero_stage > 1 and not run.purpose.only_reads:
+        needs = [
+            each for each, stage in zip(_unit_needs(run, train_spec), model_stages(run)) if stage.rank == pipeline_rank
+        ]
+        always, sums = _units_of_rank(run, train_spec, pipeline_rank)
+        memory = memory.with_units(int(kept + max(each.later for each in needs)) + sums, always, sums)
+    return memory
 
 
 def stage_costs(run: RunConfig, train_spec: TrainSpec) -> list[Costs]:
@@ -221,15 +275,13 @@ def _rank_memory(
     stage, of_gradient = run.parallel.zero_stage, 2 if run.precision.grad_reduce_in_bf16 else 4
     if stage == 3 and not run.purpose.only_reads:
         parameters = _of_shards(run, held)
-    whole = whole_at_once(run, train_spec, pipeline_rank, partial(_shards, run))
     return MemoryEstimate(
         weights=parameters * width + (own if stage == 3 else own * width - gathered * (width - 1)),
         gradients=(_of_shards(run, (named[name] for name in sizes)) if stage >= 2 else trained) * of_gradient,
-        whole=whole.weights * width + (whole.gradients + whole.sums) * of_gradient,
         main_params=here * _master_bits(run, width) // 8,
         moments=states - away + of_matrices,
         updating=max(
-            min(here, CHUNK) * _copied_bytes(run),
+            step_bytes(run, _updated(run, train_spec, pipeline_rank), here=here),
             received,
             gathered * width - copies,
             owned // run.diloco.diloco_fragments * _SENT_BYTES if run.parallel.num_workers > 1 else 0,
@@ -242,6 +294,21 @@ def _rank_memory(
         copies=copies,
         uncounted=frozenset().union(*(costs.uncounted for costs in mine)),
     )
+
+
+def _updated(run: RunConfig, train_spec: TrainSpec, pipeline_rank: int) -> dict[str, Updated]:
+    """The parameters that a pipeline rank trains, with what a step does to them."""
+    found = dict[str, Updated]()
+    for model in () if run.purpose.only_reads else stage_models(run, train_spec, pipeline_rank=pipeline_rank):
+        units = {each: unit.name for unit in units_of(model) for each in unit.parameters}
+        named = {sharding.tied or name: each for name, each, sharding in sharded_parameters(model)}
+        policies = parameter_policies(named.items(), run.optimizer)
+        for name, each in named.items():
+            is_divided = run.parallel.zero_stage > 1 and _shards(run, each) > 1
+            key = sharding_of(each).tied or (units[each] if is_divided else None)
+            if each.requires_grad:
+                found[name] = Updated(each, policies[name], _state_shards(run, each), key)
+    return found
 
 
 def _matrix_state(run: RunConfig, trained: Mapping[str, nn.Parameter], policies: Policies) -> int:
@@ -301,17 +368,6 @@ def in_fp8(run: RunConfig, train_spec: TrainSpec, pipeline_rank: int) -> list[nn
     ]
 
 
-def _copied_bytes(run: RunConfig) -> int:
-    """Bytes of temporary copies per parameter that is updated: fp32 copies of narrow numbers, and two of integers to
-    make those narrow.
-    """
-    config = run.optimizer
-    remainders = config.use_precision_aware_optimizer and run.precision.bf16
-    narrow = [remainders, config.exp_avg_dtype == "bf16", config.exp_avg_sq_dtype == "bf16"]
-    copied = sum(narrow) + run.precision.grad_reduce_in_bf16
-    return 4 * copied + 8 * (remainders or config.exp_avg_sq_dtype == "bf16")
-
-
 def _shards(run: RunConfig, parameter: nn.Parameter) -> int:
     """Ranks over which what the stage of ZeRO divides of a parameter is divided."""
     parallel = run.parallel
@@ -339,6 +395,7 @@ def _state_shards(run: RunConfig, parameter: nn.Parameter) -> int:
     return replicas_of(run, parameter) if over_copies else _shards(run, parameter)
 
 
-def _costs(run: RunConfig, train_spec: TrainSpec, model: nn.Module) -> Costs:
+def _costs(run: RunConfig, train_spec: TrainSpec, model: nn.Module, units: UnitCosts | None = None) -> Costs:
     workload = train_spec.workload(run, planned_context(run))
-    return costs_of(model, replace(workload, splits_backward=PipelineSettings.of(run).splits_backward))
+    workload = replace(workload, splits_backward=PipelineSettings.of(run).splits_backward)
+    return costs_of(model, workload if units is None else replace(workload, with_unit=units))

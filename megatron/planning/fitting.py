@@ -8,11 +8,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from megatron.config.report import gigabytes
 from megatron.config.rules import failures
 from megatron.config.rules.sizes import divisors
 from megatron.config.run import RunConfig
 from megatron.core.models.train_spec import TrainSpec
-from megatron.planning.estimate import memory_estimate
+from megatron.errors import ConfigError
+from megatron.planning.estimate import memory_estimate, unit_costs
+from megatron.planning.model import stage_models
 
 
 @dataclass(frozen=True)
@@ -67,6 +70,21 @@ def what_fits(
         if len(fits) == most:
             break
     return fits
+
+
+def check_units(run: RunConfig, train_spec: TrainSpec, *, device_bytes: float, ranks_per_node: int) -> None:
+    """Raise ConfigError where a unit of ZeRO 2 or 3, whole, is larger than a device."""
+    if run.parallel.zero_stage < 2 or run.purpose.only_reads:
+        return
+    size, name = max(unit_costs(run, model).largest for model in stage_models(run, train_spec))
+    if size <= device_bytes:
+        return
+    fits = what_fits(run, train_spec, device_bytes=device_bytes, ranks_per_node=ranks_per_node, most=1)
+    would = fits[0].flags if fits else "a larger --tensor-model-parallel-size, which divides it, or a smaller layer"
+    raise ConfigError(
+        f"with ZeRO {run.parallel.zero_stage} the unit {name} takes {gigabytes(size)} while it is whole, and a rank's "
+        f"device has {gigabytes(device_bytes)}: use {would}"
+    )
 
 
 def _sharding(run: RunConfig) -> Iterator[Change]:

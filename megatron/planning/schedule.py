@@ -39,13 +39,38 @@ def most_held(config: RunConfig, kept: Sequence[float], received: Sequence[float
     return _most_held(PipelineSettings.of(config), microbatches, tuple(kept), tuple(received))
 
 
+@dataclass(frozen=True)
+class StageNeeds:
+    """Bytes of a stage beside activations: what its first backward pass needs while it computes, what later ones need,
+    and what the first leaves for the step.
+    """
+
+    first: float = 0.0
+    later: float = 0.0
+    left: float = 0.0
+
+
+def most_needed(
+    config: RunConfig, kept: Sequence[float], received: Sequence[float], needs: Sequence[StageNeeds]
+) -> tuple[float, ...]:
+    """The most bytes that each rank needs: what ``most_held`` counts, and what stages need as they compute."""
+    microbatches = max(config.training.global_batch_size // config.batch_unit, 1)
+    return _most_held(PipelineSettings.of(config), microbatches, tuple(kept), tuple(received), tuple(needs))
+
+
 @functools.lru_cache(maxsize=512)
 def _most_held(
-    settings: PipelineSettings, num_microbatches: int, kept: tuple[float, ...], received: tuple[float, ...]
+    settings: PipelineSettings,
+    num_microbatches: int,
+    kept: tuple[float, ...],
+    received: tuple[float, ...],
+    needs: tuple[StageNeeds, ...] | None = None,
 ) -> tuple[float, ...]:
     plans, placement = _plans(settings, num_microbatches), settings.placement
+    needs = needs or (StageNeeds(),) * len(kept)
     return tuple(
-        _Held(placement.stages_of(rank), kept, (*received, 0.0)).most(plan, rank) for rank, plan in enumerate(plans)
+        _Held(placement.stages_of(rank), kept, (*received, 0.0), needs).most(plan, rank)
+        for rank, plan in enumerate(plans)
     )
 
 
@@ -63,15 +88,22 @@ class _Held:
     stages: Sequence[int]
     kept: Sequence[float]
     received: Sequence[float]
+    needs: Sequence[StageNeeds]
 
     def most(self, plan: Plan, rank: int) -> float:
         """Most bytes that are held at once during a plan."""
         held = highest = 0.0
+        begun = set[int]()
         for each in plan:
             if isinstance(each, Action):
                 during, after = self._changes(each)
-                highest = max(highest, held + during)
+                stage = self.stages[each.chunk]
+                needs = self.needs[stage]
+                highest = max(highest, held + during + (needs.later if stage in begun else needs.first))
                 held += after
+                if each.kind in ("B", "W") and stage not in begun:
+                    begun.add(stage)
+                    held += needs.left
             elif isinstance(each, Receive):
                 held += self._size(each.message)
             elif isinstance(each, Finish) and each.message.source.rank == rank:

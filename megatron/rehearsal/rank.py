@@ -110,7 +110,8 @@ def rehearse(task: Task, *, failed: Callable[[Exception], None]) -> Rehearsed:
         buffers = [*run.buffers, *run.frozen]
         own = [each for buffer in buffers for each in (buffer.params, buffer.codes, buffer.shards)]
         weights = _bytes([*own, *(each for model in run.models for each in model.parameters())])
-        gradients = _bytes([each for buffer in buffers for each in (buffer.grads, buffer.grad_shards)])
+        sums = [bucket.grad_sums for buffer in buffers for bucket in buffer.buckets]
+        gradients = _bytes([*(buffer.grads for buffer in buffers), *(each.flat for each in sums if each is not None)])
         if run.config.training.eval_iters:
             for name in data.evaluated("valid")[:1]:
                 found = data.evaluation_batches("valid", evaluation=0, name=name)

@@ -158,11 +158,11 @@ def test_gradient_of_a_weight_with_other_uses_is_added_at_once() -> None:
     seen: list[float] = []
     x = (weight * 3.0).sum(0)  # the earlier use, whose backward pass comes last
     x.register_hook(lambda _: seen.append(0.0 if weight.grad is None else weight.grad.sum().item()))  # type: ignore[no-untyped-call]
-    torch.autograd.backward((added_at_once(weight) @ x).sum())
+    torch.autograd.backward((added_at_once(weight, WeightGradients()) @ x).sum())
     assert seen == [24.0]  # the later use's gradient, x on either row, is there already
     assert weight.grad is not None and weight.grad.tolist() == [[12.0, 12.0], [12.0, 12.0]]
     with torch.no_grad():
-        assert added_at_once(weight) is weight
+        assert added_at_once(weight, WeightGradients()) is weight
 
 
 def test_a_weights_gradient_is_added_to_its_sum_without_autograd() -> None:

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy
+from torch.nn.functional import cross_entropy, linear
+from torch.utils.checkpoint import checkpoint
 from typing_extensions import override
 
 from megatron.config.parse import parse_run
@@ -98,6 +99,140 @@ def test_gradients_that_come_after_their_layer_are_summed() -> None:
 def test_a_weight_that_is_read_before_its_layer_is_called() -> None:
     """With ZeRO 3 it isn't there, and torch would crash without a word."""
     check_refusals(run_ranks(refusal, read_early, "optim_grads_params", dp=2), "layers.0.weight", "layers.0")
+
+
+class Rows(nn.Module):
+    """Learned vectors, of which it returns a view."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4, 8))
+
+    @override
+    def forward(self) -> Tensor:
+        """The second half of them."""
+        return self.weight[2:]
+
+
+class Outside(nn.Module):
+    """Layers between modules that are called, changed in place after, return views of weights, or are only read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.first, self.rows = nn.Linear(8, 8), Rows()
+        self.layers = nn.ModuleList([nn.Linear(8, 8), nn.Linear(8, 8)])
+        self.norm, self.aside, self.last = nn.LayerNorm(8), nn.Linear(8, 8), nn.Linear(8, 2)
+
+    @override
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        """The mean loss of a batch."""
+        rows = self.rows()
+        hidden = self.first(x).relu_() * torch.cat([self.aside.weight[:1]])
+        for layer in self.layers:
+            hidden = layer(hidden).relu()
+        hidden = self.norm(hidden * rows.mean(0)) @ self.aside.weight
+        return cross_entropy(linear(hidden, self.last.weight, self.last.bias), y)
+
+
+def outside(context: ParallelContext, flags: str) -> Trained:
+    return trained(context, Outside(), Points(), flags)
+
+
+@pytest.mark.parametrize("flags", ["", "--overlap-grad-reduce --overlap-param-gather"])
+def test_modules_outside_of_layers(flags: str) -> None:
+    """With ZeRO 3 memory of weights outside of layers is freed after their use: where others read it without a call, or
+    kept a view of it, torch would read freed memory.
+    """
+    (alone, weights), *_ = run_ranks(outside, "--data-parallel-sharding-strategy no_shard")
+    sharded = "--data-parallel-sharding-strategy optim_grads_params --global-batch-size 16"
+    for losses, state in run_ranks(outside, f"{sharded} {flags}", dp=2):
+        assert losses == pytest.approx(alone, rel=1e-5)
+        for name, value in state.items():
+            torch.testing.assert_close(value, weights[name], rtol=1e-4, atol=1e-5)
+
+
+class Shown(nn.Linear):
+    """A layer that looks at its weight with numpy."""
+
+    @override
+    def forward(self, x: Tensor) -> Tensor:
+        """``[n, 8] -> [n, 8]``."""
+        self.seen = self.weight.detach().numpy()
+        return super().forward(x)
+
+
+class Showing(Reader):
+    """A stack with such a layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([Shown(8, 8), nn.Linear(8, 8)])
+
+    @override
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        """The mean loss of a batch."""
+        first, second = self.layers
+        return cross_entropy(self.last(second(first(x))), y)
+
+
+def showing(context: ParallelContext) -> Trained:
+    return trained(context, Showing(), Points(), "--data-parallel-sharding-strategy optim_grads_params")
+
+
+def test_a_weight_that_numpy_has_seen() -> None:
+    """torch's own words are about a storage that isn't resizable, and name no layer."""
+    check_refusals(run_ranks(refusal, showing, dp=2), "layers.0", "weight.detach().clone().numpy()")
+
+
+class Again(nn.Module):
+    """A layer that computes its inside again in the backward pass."""
+
+    def __init__(self, *, reentrant: bool) -> None:
+        super().__init__()
+        self.inside, self._reentrant = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8)), reentrant
+
+    @override
+    def forward(self, x: Tensor) -> Tensor:
+        """``[n, 8] -> [n, 8]``."""
+        inside: Tensor = checkpoint(self.inside, x, use_reentrant=self._reentrant)
+        return x + inside
+
+
+class Recomputed(nn.Module):
+    """Layers that compute their inside again, and one of them is computed again as a whole, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 2)
+        self.layers = nn.ModuleList([Again(reentrant=False), Again(reentrant=True), nn.Linear(8, 8)])
+
+    @override
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        """The mean loss of a batch."""
+        hidden = self.first(x)
+        for layer in self.layers[:2]:
+            hidden = layer(hidden)
+        for reentrant in (False, True):
+            hidden = checkpoint(self.layers[2], hidden, use_reentrant=reentrant)
+        return cross_entropy(self.last(hidden), y)
+
+
+def recomputed(context: ParallelContext, flags: str) -> Trained:
+    return trained(context, Recomputed(), Points(), flags)
+
+
+def test_layers_that_use_torchs_checkpoint() -> None:
+    """torch computes a layer's inside again in the backward pass: its weights must still be there, and its gradients be
+    summed once.
+    """
+    (alone, weights), *_ = run_ranks(recomputed, "--data-parallel-sharding-strategy no_shard")
+    sharded = "--data-parallel-sharding-strategy optim_grads_params --overlap-grad-reduce --overlap-param-gather"
+    for losses, state in run_ranks(recomputed, sharded, dp=2):
+        assert losses == pytest.approx(alone, rel=1e-5)
+        for name, value in state.items():
+            torch.testing.assert_close(value, weights[name], rtol=1e-4, atol=1e-5)
 
 
 class Recurrent(nn.Module):

@@ -15,11 +15,8 @@ from torch import Tensor, UntypedStorage
 from torch.utils._python_dispatch import TorchDispatchMode
 from typing_extensions import override
 
-from megatron.core.distributed.units import units_of
 from megatron.core.parallel.context import ParallelContext
 from megatron.errors import ParallelError
-from megatron.planning.model import stage_models
-from megatron.planning.unit_memory import whole_at_once
 from megatron.training.checkpoints.loading import load
 from megatron.training.checkpoints.saving import Saver
 from megatron.training.evaluation.evaluate import evaluate
@@ -28,7 +25,7 @@ from megatron.training.run.run import Run
 from megatron.training.run.stages import named_parameters
 from megatron.training.step import forward_backward, train_step
 from tests.harness import run_ranks
-from tests.harness.runs import GPT, tiny_config, tiny_run
+from tests.harness.runs import tiny_run
 
 STAGES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
 DATA = "--mock-data --tokenizer-type NullTokenizer --hidden-dropout 0 --attention-dropout 0"
@@ -239,16 +236,44 @@ def test_one_layer_is_gathered_before_it_is_needed() -> None:
         assert seen["backward"] == [{2, 3}, {1, 2}, {0, 1}, {0}]
 
 
-def test_layers_that_are_computed_again_together_are_counted() -> None:
-    """The memory estimate of ZeRO 3 with recomputed runs of layers counted one layer of them."""
+def outside_in_memory(context: ParallelContext, flags: str) -> dict[str, set[str]]:
+    """Units outside of layers whose weights or gradients the first of two layers finds whole, in passes of a step."""
+    alone = "--position-embedding-type rope --micro-batch-size 2 --global-batch-size 4"
+    run = sharded_run(context, "optim_grads_params", f"{alone} {flags}")
+    (model,), seen = run.models, dict[str, set[str]]()
+
+    def note(when: str) -> None:
+        buckets = [bucket for buffer in run.buffers for bucket in buffer.buckets]
+        for kind in ("weights", "grads", "grad_sums"):
+            names = {each.entries[0].name for each in buckets if getattr(each, kind).is_allocated}
+            seen[f"{kind}, {when}"] = {name.rpartition(".")[0] for name in names if "layers." not in name}
+
+    def inside(module: Any, inputs: Any, output: Tensor) -> None:
+        note("forward")
+        output.register_hook(lambda grad: note("backward"))  # type: ignore[no-untyped-call]
+
+    model.get_submodule("decoder.layers.0.mlp").register_forward_hook(inside)
+    train_step(run, next(run.data.training_batches(0)))
+    return seen
+
+
+def test_embedding_and_head_are_whole_while_they_are_used() -> None:
+    """They are the largest units of a small model with many words, and were whole during whole passes, in memory that
+    gradients of layers need. Sums of gradients lay beside all activations, before there were any.
+    """
+    words, head, norm = "embedding.word_embeddings", "output_layer", "decoder.final_layernorm"
+    for seen in run_ranks(outside_in_memory, "--untie-embeddings-and-output-weights", dp=2):
+        assert not any(seen[f"{kind}, forward"] for kind in ("weights", "grads", "grad_sums")), seen
+        assert not seen["weights, backward"] and not seen["grads, backward"], seen
+        assert seen["grad_sums, backward"] == {norm, head}
+    for seen in run_ranks(outside_in_memory, "", dp=2):
+        assert not seen["weights, forward"] and not seen["weights, backward"]
+        assert seen["grads, backward"] == {words} and seen["grad_sums, backward"] == {norm}
+
+
+def test_layers_that_are_computed_again_are_whole_together() -> None:
+    """The memory estimate of ZeRO 3 with recomputed runs of layers counts all layers of a run."""
     recomputed = "--recompute-granularity full --recompute-method uniform --recompute-num-layers"
     for number in (1, 2):
         found = run_ranks(layers_in_memory, f"{recomputed} {number}", dp=2)
-        flags = f"{DATA} --data-parallel-sharding-strategy optim_grads_params --num-layers 4 {recomputed} {number}"
-        config = tiny_config(flags, ranks=2)
-        (model,) = stage_models(config, GPT.train_spec, pipeline_rank=0)
-        sizes = {unit.name: sum(each.numel() for each in unit.parameters) for unit in units_of(model)}
-        outside = sum(size for name, size in sizes.items() if "layers." not in name)
-        most = max(len(whole) for seen in found for whole in seen["forward"])
-        counted = whole_at_once(config, GPT.train_spec, 0, lambda parameter: 2).weights
-        assert most == number and counted == outside + number * sizes["decoder.layers.0"]
+        assert max(len(whole) for seen in found for whole in seen["forward"]) == number

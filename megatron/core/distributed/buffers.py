@@ -68,6 +68,8 @@ class Bucket:
 
     ``weights``, ``grads``: 1-D, as long as ``span``: memory of its own that comes and goes, where ranks divide weights
     or gradients among them; else None. ``codes``: in place of ``weights`` of those that are gathered in 8 bits, uint8.
+    ``grad_sums``: with such ``grads``, their sums in this rank's shard, which have memory from the first of a step on,
+    and until the first step.
     """
 
     span: Span
@@ -75,6 +77,7 @@ class Bucket:
     weights: TransientTensor | None = None
     grads: TransientTensor | None = None
     codes: TransientTensor | None = None
+    grad_sums: TransientTensor | None = None
 
     @property
     def gathered(self) -> TransientTensor | None:
@@ -88,9 +91,10 @@ class FlatBuffer:
 
     ``levels``: how the ranks on those axes divide what they have of it.
     ``params``, ``grads``: 1-D, equally long; empty where each bucket has memory of its own that comes and goes.
-    ``shards``, ``grad_shards``: this rank's shards of all buckets end to end, where it holds whole weights or gradients
-    for a while only: weights of ZeRO 3 or gathered in 8 bits, gradients of ZeRO 2. ``codes``: of weights that are
-    gathered in 8 bits, see ``Fp8Weights``: bytes, as many as ``params``, or as ``shards`` with ZeRO 3.
+    ``shards``: this rank's shards of all buckets end to end, where it holds whole weights for a while only: those of
+    ZeRO 3 or gathered in 8 bits. ``divides_grads``: whether it holds whole gradients for a while only (ZeRO 2), and
+    their sums in ``grad_sums`` of its buckets. ``codes``: of weights that are gathered in 8 bits, see ``Fp8Weights``:
+    bytes, as many as ``params``, or as ``shards`` with ZeRO 3.
     """
 
     params: Tensor
@@ -100,7 +104,7 @@ class FlatBuffer:
     buckets: list[Bucket] = field(default_factory=list)
     codes: Tensor | None = None
     shards: Tensor | None = None
-    grad_shards: Tensor | None = None
+    divides_grads: bool = False
     _scratch: Tensor | None = None
 
     @property
@@ -133,23 +137,33 @@ class FlatBuffer:
 
     def own(self, span: Span) -> Tensor:
         """Weights in a span of this rank's shard of a bucket."""
-        return span.of(self.params) if self.shards is None else self._in_shards(span).of(self.shards)
+        if self.shards is None:
+            return span.of(self.params)
+        bucket, part = self._in_shard(span)
+        return part.moved(bucket.span.start // self.num_shards).of(self.shards)
 
     def own_grads(self, span: Span) -> Tensor:
         """Gradients in a span of this rank's shard of a bucket."""
-        return span.of(self.grads) if self.grad_shards is None else self._in_shards(span).of(self.grad_shards)
+        if not self.divides_grads:
+            return span.of(self.grads)
+        bucket, part = self._in_shard(span)
+        assert bucket.grad_sums is not None, "its gradients are divided"
+        return part.of(bucket.grad_sums.flat)
 
     def own_codes(self, bucket: Bucket) -> Tensor:
         """Codes of this rank's shard of a bucket that is gathered in 8 bits."""
         assert self.codes is not None, "its weights are gathered as they are"
         shard = self.shard(bucket)
-        return (shard if bucket.codes is None else self._in_shards(shard)).of(self.codes)
+        if bucket.codes is None:
+            return shard.of(self.codes)
+        return Span(0, shard.size).moved(bucket.span.start // self.num_shards).of(self.codes)
 
-    def _in_shards(self, span: Span) -> Span:
-        """A span of this rank's shard of a bucket, in its shards end to end."""
-        (shard,) = (each for bucket in self.buckets if (each := self.shard(bucket)).overlap(span))
-        before = shard.start - self.levels.own_shard * shard.size  # where the bucket begins
-        return span.moved(before // self.num_shards - shard.start)
+    def _in_shard(self, span: Span) -> tuple[Bucket, Span]:
+        """The bucket of which this rank's shard holds a span, and the span within the shard."""
+        ((bucket, shard),) = (
+            (bucket, shard) for bucket in self.buckets if (shard := self.shard(bucket)).overlap(span) is not None
+        )
+        return bucket, span.moved(-shard.start)
 
     def hide(self, entries: Iterable[ParamEntry]) -> None:
         """Let parameters have no memory for weights: who reads one finds NaN."""
@@ -298,15 +312,16 @@ def _build_buffer(
         policy=members[0].policy,
         codes=zeros(size // num_shards if divides_weights else size, dtype=torch.uint8) if in_8_bits else None,
         shards=zeros(size // num_shards, dtype=dtype) if divides_weights else None,
-        grad_shards=zeros(size // num_shards, dtype=grad_dtype) if is_trained and divides_grads else None,
+        divides_grads=is_trained and divides_grads,
     )
     remaining = iter(members)
     for bucket_span, spans in layout:
         here = [(next(remaining), span.moved(-bucket_span.start)) for span in spans]
         weights = torch.zeros(bucket_span.size, dtype=dtype, device=context.device) if divides_weights else None
-        grads = None
-        if buffer.grad_shards is not None:
+        grads = sums = None
+        if buffer.divides_grads:
             grads = torch.empty(bucket_span.size, dtype=grad_dtype, device=context.device)
+            sums = TransientTensor(grads.new_empty(bucket_span.size // num_shards))
         of_params = bucket_span.of(buffer.params) if weights is None else weights
         of_grads = (bucket_span.of(buffer.grads) if grads is None else grads) if is_trained else None
         rests = is_trained and grads is None
@@ -323,6 +338,7 @@ def _build_buffer(
             None if weights is None or in_8_bits else TransientTensor(weights, owner=owner, parameters=named),
             None if grads is None else TransientTensor(grads),
             None if codes is None else TransientTensor(codes),
+            sums,
         )
         buffer.buckets.append(bucket)
         if bucket.grads is not None:

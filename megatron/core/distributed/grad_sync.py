@@ -92,6 +92,7 @@ class GradSync:
                 collect = partial(self._collect, reduction, entry)
                 hook = entry.parameter.register_post_accumulate_grad_hook(collect)  # type: ignore[no-untyped-call]
                 self._hooks.append(hook)
+                weight_gradients.added[entry.parameter] = partial(self._add, reduction, entry)
                 if weight_gradients.fuses_accumulation:
                     added, opened = partial(self._count, reduction, entry), partial(self._open, reduction.bucket)
                     weight_gradients.main_grads[entry.parameter] = MainGrad(entry.main_grad, added, opened)
@@ -112,7 +113,8 @@ class GradSync:
     def zero(self) -> None:
         """Forget all gradients, before the first backward pass of a step."""
         for buffer in self._buffers:
-            (buffer.grads if buffer.grad_shards is None else buffer.grad_shards).zero_()
+            buffer.grads.zero_()
+        self.units.forget()
 
     @contextmanager
     def last_backward(self) -> Iterator[None]:
@@ -151,10 +153,15 @@ class GradSync:
         """Add a gradient to the buffer, after autograd has accumulated it."""
         grad = parameter.grad
         assert grad is not None, "autograd calls this after it has set a gradient"
-        if grad is not entry.resting_grad:
-            self._open(reduction.bucket)
-            reduction.buffer.accumulate(entry, grad)
-            parameter.grad = entry.resting_grad
+        if grad is entry.resting_grad:
+            self._count(reduction, entry)
+            return
+        self._add(reduction, entry, grad)
+        parameter.grad = entry.resting_grad
+
+    def _add(self, reduction: _Reduction, entry: ParamEntry, grad: Tensor) -> None:
+        self._open(reduction.bucket)
+        reduction.buffer.accumulate(entry, grad)
         self._count(reduction, entry)
 
     def _open(self, bucket: Bucket) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 from typing_extensions import override
 
 from megatron.errors import RESTART_CANNOT_HELP, ParallelError
@@ -38,11 +39,12 @@ class TransientTensor:
     """A 1-D tensor, ``flat``, that takes memory only between ``allocate`` and ``free``. It begins with memory.
 
     Views of it, and what autograd has saved of those, are valid again when it has memory again. ``parameters``: those
-    that lie in it, with their names; reading one without memory is an error that names it and ``owner``.
+    that lie in it, with their names; reading one that isn't open is an error that names it and ``owner``, unless its
+    ``acquired_on_reading`` can open it.
     """
 
     def __init__(self, flat: Tensor, *, owner: str = "", parameters: Mapping[str, nn.Parameter] | None = None) -> None:
-        self.flat, self.is_allocated = flat, True
+        self.flat, self.is_allocated, self._owner = flat, True, owner or "gradients"
         self._storage, self._bytes = flat.untyped_storage(), flat.untyped_storage().nbytes()
         # A rehearsal's have a class of their own, and nothing to read.
         self._parameters = tuple(each for each in (parameters or {}).values() if type(each) is nn.Parameter)
@@ -54,10 +56,13 @@ class TransientTensor:
         if self.is_allocated:
             return False
         self._resize(self._bytes)
-        for parameter in self._parameters:
-            parameter.__class__ = nn.Parameter
         self.is_allocated = True
         return True
+
+    def open(self) -> None:
+        """Let its parameters be read: what it holds are their values."""
+        for parameter in self._parameters:
+            parameter.__class__ = nn.Parameter
 
     def free(self) -> None:
         """Take its memory away."""
@@ -68,7 +73,15 @@ class TransientTensor:
             self.is_allocated = False
 
     def _resize(self, size: int) -> None:
-        self._storage.resize_(size)
+        try:
+            self._storage.resize_(size)
+        except RuntimeError as error:
+            raise ParallelError(
+                f"the memory of {self._owner} can't be freed, as a numpy array or another library still uses a weight "
+                "of it: copy the weight first, as weight.detach().clone().numpy() does, or leave "
+                "--data-parallel-sharding-strategy optim_grads_params out",
+                exit_code=RESTART_CANNOT_HELP,
+            ) from error
 
 
 class ReleasedParameter(nn.Parameter):
@@ -86,7 +99,10 @@ class ReleasedParameter(nn.Parameter):
         if _is_fact(func):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
-        found = [each for each in (*args, *(kwargs or {}).values()) if isinstance(each, ReleasedParameter)]
+        found = [each for each in tree_leaves((args, kwargs)) if isinstance(each, ReleasedParameter)]
+        acquired: Callable[[], bool] | None = getattr(found[0], "acquired_on_reading", None) if found else None
+        if acquired is not None and acquired():
+            return func(*args, **(kwargs or {}))
         what = getattr(found[0], "missing", "a weight was read while it is released") if found else "a released weight"
         raise ParallelError(
             f"{what}: its layer is not running; read weights outside of layers after "

@@ -6,10 +6,12 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
+import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
 from megatron.core.distributed.buffers import Bucket, FlatBuffer
+from megatron.core.distributed.transient import TransientTensor
 from megatron.core.distributed.units import Unit, UnitMemory
 from megatron.core.parallel.collectives import (
     Handle,
@@ -26,6 +28,26 @@ class _Home(NamedTuple):
 
     buffer: FlatBuffer
     bucket: Bucket
+
+    @property
+    def grads(self) -> TransientTensor:
+        """The whole gradients."""
+        assert self.bucket.grads is not None, "the bucket's gradients rest"
+        return self.bucket.grads
+
+    @property
+    def sums(self) -> TransientTensor:
+        """Sums of gradients in this rank's shard."""
+        assert self.bucket.grad_sums is not None, "the bucket's gradients rest"
+        return self.bucket.grad_sums
+
+
+class _Summing(NamedTuple):
+    """A reduction that is under way. ``is_first``: of a step, so that it arrives where sums are kept."""
+
+    home: _Home
+    handle: Handle[Tensor]
+    is_first: bool
 
 
 def _homes(buffers: Iterable[FlatBuffer]) -> dict[nn.Parameter, _Home]:
@@ -52,13 +74,18 @@ class UnitGradients:
 
     def __init__(self, buffers: Iterable[FlatBuffer], mesh: Mesh, *, in_flight: int, sums_in_fp32: bool) -> None:
         self._mesh, self._in_flight, self._sums_in_fp32 = mesh, in_flight, sums_in_fp32
-        self._homes = _homes(buffer for buffer in buffers if buffer.grad_shards is not None)
-        self._pending = deque[tuple[_Home, Handle[Tensor]]]()
+        self._homes = _homes(buffer for buffer in buffers if buffer.divides_grads)
+        self._pending = deque[_Summing]()
+
+    def forget(self) -> None:
+        """Free all sums, before the first backward pass of a step."""
+        for home in dict.fromkeys(self._homes.values()):
+            home.sums.free()
 
     def open(self, bucket: Bucket) -> None:
         """Have zeros for the bucket's gradients in memory, unless there are gradients that aren't being summed."""
         assert bucket.grads is not None, "the bucket's gradients rest"
-        while any(pending is bucket for (_, pending), _ in self._pending):
+        while any(pending.home.bucket is bucket for pending in self._pending):
             self.settle(keep=len(self._pending) - 1)
         if bucket.grads.allocate():
             bucket.grads.flat.zero_()
@@ -74,36 +101,40 @@ class UnitGradients:
         """
         self.settle()
         for home in dict.fromkeys(self._homes.values()):
-            if home.bucket.grads is not None and home.bucket.grads.is_allocated:
+            if home.grads.is_allocated:
                 self._reduce(home)
         self.settle()
         homes = dict.fromkeys(self._homes.values())
+        for home in homes:
+            if home.sums.allocate():
+                home.sums.flat.zero_()
         over_copies = [
-            buffer.levels.start_sum(buffer.own_grads(buffer.shard(bucket)), self._mesh, in_fp32=self._sums_in_fp32)
-            for buffer, bucket in homes
-            if buffer.levels.num_copies > 1
+            home.buffer.levels.start_sum(home.sums.flat, self._mesh, in_fp32=self._sums_in_fp32)
+            for home in homes
+            if home.buffer.levels.num_copies > 1
         ]
         for handle in over_copies:
             handle.wait()
 
     def _reduce(self, home: _Home) -> None:
-        grads = home.bucket.grads
-        assert grads is not None, "only buckets with memory by unit are among the homes"
         self.settle(keep=self._in_flight - 1)
         self.open(home.bucket)
-        own = grads.flat.new_empty(home.bucket.span.size // home.buffer.num_shards)
+        is_first = home.sums.allocate()
+        own = home.sums.flat if is_first else torch.empty_like(home.sums.flat)
         narrow = self._sums_in_fp32 and own.dtype.itemsize < 4
         start = reduce_scatter_in_fp32_async if narrow else reduce_scatter_into_async
-        self._pending.append((home, start(own, grads.flat, self._mesh, *home.buffer.levels.inner)))
+        handle = start(own, home.grads.flat, self._mesh, *home.buffer.levels.inner)
+        self._pending.append(_Summing(home, handle, is_first))
         self.settle(keep=self._in_flight)
 
     def settle(self, *, keep: int = 0) -> None:
         """Wait for all reductions but the ``keep`` last; their memory is free then."""
         while len(self._pending) > max(keep, 0):
-            (bucket_buffer, bucket), handle = self._pending.popleft()
-            bucket_buffer.own_grads(bucket_buffer.shard(bucket)).add_(handle.wait())
-            assert bucket.grads is not None, "as above"
-            bucket.grads.free()
+            summing = self._pending.popleft()
+            found = summing.handle.wait()
+            if not summing.is_first:
+                summing.home.sums.flat.add_(found)
+            summing.home.grads.free()
 
 
 class UnitWeights:
@@ -143,7 +174,7 @@ class UnitWeights:
         for home in here:
             self._start(home)
         for bucket in [home.bucket for home in here if home.bucket in self._gathered]:
-            self._gathered[bucket].wait()
+            self._finish(bucket)
         for home in _buckets(following, self._homes) if following is not None and self._prefetches else ():
             self._start(home)
 
@@ -175,7 +206,7 @@ class UnitWeights:
         for home in dict.fromkeys(self._homes.values()):
             if home.bucket.codes is None:
                 self._start(home)
-                self._gathered[home.bucket].wait()
+                self._finish(home.bucket)
 
     def _start(self, home: _Home) -> None:
         buffer, bucket = home
@@ -187,6 +218,11 @@ class UnitWeights:
         if (arriving := self._arriving.pop(bucket, None)) is not None:
             arriving.wait()
         self._gathered[bucket] = all_gather_into_async(bucket.gathered.flat, own, self._mesh, *buffer.levels.inner)
+
+    def _finish(self, bucket: Bucket) -> None:
+        assert bucket.gathered is not None, "as above"
+        self._gathered[bucket].wait()
+        bucket.gathered.open()
 
     def _free(self, bucket: Bucket) -> None:
         handle = self._gathered.pop(bucket, None)
@@ -217,3 +253,7 @@ class ShardedUnits(UnitMemory):
     @override
     def complete(self, unit: Unit) -> None:
         self._gradients.complete(unit)
+
+    @override
+    def settle(self) -> None:
+        self._gradients.settle()

@@ -38,6 +38,10 @@ class Adafactor:
         """The mean gradients."""
         return step.unscaled(grads)
 
+    def workspace(self, shapes: Sequence[tuple[int, int]]) -> int:
+        """Bytes of squares of the largest matrix and of its update, and of its second moments."""
+        return max((12 * rows * columns for rows, columns in shapes), default=0)
+
     def transform(
         self,
         matrices: Sequence[Tensor],

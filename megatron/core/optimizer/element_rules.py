@@ -16,7 +16,7 @@ from megatron.core.optimizer.update_rule import Step
 class AdamW:
     """Adam with decoupled weight decay (arXiv:1711.05101) and bias correction."""
 
-    is_fused = True
+    temporaries = 0
 
     def __init__(self, config: OptimizerConfig) -> None:
         self._config = config
@@ -52,7 +52,7 @@ class AdamW:
 class SGD:
     """Gradient descent with momentum; weight decay is added to the gradient."""
 
-    is_fused = True
+    temporaries = 0
 
     def __init__(self, config: OptimizerConfig) -> None:
         self._momentum = config.sgd_momentum
@@ -82,7 +82,7 @@ class SGD:
 class Lion:
     """The sign of a mix of the gradient and its average (arXiv:2302.06675), with decoupled weight decay."""
 
-    is_fused = False
+    temporaries = 2
 
     def __init__(self, config: OptimizerConfig) -> None:
         self._beta1, self._beta2 = config.lion_beta1, config.lion_beta2
@@ -104,7 +104,7 @@ class Lion:
 class AdEMAMix:
     """AdamW whose first moment is joined by a slow average of gradients (arXiv:2409.03137)."""
 
-    is_fused = False
+    temporaries = 3
 
     def __init__(self, config: OptimizerConfig) -> None:
         self._config = config

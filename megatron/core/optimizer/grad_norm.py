@@ -102,10 +102,8 @@ def nonfinite_gradients(buffers: Sequence[FlatBuffer], mesh: Mesh, *, limit: int
 
     For an error message, after ``GradSync.finish``; all ranks call it together.
     """
-    whole = {
-        entry.name: entry.main_grad for buffer in buffers if buffer.grad_shards is None for entry in buffer.entries
-    }
-    in_shards = parts_of([buffer for buffer in buffers if buffer.grad_shards is not None], FlatBuffer.owned)
+    whole = {entry.name: entry.main_grad for buffer in buffers if not buffer.divides_grads for entry in buffer.entries}
+    in_shards = parts_of([buffer for buffer in buffers if buffer.divides_grads], FlatBuffer.owned)
     found = whole | {entry.name: buffer.own_grads(part) for buffer, entry, part in in_shards}
     extremes = {name: torch.aminmax(grads) for name, grads in found.items()}
     here = [name for name, each in extremes.items() if not all(math.isfinite(end.item()) for end in each)]

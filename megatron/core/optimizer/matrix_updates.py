@@ -218,27 +218,34 @@ class MatrixUpdates:
         steps of a parameter, and ``move`` takes the updates of the ``span``. A collective of a stage's ranks.
         """
         arriving: tuple[MatrixBucket, list[Handle[Tensor]]] | None = None
-        returning: tuple[MatrixBucket, Handle[Tensor]] | None = None
+        returning: tuple[MatrixBucket, list[Handle[Tensor]]] | None = None
         for bucket in (*self.buckets, None, None):
-            leaving = None
+            leaving = back = None
             if bucket is not None:
                 sources = (direction, weights) if bucket.rule.reads_weights else (direction,)
                 leaving = bucket, [bucket.collect(source(bucket)) for source in sources]
-            back = None
             if arriving is not None:
                 there, handles = arriving
-                gathered = [there.assembled(handle.wait()) for handle in handles]
-                updates = there.rule.transform(
-                    gathered[0],
-                    gathered[1] if there.rule.reads_weights else (),
-                    [each.state for each in there.owned],
-                    [number(each.entry) for each in there.owned],
-                )
-                back = there, there.return_updates(updates)
+                back = there, [there.return_updates(_transformed(there, handles, number))]
             if returning is not None:
-                there, handle = returning
-                move(there, there.placed(handle.wait()))
+                there, handles = returning
+                move(there, there.placed(handles.pop().wait()))
             arriving, returning = leaving, back
+
+
+def _transformed(
+    bucket: MatrixBucket, handles: list[Handle[Tensor]], number: Callable[[ParamEntry], int]
+) -> list[Tensor]:
+    """The updates of matrices that have arrived. ``handles`` are forgotten on the way, and what they hold."""
+    gathered = []
+    while handles:
+        gathered.append(bucket.assembled(handles.pop(0).wait()))
+    return bucket.rule.transform(
+        gathered[0],
+        gathered[1] if bucket.rule.reads_weights else (),
+        [each.state for each in bucket.owned],
+        [number(each.entry) for each in bucket.owned],
+    )
 
 
 def dealt(shapes: Sequence[Sequence[tuple[int, int]]], loads: list[float]) -> list[list[int]]:

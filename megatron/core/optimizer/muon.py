@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -39,6 +39,18 @@ class Muon:
         grads, (average,) = step.unscaled(grads), state
         average.lerp_(grads, 1.0 - self._config.muon_momentum)
         return grads.lerp(average, self._config.muon_momentum) if self._config.muon_nesterov else average
+
+    def workspace(self, shapes: Sequence[tuple[int, int]]) -> int:
+        """Bytes of those that are multiplied together: as they are, and divided by their norm and turned if they are
+        tall, or two of a step's matrices and of their products with themselves.
+        """
+        width, found = 2 if self._config.muon_fp32_matmul_prec == "medium" else 4, 0
+        for (rows, columns), count in Counter(shapes).items():
+            size, together = rows * columns, min(count, max(1, _STACKED_ELEMENTS // (rows * columns)))
+            multiplied = 2 * width * (size + min(rows, columns) ** 2)
+            normed = 4 * size + width * size * (2 if rows > columns else 1)
+            found = max(found, together * (4 * size + max(normed, multiplied)))
+        return found
 
     def transform(
         self,

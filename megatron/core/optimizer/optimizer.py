@@ -312,7 +312,7 @@ class Optimizer:
 
     def _move(self, owned: _Owned, rule: ElementRule, rates: _Rates) -> None:
         """Step on one span; dividing the gradients costs no pass of its own."""
-        for step, part, grads in self._parts(owned, rates, at_once=rule.is_fused):
+        for step, part, grads in self._parts(owned, rates, at_once=not rule.temporaries):
             weights = owned.main_params.read(part)
             state = {name: kept.read(part) for name, kept in owned.state.items()}
             rule.apply(weights, grads, list(state.values()), step)

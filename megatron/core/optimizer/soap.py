@@ -37,6 +37,10 @@ class Soap:
         """The mean gradients."""
         return step.unscaled(grads)
 
+    def workspace(self, shapes: Sequence[tuple[int, int]]) -> int:
+        """Bytes of a refresh of the longer side's vectors, or of gradients in their basis and what becomes of them."""
+        return max((4 * max(5 * max(shape) ** 2, 4 * shape[0] * shape[1]) for shape in shapes), default=0)
+
     def transform(
         self,
         matrices: Sequence[Tensor],

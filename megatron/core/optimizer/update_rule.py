@@ -36,8 +36,8 @@ class ElementRule(Protocol):
         """The rule's tensors with a number for every weight, as checkpoints name them; they start as zeros."""
 
     @property
-    def is_fused(self) -> bool:
-        """Whether ``apply`` makes no temporary tensors, so that it may be given a large range at once."""
+    def temporaries(self) -> int:
+        """Tensors as long as the weights that ``apply`` makes; where it makes none it may be given a large range."""
 
     def apply(self, weights: Tensor, grads: Tensor, state: list[Tensor], step: Step) -> None:
         """Move 1-D ``weights`` in place; all tensors are of one dtype and equally long."""
@@ -64,6 +64,9 @@ class MatrixRule(Protocol):
 
     def direction(self, grads: Tensor, state: list[Tensor], step: Step) -> Tensor:
         """What is transformed, for 1-D ``grads``; changes ``state`` in place."""
+
+    def workspace(self, shapes: Sequence[tuple[int, int]]) -> int:
+        """Bytes that ``transform`` needs at most for matrices of these shapes, beside them and their updates."""
 
     def transform(
         self,

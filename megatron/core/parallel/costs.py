@@ -19,7 +19,8 @@ class Workload:
     sees. ``has_padding``: an attention mask says which tokens are real. ``has_documents``: attention stays within
     documents. ``predicted``: the share of the tokens whose loss is computed. ``stream_itemsize``: bytes of an element
     of the residual stream. ``splits_backward``: the schedule computes gradients of weights later, and keeps what they
-    need. ``visit``: called with each module whose costs are computed, and the microbatch it sees.
+    need. ``visit``: called with each module whose costs are computed, and the microbatch it sees. ``with_unit``: adds
+    what ranks gather, and sum of gradients, to the costs of a module, or of the loss that reads a weight.
     """
 
     context: ParallelContext
@@ -32,6 +33,7 @@ class Workload:
     predicted: float = 1.0
     splits_backward: bool = False
     visit: Callable[[nn.Module, Workload], None] | None = field(default=None, compare=False, repr=False)
+    with_unit: Callable[[nn.Module | Tensor, Costs], Costs] = field(default=lambda of, costs: costs, compare=False)
 
     @property
     def all_tokens(self) -> int:
@@ -68,7 +70,9 @@ class Costs:
     ``frozen_flops``: those of ``flops`` whose weight is frozen. ``exchanged``: bytes that this rank sends to ranks with
     other experts in the forward pass, if choices are balanced; the backward pass sends as many. ``replayed``: those
     bytes of ``kept`` that recomputation keeps as well, as it must not choose them anew. ``offloaded``: bytes that are
-    kept in main memory instead.
+    kept in main memory instead. ``left``: bytes that its backward pass leaves for the step, sums of gradients.
+    ``gathered``: those of ``working`` that are its whole weights, which modules that are computed again together keep;
+    ``ahead``: those that are weights of the module before.
     """
 
     flops: float = 0.0
@@ -79,18 +83,26 @@ class Costs:
     exchanged: int = 0
     replayed: int = 0
     offloaded: int = 0
+    left: int = 0
+    gathered: int = 0
+    ahead: int = 0
 
     def __add__(self, other: Costs) -> Costs:
-        """Costs of both modules, computed one after the other."""
+        """Costs of both modules, computed one after the other. The backward pass begins with the other one, and what
+        that leaves is there while this one is computed.
+        """
         return Costs(
             self.flops + other.flops,
             self.kept + other.kept,
-            max(self.working, other.working),
+            max(self.working + other.left if self.working else 0, other.working),
             self.uncounted | other.uncounted,
             self.frozen_flops + other.frozen_flops,
             self.exchanged + other.exchanged,
             self.replayed + other.replayed,
             self.offloaded + other.offloaded,
+            self.left + other.left,
+            self.gathered + other.gathered,
+            max(self.ahead, other.ahead),
         )
 
     def before(self, later: Costs, *, splits_backward: bool = False) -> Costs:
@@ -98,7 +110,7 @@ class Costs:
         runs, unless the schedule splits that pass.
         """
         freed = 0 if splits_backward else later.kept
-        return dataclasses.replace(self, working=max(self.working - freed, 0)) + later
+        return dataclasses.replace(self, working=self.working - freed) + later
 
     @classmethod
     def of_product(cls, weight: Tensor, flops: float, *, kept: int = 0, working: int = 0) -> Costs:
@@ -140,7 +152,10 @@ def costs_of(module: nn.Module | None, workload: Workload) -> Costs:
             for name in ("forward", "costs")
         )
         found, is_uncounted = costs(workload), forward_in < costs_in
-    return found + Costs(uncounted=frozenset({type(module).__name__} if is_uncounted else ()))
+    found = workload.with_unit(module, found)
+    return dataclasses.replace(
+        found, uncounted=found.uncounted | frozenset({type(module).__name__} if is_uncounted else ())
+    )
 
 
 def workloads_of(model: nn.Module, workload: Workload) -> list[tuple[nn.Module, Workload]]:

@@ -32,12 +32,14 @@ class WeightGradients:
     the gradient of its output are kept until the noted gradient is computed.
     ``main_grads``: the weights whose gradients linear layers add to a sum as they multiply. Autograd, which else adds
     them up, sees nothing of those. ``fuses_accumulation``: whether gradient sync gives weights such sums.
+    ``added``: adds a gradient of a weight to its sum, where autograd would copy it first.
     """
 
     may_wait: bool = False
     noted: list[Work] | None = None
     fuses_accumulation: bool = False
     main_grads: dict[Tensor, MainGrad] = field(default_factory=dict)
+    added: dict[Tensor, Callable[[Tensor], None]] = field(default_factory=dict)
 
     def main_grad_of(self, weight: Tensor) -> MainGrad | None:
         """Where the gradients of a weight are summed; None where autograd accumulates them."""
@@ -48,6 +50,7 @@ class WeightGradients:
         """Let autograd accumulate all gradients from now on."""
         self.fuses_accumulation = False
         self.main_grads.clear()
+        self.added.clear()
 
     def do(self, work: Work, *, at_once: bool) -> None:
         """Compute the gradient of a weight, or note it down where that is asked for and not ``at_once``: as for a

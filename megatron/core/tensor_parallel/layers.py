@@ -196,6 +196,8 @@ class VocabParallelEmbedding(nn.Module):
     Local rows beyond the vocabulary exist only to make the ranges equal; no token reaches them.
     """
 
+    looks_up = True
+
     def __init__(
         self,
         vocab_size: int,

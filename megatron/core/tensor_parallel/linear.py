@@ -19,6 +19,7 @@ from megatron.core.ops.matmul import add_transposed_times, is_faster_in_fp32, mu
 from megatron.core.parallel.collectives import Handle, all_gather, all_gather_async, reduce_scatter_async
 from megatron.core.parallel.model_context import ModelContext
 from megatron.core.parallel.recompute import will_be_recomputed
+from megatron.core.parallel.weight_gradients import WeightGradients
 from megatron.core.tensor_parallel.fp8_linear import Fp8Linear
 from megatron.core.tensor_parallel.regions import enter
 
@@ -116,14 +117,25 @@ def add_weight_gradient(weight: Tensor, context: ModelContext, grad_rows: Tensor
     torch.autograd.backward(weight, transposed_times(grad_rows, rows).contiguous())
 
 
-def added_at_once(weight: Tensor) -> Tensor:
+def added_at_once(weight: Tensor, weight_gradients: WeightGradients) -> Tensor:
     """A copy without memory of a weight that is used several times: accumulates this use's gradient immediately, where
     autograd would keep it until it has those of all uses.
     """
     if not (torch.is_grad_enabled() and weight.requires_grad):
         return weight
     anchor = torch.empty(0, requires_grad=True)  # makes autograd call the backward pass without the weight as an input
-    return _AddedAtOnce.apply(anchor, weight.detach(), partial(torch.autograd.backward, weight))  # type: ignore[no-untyped-call, no-any-return]
+    add = weight_gradients.added.get(weight, partial(torch.autograd.backward, weight))
+    return _AddedAtOnce.apply(anchor, weight.detach(), add)  # type: ignore[no-untyped-call, no-any-return]
+
+
+def read_in_forward_alone(weight: Tensor) -> Tensor:
+    """The weight, none of whose values the backward pass of what the caller computes needs: where ranks divide weights,
+    they don't gather it again for that.
+    """
+    acquire: Callable[..., bool] | None = getattr(weight, "acquired_on_reading", None)
+    if acquire is not None:
+        acquire(for_backward=False)
+    return weight
 
 
 class _AddedAtOnce(torch.autograd.Function):

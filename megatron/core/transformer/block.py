@@ -141,11 +141,15 @@ class TransformerBlock(nn.Module):
         offloads = workload.rows * self._hidden_size >= plan.least_offloaded
         stays = given if layers and "0" not in self.layers else 0  # what another stage sent, until its gradient is sent
         for start, stop, recompute in reversed(plan.runs(len(layers))):
-            run = sum(layers[start:stop], start=Costs())
+            *earlier, run = layers[start:stop]
+            for layer in reversed(earlier):
+                run = layer.before(run, splits_backward=workload.splits_backward)
             if recompute:
                 first = [*self.layers.values()][start]
                 assert isinstance(first, TransformerLayer), "layers of a block"
                 run = run.recomputed(given, keeps_input=first.begins_with_norm)
+                others = run.gathered - layers[stop - 1].gathered - layers[stop - 1].ahead  # weights that are whole
+                run = dataclasses.replace(run, working=run.working + max(others, 0))
             if offloads and start < plan.offloaded:
                 here = run.replayed + (stays if start == 0 else 0)
                 aside.append(run.kept - here)

@@ -31,6 +31,8 @@ POSITION_EMBEDDINGS = "embedding.position_embeddings.weight"
 class PositionEmbedding(nn.Module):
     """A learned vector for each position, held whole by every rank, behind ``position_embedding_offset`` other rows."""
 
+    looks_up = True
+
     def __init__(self, config: ModelConfig, context: ModelContext, *, tied: str | None = None) -> None:
         super().__init__()
         assert config.max_position_embeddings is not None
@@ -56,6 +58,8 @@ class PositionEmbedding(nn.Module):
 
 class TokenTypeEmbedding(nn.Module):
     """A learned vector for each kind of token, such as first and second sentence, held whole by every rank."""
+
+    looks_up = True
 
     def __init__(self, count: int, config: ModelConfig, context: ModelContext) -> None:
         super().__init__()

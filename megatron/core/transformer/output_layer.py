@@ -24,7 +24,7 @@ from megatron.core.tensor_parallel.cross_entropy import (
 )
 from megatron.core.tensor_parallel.initialize import Constant
 from megatron.core.tensor_parallel.layers import make_parameter
-from megatron.core.tensor_parallel.linear import added_at_once
+from megatron.core.tensor_parallel.linear import added_at_once, read_in_forward_alone
 from megatron.core.tensor_parallel.regions import enter
 from megatron.core.transformer.embedding import WORD_EMBEDDINGS
 from megatron.core.transformer.initialization import table_init
@@ -81,7 +81,7 @@ class VocabularyOutput:
     def _cross_entropy(self, hidden: Tensor, labels: Tensor, weights: Tensor, backward_scale: float) -> Tensor:
         return linear_cross_entropy(
             hidden,
-            added_at_once(self.weight),
+            added_at_once(read_in_forward_alone(self.weight), self.context.weight_gradients),
             labels,
             weights,
             vocabulary=self._vocabulary,
@@ -168,8 +168,7 @@ class OutputLayer(nn.Module):
 
 def vocabulary_costs(weight: Tensor, workload: Workload, config: ModelConfig) -> Costs:
     """Costs of ``vocabulary_output`` and its loss, which makes gradients on the way: those of hidden states and
-    ``weight`` exist together, and logits by chunks, with the slopes of a soft cap; later a copy of the weight's for
-    autograd.
+    ``weight`` exist together, and logits by chunks, with the slopes of a soft cap.
     """
     rows, hidden = weight.shape
     wide = max(workload.itemsize, 4)
@@ -177,8 +176,8 @@ def vocabulary_costs(weight: Tensor, workload: Workload, config: ModelConfig) ->
     logits = min(DEVICE_CHUNK // workload.itemsize, rows * workload.tokens) * each
     flops = 2.0 * rows * workload.context.mesh.size("tp") * hidden * workload.predicted * workload.all_tokens
     of_weight = rows * hidden * workload.itemsize * weight.requires_grad
-    working = 2 * workload.tokens * hidden * workload.itemsize + of_weight + max(logits, of_weight)
-    return Costs.of_product(weight, flops, working=working)
+    working = 2 * workload.tokens * hidden * workload.itemsize + of_weight + logits
+    return workload.with_unit(weight, Costs.of_product(weight, flops, working=working))
 
 
 def vocabulary_output(

@@ -18,6 +18,7 @@ from megatron.core.parallel.context import ParallelContext
 from megatron.core.parallel.environment import launch_environment
 from megatron.errors import RESTART_CANNOT_HELP, RESTART_MAY_HELP, ConfigError
 from megatron.planning.estimate import rank_memory, rank_parameters
+from megatron.planning.fitting import check_units
 
 _MB = 1024 * 1024
 
@@ -52,8 +53,9 @@ def check_memory(config: RunConfig, train_spec: TrainSpec, context: ParallelCont
 
     The size of activations is an estimate, so a microbatch is refused only above twice the device's memory.
     """
+    total, per_node = total_memory(context.device), config.command.ranks_per_node
+    check_units(config, train_spec, device_bytes=total, ranks_per_node=per_node)
     needed = rank_memory(config, train_spec, context.mesh.rank("pp"))
-    total = total_memory(context.device)
     if needed.states > total or needed.total > 2 * total:
         raise ConfigError(_too_large(config, train_spec, context))
 

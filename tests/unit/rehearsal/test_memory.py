@@ -50,7 +50,51 @@ CASES = {
 }
 
 
-FIRST = ("loss, pp2 zb-v, fp32",)  # each stage takes seconds; tests/end_to_end/test_rehearse.py compares other layouts
+OVERLAP, UNTIED = "--overlap-grad-reduce --overlap-param-gather", "--untie-embeddings-and-output-weights"
+TOGETHER = "--recompute-granularity full --recompute-method uniform --recompute-num-layers"
+SHARDED = {
+    f"ZeRO {stage}, {shape}, {flags}": (
+        f"--data-parallel-sharding-strategy {'optim_grads_params' if stage == 3 else 'optim_grads'} {SHAPES[shape]} "
+        f"{LLAMA} {QUIET} --vocab-size {WORDS[shape]} --micro-batch-size 2 --global-batch-size {4 * microbatches} "
+        f"--pipeline-model-parallel-size {stages} {flags}"
+    )
+    for stage, shape, microbatches, stages, flags in (
+        (3, "loss", 2, 1, f"{TOGETHER} 2 {UNTIED} {OVERLAP}"),
+        (2, "layers", 2, 2, f"{OVERLAP} --bf16"),
+        (2, "loss", 1, 1, ""),
+        (2, "loss", 2, 1, f"{UNTIED} {OVERLAP}"),
+        (2, "scores", 4, 2, f"--recompute-granularity selective {UNTIED} {OVERLAP}"),
+        (2, "layers", 1, 1, f"{TOGETHER} 2 {OVERLAP}"),
+        (3, "layers", 1, 1, "--bf16"),
+        (3, "layers", 4, 2, f"{UNTIED} {TOGETHER} 1"),
+        (3, "loss", 4, 2, f"{TOGETHER} 1 {OVERLAP}"),
+        (3, "loss", 1, 1, f"{UNTIED} --bf16 --grad-reduce-in-bf16"),
+        (3, "scores", 2, 1, f"{TOGETHER} 1 {OVERLAP} --bf16"),
+        (3, "scores", 1, 2, UNTIED),
+        (3, "scores", 2, 1, "--torch-fsdp2-no-reshard-after-forward --use-torch-fsdp2"),
+    )
+}
+CASES |= SHARDED
+STEPS = {
+    f"a step of {rule}, ZeRO {stage}": (
+        f"--data-parallel-sharding-strategy {strategy} --num-layers 4 --hidden-size 128 --num-attention-heads 4 "
+        f"--seq-length 8 --micro-batch-size 1 --vocab-size 499 {LLAMA} {QUIET} {UNTIED} --optimizer {rule}"
+    )
+    for stage, strategy, rule in (
+        (3, "optim_grads_params", "muon"),
+        (1, "optim", "muon"),
+        (2, "optim_grads", "muon --muon-fp32-matmul-prec high"),
+        (3, "optim_grads_params", "soap"),
+        (2, "optim_grads", "adafactor --adafactor-scale-parameter"),
+        (3, "optim_grads_params", "ademamix"),
+        (1, "optim", "lion"),
+    )
+}
+CASES |= STEPS
+FIRST = (
+    "loss, pp2 zb-v, fp32",
+    *[*SHARDED][:2],
+)  # each stage takes seconds; tests/end_to_end/test_rehearse.py compares other layouts
 
 
 @pytest.fixture(scope="module")
@@ -58,10 +102,11 @@ def counted(request: pytest.FixtureRequest) -> dict[str, list[tuple[Task, Rehear
     """The ranks of a pipeline, by case."""
     tasks: list[tuple[str, Task]] = []
     for name in (cases := that_run(request, CASES)):
-        flags, ranks = CASES[name], 4 if "tp2" in name or "pp4" in name else 2
+        flags = CASES[name]
+        ranks = 4 if "tp2" in name or "pp4" in name or ("ZeRO" in name and "-parallel-size 2" in flags) else 2
         config = tiny_config(f"--mock-data --global-batch-size 16 {flags}", ranks=ranks)
         config = rehearsed(config, GPT, vocab_size=config.tokenizer.vocab_size or 0, steps=1)
-        stages = range(0, ranks, config.parallel.tensor_model_parallel_size)
+        stages = range(0, ranks, ranks // config.parallel.pipeline_model_parallel_size)
         tasks += [(name, Task(config=config, train_spec=GPT, rank=rank, steps=1, memory=10**9)) for rank in stages]
     outcomes = rehearse_tasks([task for _, task in tasks], multiprocessing.get_context("forkserver"))
     found: dict[str, list[tuple[Task, Rehearsed]]] = {name: [] for name in cases}
@@ -74,8 +119,12 @@ def counted(request: pytest.FixtureRequest) -> dict[str, list[tuple[Task, Rehear
 @pytest.mark.parametrize("case", tiers(CASES, first=FIRST))
 def test_each_stage_takes_what_is_estimated(case: str, counted: dict[str, list[tuple[Task, Rehearsed]]]) -> None:
     """A run that was said to fit could run out of memory on its last stage: in fp32 the loss made logits twice, and
-    messages between stages, the sum of tied gradients and scores under dropout were left out.
+    messages between stages, the sum of tied gradients and scores under dropout were left out. With ZeRO 2 and 3 what is
+    whole at different times was added up, 9 % too much; those are within 2 %. Copies that a step of Muon makes were
+    left out, and those of other rules known by the names of Adam's state.
     """
     for task, found in counted[case]:
         estimate = rank_peak(task.config, GPT, found.pipeline_rank)
-        assert estimate.total == pytest.approx(found.highest, rel=0.03), f"stage {found.pipeline_rank}: {estimate}"
+        assert estimate.total == pytest.approx(found.highest, rel=0.02 if case in SHARDED else 0.03), (
+            f"stage {found.pipeline_rank}: {estimate}"
+        )

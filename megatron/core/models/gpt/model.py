@@ -139,7 +139,8 @@ class GPTModel(nn.Module):
         """Embedding, layers and output, and embedding and output again for each depth of multi-token prediction. The
         losses of all depths make gradients of the output's weight before the backward pass.
         """
-        found = total_of((self.embedding if self._stage.is_first else None, self.decoder), workload)
+        begun = costs_of(self.embedding if self._stage.is_first else None, workload)
+        found = begun.before(costs_of(self.decoder, workload), splits_backward=workload.splits_backward)
         if not self._stage.is_last:
             return found
         weight = self._output_weight()
