@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_flatten
 from typing_extensions import override
 
 from megatron.errors import RESTART_CANNOT_HELP, ParallelError
@@ -99,7 +99,7 @@ class ReleasedParameter(nn.Parameter):
         if _is_fact(func):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
-        found = [each for each in tree_leaves((args, kwargs)) if isinstance(each, ReleasedParameter)]
+        found = [each for each in tree_flatten((args, kwargs))[0] if isinstance(each, ReleasedParameter)]
         acquired: Callable[[], bool] | None = getattr(found[0], "acquired_on_reading", None) if found else None
         if acquired is not None and acquired():
             return func(*args, **(kwargs or {}))

@@ -106,7 +106,7 @@ class UnitMemory(Protocol):
         """The unit's gradients of one backward pass are complete."""
 
     def settle(self) -> None:
-        """Memory is about to be needed for the loss: have no gradients of an earlier pass on their way."""
+        """Memory is about to be needed: have no gradients of an earlier pass on their way."""
 
 
 class _Chunk:
@@ -167,6 +167,8 @@ class UnitBorders:
         here.held.clear()
         self._completed.clear()
         needed = [*here.anywhere, *(unit for unit in here.owned if self._in_backward and unit in here.read)]
+        if self._in_backward:
+            self._memory.settle()
         for unit in needed if kind != "W" else ():
             self._memory.acquire(unit, None)
         with _explained():
