@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from torch import nn
 
 from megatron.config.run import RunConfig
-from megatron.core.distributed.buffers import ALIGNMENT, PlannedBucket, lay_out, usual_bucket_size
+from megatron.core.distributed.buffers import usual_bucket_size
+from megatron.core.distributed.layout import ALIGNMENT, PlannedBucket, lay_out
 from megatron.core.distributed.parameter_policy import ParameterPolicy
 from megatron.core.optimizer.matrix_updates import dealt, matrices_of
 from megatron.core.optimizer.optimizer import CHUNK
