@@ -27,8 +27,8 @@ FAULTS = (
     Fault(
         "units_are_summed_in_one_copy",
         "megatron/core/distributed/unit_memory.py",
-        old="            if buffer.levels.num_copies > 1\n",
-        new="            if buffer.levels.divides_state\n",
+        old="            if home.buffer.levels.num_copies > 1\n",
+        new="            if home.buffer.levels.divides_state\n",
         suffers="With ZeRO 2 or 3 and several copies each of them trains a model of its own.",
         first=(_TABLE,),
     ),
