@@ -78,10 +78,12 @@ class PartConfig(CheckedSettings):
 
     A family lists the parts that its models may have among its groups. With the default of every field a model has no
     such part. ``stacks`` in methods: numbers of layers of each stack, as ``FamilyConfig.stacks`` gives them.
-    ``may_divide_over_expert_ranks``: whether expert-parallel ranks may divide it.
+    ``may_divide_over_expert_ranks``: whether expert-parallel ranks may divide it. ``is_added``: a run adds it to a
+    trained model, and no published one has it.
     """
 
     may_divide_over_expert_ranks: ClassVar[bool] = False
+    is_added: ClassVar[bool] = False
 
     @classmethod
     @override

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 from typing_extensions import override
 
@@ -49,6 +49,8 @@ _ABSORBED = "linear_kv_up_proj"
 
 class LoraConfig(PartConfig):
     """Low-rank adapters beside frozen linear layers (LoRA, arXiv:2106.09685)."""
+
+    is_added: ClassVar[bool] = True
 
     lora_rank: int | None = architecture_flag(
         "Train low-rank adapters of this rank beside the linear layers of --lora-targets, and freeze everything else.",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from typing_extensions import override
 
@@ -16,6 +16,8 @@ _GROUPED = ("int4", "int4-asym", "int3")
 
 class QuantizationTrainingConfig(PartConfig):
     """Quantization-aware training of the linear layers of attention, mixers, MLPs and experts."""
+
+    is_added: ClassVar[bool] = True
 
     quantization_aware_training: Literal["int8", "int4", "int4-asym", "int3", "w8a8", "fp8"] | None = flag(
         "Multiply by weights rounded to this scheme, with w8a8 and fp8 also activations, and train those that are "

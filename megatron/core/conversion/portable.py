@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megatron.config.family import FamilyConfig
+from megatron.config.family import FamilyConfig, PartConfig
 from megatron.config.flags import flags_of
 from megatron.config.model import ModelConfig
 from megatron.config.tokenizer import TokenizerConfig
@@ -97,6 +97,10 @@ class PortableModel:
     chat: ChatSettings | None = None
     quantization: Quantization | None = None
 
+    def __post_init__(self) -> None:
+        """Leave out settings of what a run adds to a model and this one hasn't got: no other program knows them."""
+        object.__setattr__(self, "groups", tuple(each for each in self.groups if not _is_off(each)))
+
     @property
     def dtype(self) -> torch.dtype:
         """The type of most numbers."""
@@ -124,6 +128,10 @@ def refuse_quantized(portable: PortableModel, where: str, *, what: str) -> None:
             f"{where} is quantized ({found.scheme.name} by {found.method}), and {what}: take the checkpoint that it "
             "was made of"
         )
+
+
+def _is_off(group: object) -> bool:
+    return isinstance(group, PartConfig) and group.is_added and group == type(group)()
 
 
 def layers_of(model: ModelConfig, groups: Sequence[object]) -> int:
