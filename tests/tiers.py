@@ -11,7 +11,7 @@ import pytest
 WHOLE_TIER_ALONE = {
     "tests/end_to_end/test_accelerate.py": "real launchers of ranks; tests/unit/library has models from transformers",
     "tests/end_to_end/test_export_quickstart.py": "the default tier runs one quickstart, that of GPT",
-    "tests/end_to_end/test_lost_workers.py": "launchers that wait for each other; tests/parallel/test_diloco.py has workers",
+    "tests/end_to_end/test_lost_workers.py": "launchers that wait for each other; test_diloco.py has workers",
     "tests/end_to_end/test_experts_quickstart.py": "the default tier runs one quickstart, that of GPT",
     "tests/end_to_end/test_hybrid_quickstart.py": "the default tier runs one quickstart, that of GPT",
     "tests/end_to_end/test_masked_quickstarts.py": "the default tier runs one quickstart, that of GPT",
