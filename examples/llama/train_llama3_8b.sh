@@ -3,7 +3,7 @@
 #
 # Hardware  8 GPUs of 80 GB on one node.
 # Layout    every layer and the sequence split over 2, optimizer state sharded over the 4 replicas.
-# Memory    56.97 GB, of which 19.65 GB are activations.
+# Memory    56.85 GB, of which 19.65 GB are activations.
 # Time      1.0e21 FLOPs: 3.7 days at 8 x 400 TFLOP/s, an assumption (four tenths of an H100's peak).
 # Fewer     GPUS_PER_NODE=4 --tensor-model-parallel-size 4: 46.77 GB; twice the time.
 # Loss      about 2.4 after 20 B tokens by the scaling law of arXiv:2203.15556; not measured here.

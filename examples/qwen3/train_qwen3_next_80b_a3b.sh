@@ -5,7 +5,7 @@
 # Hardware  64 GPUs of 80 GB, 8 nodes of 8; start it on each, see examples/launch.sh, or with examples/slurm.
 # Layout    the experts of a layer divided over 32 GPUs, two replicas of each; 64 replicas of what isn't an expert.
 #           What gated delta nets, shared experts and activations compute is computed again in the backward pass.
-# Memory    68.90 GB on a GPU, of which 24.00 GB are activations, if tokens choose all experts equally often.
+# Memory    68.68 GB on a GPU, of which 24.00 GB are activations, if tokens choose all experts equally often.
 # Time      4.6e20 FLOPs: 0.4 days at 64 x 200 TFLOP/s, what is published for Qwen3-30B-A3B on H100.
 # Fewer     NODES=4 --recompute-granularity full: 61.15 GB; twice as long.
 # Balance   the line after each log line says how evenly experts are used; see docs/experts.md.

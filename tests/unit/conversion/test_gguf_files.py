@@ -68,7 +68,7 @@ def test_counts_beyond_the_file(at: int, value: int, whole: bytes, tmp_path: Pat
     """A number in the header must not make the reader take memory, or run for hours."""
     path = tmp_path / "large.gguf"
     path.write_bytes(whole[:at] + struct.pack("<Q", value) + whole[at + 8 :])
-    with expect_error(CheckpointError, "large.gguf", hide=[r"[\d,]{4,}"]):
+    with expect_error(CheckpointError, "large.gguf", hide=[r"(?<=byte )[\d,]+"]):
         open_gguf(path)
 
 
