@@ -122,8 +122,8 @@ def counted(request: pytest.FixtureRequest) -> dict[str, list[tuple[Task, Rehear
 def test_each_stage_takes_what_is_estimated(case: str, counted: dict[str, list[tuple[Task, Rehearsed]]]) -> None:
     """A run that was said to fit could run out of memory on its last stage: in fp32 the loss made logits twice, and
     messages between stages, the sum of tied gradients and scores under dropout were left out. With ZeRO 2 and 3 what is
-    whole at different times was added up, 9 % too much; those but one are within 2 %. Copies that a step of Muon makes were
-    left out, and those of other rules known by the names of Adam's state.
+    whole at different times was added up, 9 % too much; those are within 2 %, but for one. Copies that a step of Muon
+    makes were left out, and those of other rules known by the names of Adam's state.
     """
     for task, found in counted[case]:
         estimate = rank_peak(task.config, GPT, found.pipeline_rank)
