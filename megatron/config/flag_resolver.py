@@ -16,8 +16,9 @@ from megatron.config.layer_patterns import canonical
 from megatron.config.legacy_flags import LEGACY_WORDS, LegacyFlag, legacy_flag
 from megatron.config.names_elsewhere import ADVICE, SAME
 from megatron.config.parallel import MODEL_PARALLEL_FIELDS
-from megatron.config.positions import ORIGINAL_LENGTH, ROTARY_FIELDS
+from megatron.config.positions import ORIGINAL_LENGTH
 from megatron.config.run import CORE_GROUPS, CheckpointReader, FlagOwner, PublishedReader, nobody
+from megatron.config.saved_model import replaced_positions, with_one_tokenizer
 from megatron.config.suggestions import did_you_mean, meant_by, parts_of
 from megatron.errors import ConfigError
 
@@ -49,14 +50,17 @@ class FlagResolver:
         self._owner_of = owner_of
         self.is_run = set(CORE_GROUPS) <= set(groups)  # a tool has no flags of Megatron-LM's training
         self._legacy = legacy_flag if self.is_run else (legacy or {}).get
+        self._added = {group_name(group) for group in groups if getattr(group, "is_added", False)}  # to trained models
         self.given: dict[str, Given] = {}
-        self.problems, self.notes = list[str](), list[str]()
+        self.problems: list[str] = []
+        self.notes: list[str] = []
+        self.faulted: set[str] = set()
         self.renamed: dict[str, str] = {}  # by spelling: the note about it
         self._said: dict[tuple[str, str], tuple[int, list[str]]] = {}  # by reason: the sentence's place, and its flags
         self._by_field: dict[str, FlagSpec] = {}
         self._by_spelling: dict[str, tuple[FlagSpec, bool | str | None]] = {}
         self._yielding: list[tuple[FlagSpec, Given]] = []
-        self._underscored, self.faulted = list[str](), set[str]()
+        self._underscored: list[str] = []
         self._deepspeed: list[tuple[str, str]] = []
         self._computed: dict[str, tuple[LegacyFlag, list[Any], int]] = {}
         assert len({group_name(group) for group in groups}) == len(groups), f"two of {groups} have one name in files"
@@ -186,7 +190,9 @@ class FlagResolver:
 
     def _take_architecture(self, saved: Mapping[str, Any], source: str, *, is_published: bool = False) -> None:
         """Take what neither flags nor files give. ``is_published``: they must not contradict the architecture."""
-        saved, lost, wrong = self._with_one_tokenizer(saved), self._replaced_positions(saved), list[str]()
+        given = {field: each.value for field, each in self.given.items() if each.rank > CHECKPOINT}
+        lost = replaced_positions(saved, given, scales=bool(self.value("use_rope_scaling")))
+        saved, wrong = with_one_tokenizer(saved, given), list[str]()
         layers = saved.get("model", {}).get("num_layers")
         for spec in self._checkpoint_fields():
             value, known = saved.get(spec.group, {}).get(spec.field), self.given.get(spec.field)
@@ -194,33 +200,13 @@ class FlagResolver:
             is_given = known is not None and known.rank > CHECKPOINT and spec.options.architecture
             asked = known.value if known is not None and is_given else value
             asked = canonical(spec.field, asked, layers) if is_published else asked
-            if is_published and not (value == asked or spec.options.added or keeps_meaning(spec.field, value, asked)):
+            may_differ = spec.group in self._added or keeps_meaning(spec.field, value, asked)
+            if is_published and asked != value and not may_differ:
                 wrong.append(f"{spec.typed(asked)} ({'not set' if value is None else words(value)} there)")
             elif value is not None and spec.field not in lost:
                 self._offer(spec, Given(value, source, CHECKPOINT))
         if wrong:
             self._wrong(f"{', '.join(wrong)}: the architecture comes from {source} of --load-hf; leave the flags out")
-
-    def _replaced_positions(self, saved: Mapping[str, Any]) -> set[str]:
-        """Settings of the saved model's rotary positions that those of a given, other type lack."""
-        given, before = self.given.get("position_embedding_type"), saved.get("model", {}).get("position_embedding_type")
-        if given is None or given.rank <= CHECKPOINT or given.value == before:
-            return set()
-        lacking = {field for field, types in ROTARY_FIELDS.items() if given.value not in types}
-        return lacking - {"original_max_position_embeddings"} if self.value("use_rope_scaling") else lacking
-
-    def _with_one_tokenizer(self, saved: Mapping[str, Any]) -> Mapping[str, Any]:
-        """The saved settings, without those of the tokenizer if another kind is given; the vocabulary size stays."""
-        own: Mapping[str, Any] = saved.get("tokenizer") or {}
-        kind, rows = own.get("tokenizer_type"), own.get("vocab_size")
-        given = {field: each.value for field, each in self.given.items() if each.rank > CHECKPOINT}
-        if any(own.get(file) is None for file in ("vocab_file", "merge_file", "tokenizer_model") if file in given):
-            given.setdefault("tokenizer_type", None)  # what follows from the files
-        if given.get("tokenizer_type", kind) == kind:
-            return saved
-        if rows is not None:  # of the model: a NullTokenizer adds the id that ends documents
-            rows += (kind == "NullTokenizer") - (given.get("tokenizer_type") == "NullTokenizer")
-        return {**saved, "tokenizer": {"vocab_size": rows}}
 
     def _checkpoint_fields(self) -> Iterator[FlagSpec]:
         for spec in self._by_field.values():

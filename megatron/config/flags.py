@@ -58,7 +58,6 @@ class FlagOptions:
     at_most: float | None = None
     below: float | None = None
     architecture: bool = False
-    added: bool = False
     from_checkpoint: bool = False
     internal: bool = False
     implies: Callable[[Any], Mapping[str, Any]] = lambda value: {}
@@ -77,7 +76,7 @@ def flag(help: str, *, default: Any = dataclasses.MISSING, **options: Any) -> An
     ``short_forms``: flags without a value that stand for a choice. ``combined``: what two choices mean together.
     ``at_least``, ``above``, ``at_most``, ``below``: bounds of each number, which is between plus and minus ``SIZE``, or
     ``REAL`` for a fraction, if they say no other.
-    ``architecture``: see ``architecture_flag``. ``added``: of what a run adds to a trained model, which hasn't got it.
+    ``architecture``: see ``architecture_flag``.
     ``from_checkpoint``: it may differ, but ``--use-checkpoint-args`` takes it, too.
     ``implies``: gives other fields, with the values that follow from this one's unless they are given.
     ``internal``: no flag after all, but a value that the run resolves and that is saved with the others.

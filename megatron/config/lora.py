@@ -56,23 +56,20 @@ class LoraConfig(PartConfig):
         "Train low-rank adapters of this rank beside the linear layers of --lora-targets, and freeze everything else.",
         default=None,
         aliases=("--lora-r",),
-        added=True,
         at_least=1,
         at_most=65536,
     )
     lora_alpha: float = architecture_flag(
-        "What adapters add is multiplied by --lora-alpha / --lora-rank.", default=32.0, added=True, above=0
+        "What adapters add is multiplied by --lora-alpha / --lora-rank.", default=32.0, above=0
     )
     lora_targets: tuple[str, ...] = architecture_flag(
         "Linear layers with adapters, by their names here (linear_qkv, linear_proj, linear_fc1, linear_fc2, in_proj, "
         "out_proj ...) or Hugging Face's (q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj).",
         default=("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"),
         aliases=("--lora-target-modules",),
-        added=True,
     )
     lora_rank_stabilized: bool = architecture_switch(
         "Multiply what adapters add by --lora-alpha / sqrt(--lora-rank) (rsLoRA, arXiv:2312.03732).",
-        added=True,
     )
     lora_dropout: float = flag("Dropout on what adapters read.", default=0.0, at_least=0, below=1)
 

@@ -172,6 +172,8 @@ class CheckpointReader(FileSystemReader):
         if not self._foreign:
             self._check_listed(metadata)
             if (base := base_of(self._folder)) is not None:
+                if base_of(base) is not None:
+                    raise CheckpointError(f"{self._folder} refers to {base}, which is not whole itself")
                 self._base = CheckpointReader(base)
                 _add_missing(metadata, self._base.read_metadata())
         return metadata

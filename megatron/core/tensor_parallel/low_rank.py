@@ -95,10 +95,11 @@ class LowRankAdapter(nn.ModuleDict):
         matrices = matrices_of(layout)
         check_parts(parts, matrices, place)
         owners = _owners(layout, tuple(matrices.values()), context.mesh)
-        self._order, self._rows = (
-            _order_of_rows(owners),
-            {name: owners.count(number) for number, name in enumerate(matrices)},
-        )
+        counts = owners.bincount(minlength=len(matrices)).tolist()
+        self._rows: dict[str, int] = dict(zip(matrices, counts, strict=True))
+        order = _order_of_rows(owners)
+        self._order: Tensor | None
+        self.register_buffer("_order", None if order is None else order.to(context.device), persistent=False)
         split: dict[int, Axis] = {1: "tp"} if self._is_row else {}
         of_a = Sharding((self.rank, self._inputs), split, partial_grad=self._partial(layout))
         for name, matrix in matrices.items():
@@ -128,9 +129,7 @@ class LowRankAdapter(nn.ModuleDict):
             for name, rows in self._rows.items()
         ]
         whole = found[0] if len(found) == 1 else torch.cat(found, dim=-1)
-        if self._order is None:
-            return whole
-        return whole.index_select(-1, torch.tensor(self._order, device=whole.device))
+        return whole if self._order is None else whole.index_select(-1, self._order)
 
     def _multiply(self, x: Tensor, weight: Tensor) -> Tensor:
         return linear(x, weight, None, self._context)
@@ -195,20 +194,14 @@ def _is_shared(layout: Sharding, matrix: LogicalMatrix) -> bool:
     return matrix.runs[0][0] >= height - layout.shared.rows
 
 
-def _owners(layout: Sharding, matrices: Sequence[LogicalMatrix], mesh: Mesh) -> list[int]:
-    """Which of the matrices each row of this rank's weight belongs to; rows of each are in their order."""
-    columns, stop = layout.local_shape(mesh)[1], math.prod(layout.local_shape(mesh))
-    found = [
-        (block.start // columns + row, block.matrix)
-        for block in blocks(layout, matrices, mesh, start=0, stop=stop)
-        for row in range(block.rows)
-    ]
-    return [matrix for _, matrix in sorted(found)]
+def _owners(layout: Sharding, matrices: Sequence[LogicalMatrix], mesh: Mesh) -> Tensor:
+    """Which of the matrices each row of this rank's weight belongs to, [rows]; rows of each are in their order."""
+    found = blocks(layout, matrices, mesh, start=0, stop=math.prod(layout.local_shape(mesh)))
+    runs = sorted((block.start, block.matrix, block.rows) for block in found)
+    return torch.tensor([matrix for _, matrix, _ in runs]).repeat_interleave(torch.tensor([rows for *_, rows in runs]))
 
 
-def _order_of_rows(owners: Sequence[int]) -> list[int] | None:
+def _order_of_rows(owners: Tensor) -> Tensor | None:
     """Where each row is among the rows of all matrices, one matrix after the other; None where this is their order."""
-    by_matrix = sorted(range(len(owners)), key=lambda row: owners[row])
-    if by_matrix == sorted(by_matrix):
-        return None
-    return sorted(range(len(owners)), key=lambda place: by_matrix[place])
+    by_matrix = owners.argsort(stable=True)
+    return None if bool((by_matrix.diff() > 0).all()) else by_matrix.argsort()

@@ -294,7 +294,7 @@ def check_same_model(
         asked = config.value(spec)
         saved = then.get((spec.group, spec.field), asked)
         may_change = config.checkpoint.finetune and keeps_meaning(spec.field, saved, asked)
-        starts_adapters = spec.options.added and not LoraConfig.is_in(state["config"])
+        starts_adapters = spec.group == group_name(LoraConfig) and not LoraConfig.is_in(state["config"])
         if spec.options.architecture and saved != asked and not may_change and not starts_adapters:
             there, here = ("not set" if value is None else value for value in (saved, asked))
             differences.append(f"{spec.positive} is {there} in the checkpoint and {here} here")

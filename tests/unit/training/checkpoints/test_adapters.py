@@ -12,7 +12,7 @@ import torch
 
 from megatron.config.lora import is_adapter
 from megatron.core.checkpointing import storage
-from megatron.core.checkpointing.base import BASE_FILE
+from megatron.core.checkpointing.base import BASE_FILE, Base
 from megatron.core.checkpointing.find import find_checkpoint
 from megatron.core.checkpointing.stored_tensors import StoredTensors
 from megatron.core.conversion import proof
@@ -99,7 +99,11 @@ def test_a_base_that_is_gone_or_another_is_named(tmp_path: Path) -> None:
     shutil.rmtree(base)
     base.symlink_to(tmp_path / "moved")
     assert StoredTensors(adapted / "iter_0000002").model
-    (adapted / "iter_0000002" / BASE_FILE).write_text(json.dumps({"folder": 3}))
+    itself = adapted / "iter_0000002"
+    (itself / BASE_FILE).write_text(Base.of(itself).to_json())
+    with expect_error(CheckpointError, "adapted"):
+        StoredTensors(itself)
+    (itself / BASE_FILE).write_text(json.dumps({"folder": 3}))
     with expect_error(CheckpointError, BASE_FILE):
         StoredTensors(adapted / "iter_0000002")
 
