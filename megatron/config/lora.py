@@ -134,6 +134,17 @@ def _settings_need_a_rank(run: RunConfig) -> str | None:
     return f"{subject(given, 'has', 'have')} no effect without --lora-rank; give a rank such as 16"
 
 
+def _frozen_weights_are_trained_ones(run: RunConfig) -> str | None:
+    """Adapters beside random weights that never change learn next to nothing."""
+    lora, checkpoint = run.part(LoraConfig), run.checkpoint
+    if not lora.is_on or checkpoint.load or checkpoint.pretrained_checkpoint or checkpoint.load_hf:
+        return None
+    return (
+        f"--lora-rank {lora.lora_rank} freezes the weights of the model, and no trained ones are given: name them with "
+        "--pretrained-checkpoint, --load-hf or --load"
+    )
+
+
 def _absorbed_matrices_have_none(run: RunConfig) -> str | None:
     """Generation multiplies the matrix that makes keys and values of latents into queries and results."""
     lora = run.part(LoraConfig)
@@ -155,4 +166,9 @@ def _recomputed_inside(run: RunConfig) -> str | None:
     )
 
 
-RULES: tuple[Rule, ...] = (_settings_need_a_rank, _absorbed_matrices_have_none, _recomputed_inside)
+RULES: tuple[Rule, ...] = (
+    _settings_need_a_rank,
+    _frozen_weights_are_trained_ones,
+    _absorbed_matrices_have_none,
+    _recomputed_inside,
+)

@@ -33,7 +33,7 @@ from tests.equivalence.test_equivalence import check
 from tests.equivalence.training import train_alone, train_at
 from tests.tiers import pairs
 
-RANK, EIGHT = "--lora-rank 3 --lora-alpha 5", f"{SMALL} --num-attention-heads 8"
+RANK, EIGHT = "--lora-rank 3 --lora-alpha 5 --pretrained-checkpoint unread", f"{SMALL} --num-attention-heads 8"
 VARIANTS: dict[str, str] = {
     "llama": f"{LLAMA} --num-layers 4 {RANK}",
     "q and v, with biases": (

@@ -34,6 +34,8 @@ MODELS = {
     "experts that aren't gated": "--num-experts 2 --moe-ffn-hidden-size 8",
 }
 LORA = "--lora-rank 2 --lora-alpha 6"
+BASE = "--pretrained-checkpoint unread"
+ON = f"--lora-rank 2 {BASE}"
 
 
 def trained(base: Path, flags: str, save: Path) -> Run:
@@ -121,11 +123,12 @@ def test_mistakes_with_adapters(tmp_path: Path) -> None:
         with expect_error(CheckpointError, *facts):
             load(tiny_run(ParallelContext.single(), f"--mock-data {flags}"))
     for flags, facts in {
-        "--lora-rank 2 --lora-targets linear_qvk": ("--lora-targets linear_qvk", "linear_qkv"),
-        "--lora-rank 2 --lora-targets gate_proj": ("--lora-targets", "gate", "linear_fc1"),
-        "--lora-rank 2 --lora-targets linear_kv_up_proj": ("--lora-targets linear_kv_up_proj",),
+        "--lora-rank 2": ("--lora-rank 2", "--pretrained-checkpoint", "--load-hf", "--load"),
+        f"{ON} --lora-targets linear_qvk": ("--lora-targets linear_qvk", "linear_qkv"),
+        f"{ON} --lora-targets gate_proj": ("--lora-targets", "gate", "linear_fc1"),
+        f"{ON} --lora-targets linear_kv_up_proj": ("--lora-targets linear_kv_up_proj",),
         "--lora-alpha 2": ("--lora-alpha 2.0", "--lora-rank"),
-        "--lora-rank 2 --train-only bias": ("--train-only bias",),
+        f"{ON} --train-only bias": ("--train-only bias",),
         "--train-only *.bias --freeze *": ("--train-only *.bias", "--freeze *"),
     }.items():
         with expect_error(ConfigError, *facts):
@@ -136,13 +139,13 @@ def test_dropout_is_drawn_again_when_a_layer_is_recomputed(tmp_path: Path) -> No
     """The backward pass of a recomputed layer would belong to another mask than its forward pass."""
     gradients = []
     for recompute in ("", "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"):
-        run = tiny_run(ParallelContext.single(), f"--mock-data {LORA} --lora-dropout 0.4 {recompute}")
+        run = tiny_run(ParallelContext.single(), f"--mock-data {LORA} {BASE} --lora-dropout 0.4 {recompute}")
         batches = run.data.training_batches(0)
         for _ in range(2):
             train_step(run, next(batches))
         gradients.append([each.detach().clone() for each in run.models[0].parameters()])
     assert all(torch.equal(one, other) for one, other in zip(*gradients, strict=True))
-    plain = tiny_run(ParallelContext.single(), f"--mock-data {LORA}")
+    plain = tiny_run(ParallelContext.single(), f"--mock-data {LORA} {BASE}")
     batches = plain.data.training_batches(0)
     for _ in range(2):
         train_step(plain, next(batches))
