@@ -168,7 +168,11 @@ def test_numbers_keep_their_type_and_parts(source: Folder, tmp_path: Path) -> No
 
 
 def test_a_window_is_the_context_where_there_are_none(source: Folder, tmp_path: Path) -> None:
-    """llama.cpp would attend beyond Mistral's window; within it both are the same."""
+    """llama.cpp would attend beyond Mistral's window; within it both are the same. It refuses more positions than the
+    file says, and the proof asked for as many as usual.
+    """
+    said = do("hf", source("mistral with a window"), "gguf", tmp_path / "model", gguf_type="f32")
+    assert any(line.startswith("proof: llama.cpp") for line in said)
     portable = read_huggingface(source("mistral with a window"))
     form = gguf_form(portable)
     assert form.keys["context_length"] == 8

@@ -178,9 +178,10 @@ def prove_reading(file: Path, target: Answer, question: Question, *, words: int)
 
 def _prove_reader(file: Path, held: GgufFile, ours: Answer, question: Question, *, words: int) -> Proof:
     tokens: Tensor = question.tokens  # type: ignore[attr-defined]  # all architectures are decoders
-    places = chosen_positions(tokens)
-    rows = log_probabilities(ours, places, words)
     name = str(held.keys["general.architecture"])
+    # llama.cpp makes room for no more positions than the file says, and one is for the token that it predicts.
+    places = chosen_positions(tokens[:, : int(held.keys[f"{name}.context_length"]) - 1])
+    rows = log_probabilities(ours, places, words)
     if (version := llama_cpp_version()) is not None:
         prompts = [tokens[sample, : place + 1].tolist() for sample, place in places]
         theirs = llama_cpp_rows(file, prompts, words=words, context=tokens.shape[1] + 8)
