@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
 import errno
+import importlib.util
+import itertools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,9 +18,11 @@ pytest.importorskip("gguf", reason="GGUF files are written with the extra gguf")
 pytest.importorskip("xllamacpp", reason="llama.cpp proves GGUF files; it is in the extra dev-all")
 
 import gguf
+import numpy as np
 
 from megatron.core.conversion.gguf import writing
 from megatron.core.conversion.gguf.files import open_gguf
+from megatron.core.conversion.gguf.number_types import tensor_types
 from megatron.core.conversion.gguf.proof import gguf_file, transformers_answer
 from megatron.core.conversion.gguf.reading import read_gguf
 from megatron.core.conversion.gguf.writing import gguf_form
@@ -83,7 +88,7 @@ FIRST = (
 )
 MEASURED = (
     *FIRST,
-    *OWN,
+    *(name for name in OWN if name not in FIRST),
     *("bloom", "bloom three heads, untied", "falcon newer", "falcon newer, one norm, one group", "falcon multi-query"),
     *("gemma", "glm", "glm without biases, tied", "glm three heads, whole heads rotated", "glm4"),
     *("glm4 without biases, wide heads", "gpt2 narrow mlp", "gpt_neox", "gpt_neox in sequence, three heads, tied"),
@@ -97,6 +102,9 @@ MEASURED = (
     *("stablelm parallel, three heads, one group, biases", "stablelm grouped, tied", "starcoder2"),
 )
 """Models that llama.cpp is measured with; the default tier has one of each way to differ."""
+
+OF_LLAMA_CPP = ("Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS")
+"""Types that only llama.cpp writes, and that are read."""
 
 
 @pytest.fixture(scope="session")
@@ -150,6 +158,61 @@ def test_few_bits_are_what_transformers_reads(kind: Any, source: Folder, tmp_pat
     before = read_huggingface(source("llama in blocks")).tensors["decoder.layers.0.mlp.linear_fc2.weight"].make()
     after = back.tensors["decoder.layers.0.mlp.linear_fc2.weight"].make()
     assert 0 < (before - after).abs().max() < before.abs().max() * (0.01 if kind == "q8_0" else 0.15)
+
+
+def test_types_that_llama_cpp_alone_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Most published files have K types: a wrong order of their numbers would be a slightly worse model. All are read
+    as transformers does, and llama.cpp computes the same.
+    """
+    spec = importlib.util.find_spec("xllamacpp")
+    assert spec is not None and spec.origin is not None
+    shared = ctypes.CDLL(str(next(Path(spec.origin).parent.glob("xllamacpp.*so"))))
+    pack, plain, kinds = shared.ggml_quantize_chunk, gguf.quants.quantize, itertools.cycle(OF_LLAMA_CPP)
+    pack.restype, pack.argtypes = (
+        ctypes.c_size_t,
+        [ctypes.c_int, *[ctypes.c_void_p] * 2, *[ctypes.c_int64] * 3, ctypes.c_void_p],
+    )
+
+    def quantize(numbers: np.ndarray[Any, Any], kind: Any) -> np.ndarray[Any, Any]:
+        if kind.name not in OF_LLAMA_CPP:
+            return plain(numbers, kind)
+        packed = np.zeros(gguf.quant_shape_to_byte_shape(numbers.shape, kind), np.uint8)
+        weights = np.ones(numbers.shape[1], np.float32)
+        data = [each.ctypes.data for each in (numbers, packed, weights)]
+        assert pack(kind, *data[:2], 0, *numbers.shape, data[2]) == packed.nbytes
+        return packed
+
+    def types(tensors: Any, kind: Any, *, say: Any) -> dict[str, Any]:
+        found = tensor_types(tensors, kind, say=say)
+        few = {name: gguf.GGMLQuantizationType[next(kinds)] for name, each in found.items() if each.name == "Q8_0"}
+        return {**found, **few}
+
+    monkeypatch.setattr(gguf.quants, "quantize", quantize)
+    monkeypatch.setattr(writing, "tensor_types", types)
+    model = random_model("llama", {**_WIDE, "hidden_size": 256, "intermediate_size": 256, "head_dim": 64})
+    for parameter in model.parameters():
+        parameter.data /= 4  # as far from chaos as a trained model
+    model.save_pretrained(tmp_path / "source")
+    do("hf", tmp_path / "source", "gguf", tmp_path / "model", gguf_type="q8_0", skip_proof=True)
+    file, back = gguf_file(tmp_path / "model"), read(tmp_path / "model", tmp_path)
+    assert {*open_gguf(file).kinds} == {"F32", *OF_LLAMA_CPP}
+    question = question_for(back.model, back.groups)
+    theirs = transformers_answer(file, question)
+    assert theirs is not None
+    assert (portable_answer(back, question)["words"] - theirs["words"]).abs().max() < 1e-5
+    said = do("gguf", file, "hf", tmp_path / "back")
+    assert any(line.startswith("proof: llama.cpp") for line in said)
+
+
+def test_layers_with_windows_as_a_list(source: Folder) -> None:
+    """llama.cpp's converter marks each layer of some models, which ended in an error about ``%``."""
+    portable, tables = read_huggingface(source("gemma3, every third layer full, stretched, capped")), DecoderFiles()
+    form, pattern = gguf_form(portable), "attention.sliding_window_pattern"
+    marked = {**form.keys, pattern: [True, True, False]}
+    found = tables.read(marked, form.tensors, form.architecture)
+    assert found == tables.read(form.keys, form.tensors, form.architecture)
+    with expect_error(CheckpointError, pattern, "2 entries for 3 layers"):
+        tables.read({**marked, pattern: [True, False]}, form.tensors, form.architecture)
 
 
 def test_numbers_keep_their_type_and_parts(source: Folder, tmp_path: Path) -> None:

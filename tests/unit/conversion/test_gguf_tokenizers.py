@@ -18,6 +18,8 @@ from megatron.core.conversion.companions import tokenizer_in, tokenizer_of
 from megatron.core.conversion.gguf.cuts import NAMES, cut_name, pre_tokenizer
 from megatron.core.conversion.gguf.files import open_gguf
 from megatron.core.conversion.gguf.reading import read_gguf
+from megatron.core.conversion.gguf.tokenizer_files import write_tokenizer
+from megatron.core.conversion.gguf.vocabulary import vocabulary_keys
 from megatron.core.conversion.proof import ProofError
 from megatron.core.tokenizers.chat_settings import ChatSettings
 from megatron.core.tokenizers.conversations import own_template
@@ -127,6 +129,46 @@ def test_the_same_tokens_there_and_back(kind: str, tmp_path: Path) -> None:
     if kind in NAMES.values():
         assert back.chat == ChatSettings(template=None, end_tokens=(before.eod + 1,))
         assert own_template(str(tmp_path / "scratch")) == "{{ messages[0]['content'] }}<|im_end|>"
+
+
+def test_files_that_do_not_say_how_texts_begin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Most files of Llama 3 lack the key, and llama.cpp begins their texts with a token: read here they had none."""
+    silent = ("add_bos_token", "add_eos_token")
+    monkeypatch.setattr(
+        "megatron.core.conversion.gguf.writing.vocabulary_keys",
+        lambda *of, **more: {
+            key: value for key, value in vocabulary_keys(*of, **more).items() if not key.endswith(silent)
+        },
+    )
+    source = model_with(bpe("tekken", begins=True), tmp_path / "source")
+    said = do("hf", source, "gguf", tmp_path / "model", gguf_type="f32")  # llama.cpp's tokens are those of the source
+    assert not [line for line in said if "other tokens" in line]
+    before = tokenizer_of(tokenizer_in(source, rows=460))
+    after = tokenizer_of(read_gguf(tmp_path / "model", scratch=tmp_path / "scratch").tokenizer)
+    assert before is not None and after is not None
+    assert after.tokenize("It's") == before.tokenize("It's") and before.tokenize("It's")[0] == before.bos
+
+
+@pytest.mark.parametrize(
+    ("keys", "ends"),
+    [
+        ({"model": "t5"}, True),
+        ({"model": "t5", "add_eos_token": False}, False),
+        ({"model": "llama"}, False),
+        ({"model": "gpt2", "pre": "qwen2", "add_eos_token": True}, True),
+        ({"model": "gpt2", "pre": "qwen2"}, False),
+    ],
+)
+def test_ends_of_texts(keys: dict[str, Any], ends: bool, tmp_path: Path) -> None:
+    """llama.cpp ends texts of unigrams with a token unless a file denies it, and others where a file says so."""
+    words = {"tokens": ["<unk>", "</s>", "a"], "token_type": [2, 3, 1], "eos_token_id": 1, **keys}
+    write_tokenizer({f"tokenizer.ggml.{name}": value for name, value in words.items()}, tmp_path / "files")
+    if keys["model"] == "gpt2":
+        found = tokenizers.Tokenizer.from_file(str(tmp_path / "files/tokenizer.json")).encode("a").ids
+        assert found == ([2, 1] if ends else [2])
+    else:
+        found = json.loads((tmp_path / "files/tokenizer_config.json").read_text())
+        assert found["add_eos_token"] is ends
 
 
 def test_keys_name_kinds_of_tokens(tmp_path: Path) -> None:

@@ -50,6 +50,11 @@ NAMES: Mapping[tuple[str, ...], str] = {
 }
 """llama.cpp's name of each sequence of cuts."""
 
+WHOLE_WORDS = ("llama-bpe", "llama3", "tekken")
+"""Cuts whose words are taken whole where the vocabulary has them, and whose texts begin with a token unless a file
+denies it.
+"""
+
 
 def cut_name(spec: Mapping[str, Any]) -> str:
     """llama.cpp's name for how the pipeline ``spec`` cuts texts; CheckpointError for a way that it doesn't know."""

@@ -24,7 +24,7 @@ from megatron.core.checkpointing.manifest import listed
 from megatron.core.conversion.gguf.number_types import library
 from megatron.core.conversion.portable import LazyTensor
 from megatron.errors import CheckpointError
-from megatron.small_files import check_regular
+from megatron.small_files import check_regular, shown
 
 _NUMBERS = {
     0: "u1",
@@ -172,10 +172,12 @@ def _read_header(path: Path, cursor: _Cursor, size: int) -> tuple[dict[str, Any]
     for _ in range(num_tensors):
         name, dims = cursor.text(), cursor.number("<I")
         if dims > _MOST_DIMS:
-            raise ValueError(f"{name} has {dims} dimensions")
+            raise ValueError(f"{shown(name)} has {dims} dimensions")
         shape = tuple(cursor.number("<Q") for _ in range(dims))[::-1]
         listing.append((name, shape, cursor.number("<I"), cursor.number("<Q")))
-    alignment = int(keys.get("general.alignment", 32)) or 1
+    alignment = keys.get("general.alignment", 32)
+    if type(alignment) is not int or alignment < 1:
+        raise ValueError(f"general.alignment is {shown(alignment)}; expected a number of bytes")
     first = -(-cursor.at // alignment) * alignment
     places: dict[str, _Place] = {}
     for name, shape, kind, offset in listing:
@@ -183,12 +185,14 @@ def _read_header(path: Path, cursor: _Cursor, size: int) -> tuple[dict[str, Any]
             typed = gguf.GGMLQuantizationType(kind)
             gguf.quants.dequantize(np.zeros((1, gguf.GGML_QUANT_SIZES[typed][1]), np.uint8), typed)
         except (ValueError, NotImplementedError):
-            raise ValueError(f"{name} has numbers of the type {kind}, which the gguf package doesn't read") from None
+            raise ValueError(f"{shown(name)} has numbers of the type {kind}, which gguf doesn't read") from None
         place = _Place(path, first + offset, shape, typed)
         if shape and shape[-1] % gguf.GGML_QUANT_SIZES[typed][0]:
-            raise ValueError(f"{name} has rows of {shape[-1]} numbers, which the blocks of {typed.name} don't divide")
+            raise ValueError(f"{shown(name)} has rows of {shape[-1]}, which the blocks of {typed.name} don't divide")
         if place.start + _nbytes(place) > size:
-            raise ValueError(f"{name} lies beyond its end: download it again")
+            raise ValueError(f"{shown(name)} lies beyond its end: download it again")
+        if name in places:
+            raise ValueError(f"{shown(name)} is there twice")
         places[name] = place
     return keys, places
 

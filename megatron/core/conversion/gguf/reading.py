@@ -15,6 +15,7 @@ from megatron.core.conversion.chat_files import read_chat
 from megatron.core.conversion.companions import companions_in, tokenizer_in
 from megatron.core.conversion.gguf.architecture import Architecture, architecture_named
 from megatron.core.conversion.gguf.files import GgufFile, open_gguf
+from megatron.core.conversion.gguf.keys import check_keys
 from megatron.core.conversion.gguf.rotary import FACTORS
 from megatron.core.conversion.gguf.tensors import EMBEDDING, OUTPUT, file_matches
 from megatron.core.conversion.gguf.tokenizer_files import write_tokenizer
@@ -49,6 +50,7 @@ def read_gguf(place: Path, *, scratch: Path) -> PortableModel:
     name = str(file.keys.get("general.architecture"))
     architecture, written = architecture_named(name, where=where)
     keys = {key.removeprefix(f"{name}."): value for key, value in file.keys.items()}
+    check_keys(keys, where=where)
     keys.setdefault("vocab_size", len(keys.get("tokenizer.ggml.tokens", ())))
     tensors = _without_copy(file, architecture)
     factors = {each: tensors[each].make().tolist() for each in FACTORS if each in tensors}

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from megatron.core.conversion.gguf.cuts import pre_tokenizer
+from megatron.core.conversion.gguf.cuts import WHOLE_WORDS, pre_tokenizer
 from megatron.core.conversion.gguf.tokenizer_kinds import BYTE_LEVEL, CLASSES, PIECES, UNIGRAMS
 from megatron.core.conversion.gguf.vocabulary import CONTROL, NORMAL, UNUSED, USER_DEFINED, spelled_id
 from megatron.errors import CheckpointError
@@ -39,7 +39,7 @@ def write_tokenizer(keys: Mapping[str, Any], folder: Path) -> None:
         settings = {"tokenizer_class": CLASSES[kind]}
         settings |= {"add_bos_token": bool(words.get("add_bos_token", kind == PIECES))}
         settings["add_prefix_space"] = bool(words.get("add_space_prefix", True))
-        settings |= {"add_eos_token": bool(words.get("add_eos_token", False)), "extra_ids": 0}
+        settings |= {"add_eos_token": bool(words.get("add_eos_token", kind == UNIGRAMS)), "extra_ids": 0}
     else:
         raise CheckpointError(
             f"tokenizer.ggml.model is {kind!r}: {BYTE_LEVEL} (byte-level BPE), {PIECES} and {UNIGRAMS} (SentencePiece) "
@@ -66,19 +66,6 @@ def _write_ends(words: Mapping[str, Any], folder: Path) -> None:
 def _byte_level(words: Mapping[str, Any], tokens: list[str], kinds: list[int]) -> dict[str, Any]:
     """The description of byte-level BPE, of the tokenizers library."""
     name = str(words.get("pre", "default"))
-    bos = words.get("bos_token_id")
-    processor: dict[str, Any] | None = None
-    if words.get("add_bos_token") and bos is not None:
-        token = tokens[bos]
-        processor = {
-            "type": "TemplateProcessing",
-            "single": [{"SpecialToken": {"id": token, "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}],
-            "pair": [
-                {"SpecialToken": {"id": token, "type_id": 0}},
-                *({"Sequence": {"id": letter, "type_id": 0}} for letter in "AB"),
-            ],
-            "special_tokens": {token: {"id": token, "ids": [bos], "tokens": [token]}},
-        }
     added = [
         {
             "id": number,
@@ -95,15 +82,33 @@ def _byte_level(words: Mapping[str, Any], tokens: list[str], kinds: list[int]) -
         "added_tokens": added,
         "normalizer": None,
         "pre_tokenizer": pre_tokenizer(name),
-        "post_processor": processor,
+        "post_processor": _ends_of_texts(words, tokens, begins=name in WHOLE_WORDS),
         "decoder": {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True},
         "model": {
             "type": "BPE",
             "vocab": {token: number for number, token in enumerate(tokens) if kinds[number] != UNUSED},
             "merges": words.get("merges", []),
-            "ignore_merges": name in ("llama-bpe", "llama3"),
+            "ignore_merges": name in WHOLE_WORDS,
         },
     }
+
+
+def _ends_of_texts(words: Mapping[str, Any], tokens: list[str], *, begins: bool) -> dict[str, Any] | None:
+    """The part of byte-level BPE that puts tokens around texts. ``begins``: whether llama.cpp puts one before texts
+    where the file doesn't say.
+    """
+    bos, eos = words.get("bos_token_id", -1), words.get("eos_token_id", -1)
+    before = [bos] if words.get("add_bos_token", begins) and 0 <= bos < len(tokens) else []
+    after = [eos] if words.get("add_eos_token") and 0 <= eos < len(tokens) else []
+    if not before + after:
+        return None
+
+    def around(letters: str) -> list[dict[str, Any]]:
+        one, other = ([{"SpecialToken": {"id": tokens[each], "type_id": 0}} for each in ids] for ids in (before, after))
+        return [*one, *({"Sequence": {"id": letter, "type_id": 0}} for letter in letters), *other]
+
+    known = {tokens[each]: {"id": tokens[each], "ids": [each], "tokens": [tokens[each]]} for each in before + after}
+    return {"type": "TemplateProcessing", "single": around("A"), "pair": around("AB"), "special_tokens": known}
 
 
 def _sentencepiece(words: Mapping[str, Any], tokens: list[str], kinds: list[int]) -> bytes:

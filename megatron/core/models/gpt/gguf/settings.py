@@ -26,7 +26,7 @@ _SIZES = {
     "attention.key_length": "kv_channels",
     "vocab_size": "vocab_size",
 }
-_NEEDED = ("block_count", "embedding_length")
+_NEEDED = ("block_count", "embedding_length", "context_length", "attention.head_count")
 _OPTIONAL = {
     "attention.scale": "softmax_scale",
     "attention.clamp_kqv": "clip_qkv",
@@ -96,7 +96,7 @@ def read_settings(
     found |= {field: keys[key] for key, field in _OPTIONAL.items() if key in architecture.keys and key in keys}
     if keys.get(_WINDOW) and architecture.period is not None:
         period = keys.get(_PATTERN, architecture.period)
-        layers = tuple(not period or (n + 1) % period != 0 for n in range(found["num_layers"]))
+        layers = _windows(period, found["num_layers"])
         found |= {"window_size": (keys[_WINDOW] - 1, 0), "window_attn_skip_freq": window_pattern(layers)}
     else:
         found.pop("rotary_base_local", None)
@@ -115,6 +115,17 @@ def read_settings(
         return ModelConfig(**found, group_query_attention=shared), with_all_groups(groups)
     except TypeError as error:
         raise CheckpointError(f"its keys don't describe a {architecture.name} model: {error}") from None
+
+
+def _windows(pattern: int | Sequence[bool], num_layers: int) -> tuple[bool, ...]:
+    """Which layers have a window: all but each ``pattern``-th (0: all), or those that a list marks, as llama.cpp's own
+    converter writes it.
+    """
+    if isinstance(pattern, int):
+        return tuple(not pattern or (number + 1) % pattern != 0 for number in range(num_layers))
+    if len(pattern) != num_layers:
+        raise CheckpointError(f"{_PATTERN} has {len(pattern)} entries for {num_layers} layers")
+    return tuple(pattern)
 
 
 def _by_tensors(tensors: Collection[str]) -> dict[str, Any]:
