@@ -292,7 +292,11 @@ def test_nets_of_bf16_keep_their_norms(tmp_path: Path) -> None:
     """1 + weight in bf16 has only three digits: a small weight was lost, and the proof failed."""
     model, groups = model_of(apply_layernorm_1p=True), (GPTConfig(), nets_of("2"))
     values = random_tensors(model, groups, dtype=torch.bfloat16)
-    there_and_back(portable(model, values, groups), tmp_path, dist=False)
+    back = there_and_back(portable(model, values, groups), tmp_path, dist=False)
+    norms = [name for name in values if name.endswith(".self_attention.out_norm.weight")]
+    assert norms
+    for name in norms:
+        assert torch.equal(back.tensors[name].make().float(), values[name].float()), name
 
 
 @pytest.mark.parametrize("layout", tiers(["tp 1, pp 1", "tp 1, pp 2"], first=["tp 1, pp 2"]))
