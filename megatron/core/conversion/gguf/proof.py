@@ -167,7 +167,8 @@ def prove_writing(
         ours = portable_answer(back, question)
         check_tokens(file, source, say=say)
     if kind == "f32":
-        compare(unpadded, ours)
+        context = _context_of(held)  # where the source has a window, both are the same within it alone
+        compare(*({name: each[:, :context] for name, each in answer.items()} for answer in (unpadded, ours)))
     return _prove_reader(file, held, ours, question, words=words)
 
 
@@ -180,7 +181,7 @@ def _prove_reader(file: Path, held: GgufFile, ours: Answer, question: Question, 
     tokens: Tensor = question.tokens  # type: ignore[attr-defined]  # all architectures are decoders
     name = str(held.keys["general.architecture"])
     # llama.cpp makes room for no more positions than the file says, and one is for the token that it predicts.
-    places = chosen_positions(tokens[:, : int(held.keys[f"{name}.context_length"]) - 1])
+    places = chosen_positions(tokens[:, : _context_of(held) - 1])
     rows = log_probabilities(ours, places, words)
     if (version := llama_cpp_version()) is not None:
         prompts = [tokens[sample, : place + 1].tolist() for sample, place in places]
@@ -191,6 +192,10 @@ def _prove_reader(file: Path, held: GgufFile, ours: Answer, question: Question, 
     else:
         return GgufProof(0.0, rows.abs().max().item(), _OURS_ALONE)
     return compare_rows(rows, theirs, tolerance=tolerance, reader=reader)
+
+
+def _context_of(held: GgufFile) -> int:
+    return int(held.keys[f"{held.keys['general.architecture']}.context_length"])
 
 
 def transformers_answer(file: Path, question: Question) -> Answer | None:
