@@ -32,7 +32,6 @@ SERVE = ["starlette>=1", "uvicorn>=0.30", "prometheus_client", *CHAT]  # tools/r
 LM_EVAL = ["lm_eval[api]>=0.4.13"]  # tasks/lm_eval.py, and the harness's clients of servers
 ACCELERATE = ["accelerate>=1.2"]  # examples/accelerate: a model of ours in its loop
 GGUF = ["gguf>=0.17"]  # --to gguf and --from gguf of tools/checkpoint/convert.py: llama.cpp's format
-ONNX = ["onnx", "onnxscript", "onnxruntime"]  # --to onnx, and the program that proves it
 # Formats of quantized models that transformers reads with it: the proof of --quantize.
 COMPRESSED_TENSORS = ["compressed-tensors>=0.17"]
 PEFT = ["peft>=0.17"]  # the proof of adapters' folders
@@ -108,7 +107,6 @@ setup(
         "constrained": CONSTRAINED,
         "accelerate": ACCELERATE,
         "gguf": GGUF,
-        "onnx": ONNX,
         "compressed-tensors": COMPRESSED_TENSORS,
         "peft": PEFT,
         "plot": PLOT,
@@ -117,7 +115,7 @@ setup(
         # Every test but those of lm-eval and docs.
         "dev-all": [
             *(DEV + S3 + GCS + STORAGE_SERVERS + CLIENTS + ACCELERATE),
-            *(GGUF + ONNX + COMPRESSED_TENSORS + PEFT + READERS),
+            *(GGUF + COMPRESSED_TENSORS + PEFT + READERS),
         ],
     },
 )
