@@ -108,8 +108,7 @@ class FakeQuantized(Operands):
             both[0, :, held], both[1, :, held] = -low, high
             both = all_reduce(both, self._mesh, part.axis, op="max")
             low, high = -both[0, :, held], both[1, :, held]
-        dtype = matrix.dtype if matrix.dtype.itemsize < 8 else torch.float32
-        return scales_of_extremes(low, high, grid, dtype)
+        return scales_of_extremes(low, high, grid, grid.scales_dtype(matrix.dtype))
 
     def _rounded(self, weight: Tensor, scales: Scales) -> Tensor:
         grid, part = self._scheme.weights, self._part(weight)

@@ -48,6 +48,10 @@ class Grid:
         """Type of codes, one a number, as they are before files pack them."""
         return torch.int8 if self.kind == "int" else E4M3
 
+    def scales_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """Type of the scales of a weight of type ``dtype``: fp32 for floats, as programs expect, else at most fp32."""
+        return torch.float32 if self.kind == "float" or dtype.itemsize > 4 else dtype
+
     def sides(self, shape: tuple[int, int]) -> tuple[int, int]:
         """Rows and columns of a weight of ``shape`` that share a scale."""
         rows, columns = (side or size for side, size in zip(self.block, shape, strict=True))

@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from megatron.core.conversion.huggingface.stored_codes import dequantized
+from megatron.core.conversion.portable import LazyTensor
 from megatron.core.parallel.context import ParallelContext
 from megatron.core.parallel.mesh import Mesh
 from megatron.core.parallel.model_context import ModelContext
@@ -55,15 +57,17 @@ def test_gradients_are_those_of_the_rounded_operands(name: str, group: int | Non
     assert torch.equal(outside(x), x @ outside.weight.t())
 
 
-def test_a_weight_is_what_an_export_makes_of_it() -> None:
-    """In bf16, whose scales an export keeps in bf16, too."""
-    scheme = scheme_named("int4", group_size=8)
+@pytest.mark.parametrize(("name", "group"), [("int4", 8), ("int4-asym", 8), ("w8a8", None), ("fp8", None)])
+def test_a_weight_is_what_an_export_makes_of_it(name: str, group: int | None) -> None:
+    """In bf16, where FP8 was trained with scales in bf16 and exported with others, in fp32: one code in 50 differed."""
+    scheme = scheme_named(name, group_size=group)
     layer = ColumnParallelLinear(16, 6, ModelContext.single(dtype=torch.bfloat16), init=Constant(0.0), bias=False)
     with torch.no_grad():
         layer.weight.copy_(torch.randn(6, 16, generator=torch.Generator().manual_seed(2)))
     found = FakeQuantized(scheme, Mesh.single()).weight(layer.weight)()
-    torch.testing.assert_close(found, rounded(layer.weight, scheme.weights, torch.bfloat16), rtol=2**-7, atol=0)
-    assert found.dtype == torch.bfloat16
+    weight = LazyTensor((6, 16), torch.bfloat16, layer.weight.detach)
+    exported = dequantized("weight", weight, scheme, None, torch.bfloat16, in_fp32=False).make()
+    assert found.dtype == torch.bfloat16 and torch.equal(found, exported.bfloat16())
 
 
 def test_mistakes() -> None:

@@ -80,11 +80,11 @@ def stored(
 ) -> dict[str, LazyTensor]:
     """The tensors that take the place of ``name``, a weight ``[out, in]``, each made once, from the weight read once.
 
-    ``scales``: those by which its codes are exact, or None to choose them, as numbers of type ``dtype``.
+    ``scales``: those by which its codes are exact, or None to choose them. ``dtype``: the model's.
     """
     grid, (rows, columns) = scheme.weights, weight.shape
     shape, of_scales = (rows, columns), torch.Size(grid.scales_shape((rows, columns)))
-    factors = _chosen_type(scheme, dtype) if scales is None else scales.factors.dtype
+    factors = grid.scales_dtype(dtype) if scales is None else scales.factors.dtype
     shapes: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
     if format_name(scheme) == "pack-quantized":
         shapes["weight_packed"] = ((rows, -(-columns * grid.bits // WORD_BITS)), torch.int32)
@@ -120,11 +120,6 @@ def stored(
     return {f"{module}{kind}": tensor for kind, tensor in _parts(shapes, make).items()}
 
 
-def _chosen_type(scheme: Scheme, dtype: torch.dtype) -> torch.dtype:
-    """The type of scales: programs expect those of floats in fp32, and others in the type of the model."""
-    return torch.float32 if scheme.weights.kind == "float" else dtype
-
-
 def dequantized(
     name: str, weight: LazyTensor, scheme: Scheme, scales: LazyScales | None, dtype: torch.dtype, *, in_fp32: bool
 ) -> LazyTensor:
@@ -136,7 +131,7 @@ def dequantized(
     def make() -> Tensor:
         numbers = weight.make()
         held = (
-            scales_of(numbers, grid, _chosen_type(scheme, dtype))
+            scales_of(numbers, grid, grid.scales_dtype(dtype))
             if scales is None
             else _held(scales, grid, (rows, columns), name)
         )

@@ -200,7 +200,9 @@ class _Walk:
         mean = sum(matrix.statistics.mean_magnitudes() * matrix.statistics.tokens for matrix in measured) / tokens
         assert isinstance(mean, Tensor), "a fold has matrices with enough tokens"
         pairs = [(matrix.weight, matrix.statistics.hessian() * matrix.statistics.tokens) for matrix in measured]
-        return activation_aware_factors(pairs, mean, self.recipe.scheme.weights, dtype=self._dtype(measured[0]))
+        return activation_aware_factors(
+            pairs, mean, self.recipe.scheme.weights, dtype=self._scales_dtype(measured[0].name)
+        )
 
     def quantize(self, by_name: Mapping[str, Sequence[Matrix]]) -> dict[str, Tensor]:
         """Put matrices on the grid, each by one rank, and give all ranks their scales: the weights by parameter, and
@@ -237,7 +239,7 @@ class _Walk:
 
     def _codes(self, matrix: Matrix) -> tuple[Tensor, Scales]:
         """The codes and scales of a matrix by the method, or by rounding where it saw too few tokens."""
-        grid, dtype, method = self.recipe.scheme.weights, self._dtype(matrix), self.recipe.method
+        grid, dtype, method = self.recipe.scheme.weights, self._scales_dtype(matrix.name), self.recipe.method
         if method == "gptq" and matrix.statistics.is_enough():
             return gptq(matrix.weight, matrix.statistics.hessian(), grid, dtype=dtype, orders=self.recipe.orders)
         if method == "awq" and matrix.statistics.is_enough():
@@ -276,11 +278,11 @@ class _Walk:
         if name in self.portable.tensors:
             dtype = self.portable.tensors[name].dtype
         elif name.endswith(".factors"):
-            dtype = self.portable.tensors[name.removesuffix(".factors")].dtype
+            dtype = self._scales_dtype(name.removesuffix(".factors"))
         return tensor.to("cpu", dtype, copy=True).contiguous()
 
-    def _dtype(self, matrix: Matrix) -> torch.dtype:
-        return self.portable.tensors[matrix.name].dtype
+    def _scales_dtype(self, name: str) -> torch.dtype:
+        return self.recipe.scheme.weights.scales_dtype(self.portable.tensors[name].dtype)
 
     def _total(self, x: Tensor) -> Tensor:
         return all_reduce(x, self.context.mesh, *WORLD)
