@@ -13,9 +13,10 @@ from functools import partial
 from typing import Any
 
 from megatron.core.checkpointing.find import CheckpointFolder
-from megatron.core.checkpointing.stored_tensors import StoredTensors
+from megatron.core.checkpointing.stored_tensors import StoredTensors, TensorEntry
 from megatron.core.checkpointing.streamed import StreamedBox
 from megatron.core.conversion.portable import LazyScales, LazyTensor, Quantization
+from megatron.core.quantization.grid import Grid
 from megatron.core.quantization.scheme import SCHEMES, scheme_named
 from megatron.errors import CheckpointError
 from megatron.small_files import read_json
@@ -94,6 +95,15 @@ def read_quantization(folder: CheckpointFolder, stored: StoredTensors) -> Quanti
             f"{_FORMAT} and {', '.join(SCHEMES)}: read it with the version that wrote it"
         )
 
+    scheme = SCHEMES[settings.scheme]
+    if settings.group_size is not None:
+        if settings.group_size < 1 or scheme.weights.block[0] != 1 or not scheme.weights.block[1]:
+            raise CheckpointError(
+                f"{where} has group_size {settings.group_size}, which {settings.scheme} can't have: the checkpoint is "
+                "damaged"
+            )
+        scheme = scheme_named(settings.scheme, group_size=settings.group_size)
+
     def lazy(name: str) -> LazyTensor | None:
         entry = stored.entries.get(name)
         return None if entry is None else LazyTensor(entry.shape, entry.dtype, partial(stored.read, name))
@@ -105,12 +115,29 @@ def read_quantization(folder: CheckpointFolder, stored: StoredTensors) -> Quanti
         if factors is None:
             raise CheckpointError(f"{where} names {name}, whose scales are missing: the checkpoint is damaged")
         scales[name] = LazyScales(factors, **parts)
+        _check(scales[name], scheme.weights, stored.model.get(name), f"{where}: {name}")
     endings = (".k_scale", ".v_scale")
     cache = {name: lazy(name) for name in stored.entries if name.startswith(_PREFIX) and name.endswith(endings)}
     return Quantization(
-        scheme_named(settings.scheme, group_size=settings.group_size),
+        scheme,
         scales,
         settings.method,
         settings.calibration,
         {name.removeprefix(_PREFIX): tensor for name, tensor in cache.items() if tensor is not None},
     )
+
+
+def _check(scales: LazyScales, grid: Grid, weight: TensorEntry | None, what: str) -> None:
+    """Raise CheckpointError for scales that aren't those of a ``weight`` [..., out, in] on ``grid``."""
+    if weight is None:
+        raise CheckpointError(f"{what} has scales, and the model has no such weight: the checkpoint is damaged")
+    *experts, rows, columns = (1, *weight.shape) if len(weight.shape) < 2 else weight.shape
+    wanted = (*experts, rows, grid.scales_shape((rows, columns))[1])
+    wrong = [part for part in (scales.factors, scales.zeros) if part is not None and part.shape != wanted]
+    if wrong or (scales.zeros is None) != grid.symmetric:
+        found = list((wrong[0] if wrong else scales.factors).shape)
+        points = "without" if scales.zeros is None else "with"
+        raise CheckpointError(
+            f"{what} has scales of shape {found} {points} zero points, and its grid needs {list(wanted)} "
+            f"{'without' if grid.symmetric else 'with'} them: the checkpoint is damaged"
+        )

@@ -19,11 +19,14 @@ from megatron.config.moe import MoEConfig
 from megatron.config.pipeline import Stage
 from megatron.config.tokenizer import TokenizerConfig
 from megatron.core.checkpointing.find import find_checkpoint
+from megatron.core.checkpointing.stored_tensors import StoredTensors
 from megatron.core.conversion.averaging import averaged
+from megatron.core.conversion.huggingface.stored_codes import stored
 from megatron.core.conversion.huggingface.writing import write_huggingface
 from megatron.core.conversion.native import read_native, write_native
 from megatron.core.conversion.portable import PortableModel, load_weights
 from megatron.core.conversion.proof import portable_answer
+from megatron.core.conversion.quantized_checkpoints import read_quantization
 from megatron.core.conversion.quantizing.calibrate import calibrated
 from megatron.core.conversion.quantizing.folds import folds_of
 from megatron.core.conversion.quantizing.matrices import Matrix, matrices_of, quantized_parameters
@@ -191,6 +194,38 @@ def test_a_checkpoint_keeps_codes(dtype: torch.dtype, tmp_path: Path) -> None:
         averaged([("first", back), ("second", model)], [0.5, 0.5])
     with expect_error(CheckpointError, "int4-asym", "gptq"):
         upcycled(back, num_experts=4, granularity=1, topk=2, seed=1)
+
+
+def test_settings_that_do_not_fit_are_damage(tmp_path: Path) -> None:
+    """Groups of no inputs ended in a traceback of the server, and groups of others in an error about an index."""
+    recipe = Recipe(scheme_named("int4", group_size=16))
+    made = quantized(ParallelContext.single(), model_of(MODERN), recipe, tmp_path / "layers")
+    write_native(made, tmp_path / "made", final=tmp_path / "made")
+    folder = find_checkpoint(tmp_path / "made")
+    there, held = folder.path / "quantization.json", StoredTensors(folder.path)
+    settings = json.loads(there.read_text(encoding="utf-8"))
+    for changed, facts in (
+        ({"group_size": 0}, ("group_size 0",)),
+        ({"group_size": 32}, ("[96, 2]", "[96, 1]")),
+        ({"scheme": "int4-asym"}, ("zero points",)),
+        ({"scheme": "int8"}, ("group_size 16", "int8")),
+    ):
+        there.write_text(json.dumps(settings | changed), encoding="utf-8")
+        with expect_error(CheckpointError, str(there), *facts):
+            read_quantization(folder, held)
+
+
+def test_scales_of_floats_are_those_of_an_export(tmp_path: Path) -> None:
+    """In bf16, an FP8 folder had other codes and scales in bf16 when its weights were rounded here before."""
+    model, scheme = model_of(MODERN, dtype=torch.bfloat16), scheme_named("fp8")
+    made = quantized(ParallelContext.single(), model, Recipe(scheme), tmp_path / "layers")
+    assert made.quantization is not None
+    for name, scales in made.quantization.scales.items():
+        assert scales.factors.dtype == torch.float32
+        there = stored(name, model.tensors[name], scheme, None, torch.bfloat16)
+        here = stored(name, made.tensors[name], scheme, scales, torch.bfloat16)
+        for part, tensor in there.items():
+            assert tensor.dtype == here[part].dtype and torch.equal(tensor.make(), here[part].make()), part
 
 
 def test_three_bits_have_no_reader(tmp_path: Path) -> None:
