@@ -134,6 +134,8 @@ def main(argv: Sequence[str]) -> int:
         names = recipe.parameters(portable)
         texts = texts_of(config, recipe, portable)
     say: Callable[[str], None] = print if launch.rank == 0 else lambda line: None
+    for note in portable.notes:
+        say(note)
     say(f"{config.load}: {described(recipe, [*names])}")
     try:
         with kept_on_interrupt(lambda: f"nothing is written to --save {save}"):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, ClassVar, Literal
 
 from typing_extensions import override
@@ -12,6 +12,11 @@ from megatron.config.flags import flag
 from megatron.config.lora import LoraConfig
 
 _GROUPED = ("int4", "int4-asym", "int3")
+
+
+def without_rounding(groups: Iterable[object]) -> tuple[object, ...]:
+    """Groups of settings of the same model whose products are of its weights as they are."""
+    return tuple(each for each in groups if not isinstance(each, QuantizationTrainingConfig))
 
 
 class QuantizationTrainingConfig(PartConfig):
@@ -35,6 +40,18 @@ class QuantizationTrainingConfig(PartConfig):
         """Name of the scheme to which weights are rounded, and the size of its groups if given; None: they aren't."""
         scheme = self.quantization_aware_training
         return None if scheme is None else (scheme, self.qat_group_size)
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Lines for who converts a checkpoint."""
+        scheme = self.quantization_aware_training
+        if scheme is None:
+            return ()
+        group = "" if self.qat_group_size is None else f" --qat-group-size {self.qat_group_size}"
+        return (
+            f"note: trained with --quantization-aware-training {scheme}{group}; the checkpoint holds the weights "
+            "before rounding: quantize them to the same scheme and groups to get what was trained",
+        )
 
     @override
     def rules(self) -> Sequence[Rule]:

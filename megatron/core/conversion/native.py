@@ -11,6 +11,7 @@ import torch
 
 from megatron.config.data import DataConfig
 from megatron.config.precision import PrecisionConfig
+from megatron.config.quantization_training import QuantizationTrainingConfig
 from megatron.config.run import RunConfig
 from megatron.config.tokenizer import TokenizerConfig
 from megatron.config.training import TrainingConfig
@@ -93,7 +94,10 @@ def read_native(root: AnyPath, *, step: int | None = None, averaged: bool = Fals
         consumed_samples=int(progress.get("consumed_samples", 0)),
         chat=chat_of_checkpoint(folder, state, tokenizer),
         quantization=quantization,
-        notes=() if quantization is None else notes_about(quantization),
+        notes=(
+            *QuantizationTrainingConfig.among(run.extra).notes,
+            *(() if quantization is None else notes_about(quantization)),
+        ),
     )
     return merged(portable)
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron.config.quantization_training import QuantizationTrainingConfig
 from megatron.core.conversion import native
 from megatron.core.conversion.native import read_native
 from megatron.core.models.registry import FAMILIES
@@ -14,7 +15,7 @@ from megatron.core.parallel.context import ParallelContext
 from megatron.errors import CheckpointError, ConfigError
 from megatron.training.loop import train_from_start_to_end
 from tests.harness.runs import tiny_config
-from tests.harness.sentences import expect_error
+from tests.harness.sentences import check_sentence, expect_error
 from tools.quantize import main
 
 
@@ -48,6 +49,27 @@ def test_a_checkpoint_is_quantized_once(
         main(["--load", str(run), "--save", there, *flags.split()])
     with expect_error(CheckpointError, "--load", scheme, "rtn"):
         main(["--load", there, "--save", str(tmp_path / "again"), *flags.split()])
+
+
+def test_rounded_again_after_rounded_training_it_keeps_its_codes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A model trained in groups of 8 and quantized in groups of 16 was rounded to groups of 8 wherever it was loaded.
+
+    Of which groups it was trained in, nothing was said.
+    """
+    trained, made = tmp_path / "trained", tmp_path / "made"
+    qat = "--quantization-aware-training int4 --qat-group-size 8"
+    config = tiny_config(f"--mock-data --train-iters 1 --save {trained} {qat}")
+    train_from_start_to_end(config, FAMILIES["gpt"].train_spec, ParallelContext.single(), started=0.0)
+    capsys.readouterr()
+    assert main(["--load", str(trained), "--save", str(made), *["--scheme", "int4", "--group-size", "16"]]) == 0
+    notes = [line for line in capsys.readouterr().out.splitlines() if "aware" in line]
+    check_sentence(notes[0], "--quantization-aware-training int4", "--qat-group-size 8")
+    portable = read_native(made)
+    assert QuantizationTrainingConfig.among(portable.groups).rounding is None
+    assert QuantizationTrainingConfig.among(read_native(trained).groups).rounding == ("int4", 8)
+    assert portable.notes and "aware" not in " ".join(portable.notes)
 
 
 def test_mistakes(run: Path, tmp_path: Path) -> None:

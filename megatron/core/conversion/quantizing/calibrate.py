@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron.config.pipeline import Stage
+from megatron.config.quantization_training import without_rounding
 from megatron.core.conversion.portable import (
     LazyScales,
     LazyTensor,
@@ -85,7 +86,8 @@ def calibrated(
     cache = {name: tensor for name, tensor in found.items() if name.endswith((".k_scale", ".v_scale"))}
     tensors = {name: found.get(name, tensor) for name, tensor in portable.tensors.items()}
     quantization = Quantization(recipe.scheme, scales, recipe.method, calibration, cache)
-    return dataclasses.replace(portable, tensors=tensors, quantization=quantization)
+    groups = without_rounding(portable.groups)  # who loads the model would round its weights again, to other numbers
+    return dataclasses.replace(portable, tensors=tensors, groups=groups, quantization=quantization)
 
 
 @dataclass(frozen=True)
