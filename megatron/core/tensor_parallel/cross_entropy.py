@@ -259,7 +259,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 factors *= 1.0 + 2.0 * z_loss * softmax.log_z
             _logit_gradients_(wide, factors, softmax.columns, shares, chunk.slope, rounded)
             if grad_hidden is not None:
-                grad_hidden[chunk.rows] = times_transposed(grad_logits, weight.t())
+                place = grad_hidden[chunk.rows]
+                buffer = place if place.dtype == grad_logits.dtype else None
+                place.copy_(times_transposed(grad_logits, weight.t(), buffer=buffer))
             if needs_weight:
                 grad_weight = transposed_times(grad_logits, hidden[chunk.rows], add_to=grad_weight)
             if grad_bias is not None:

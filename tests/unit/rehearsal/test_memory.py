@@ -75,8 +75,6 @@ SHARDED = {
     )
 }
 CASES |= SHARDED
-ROUGHER = next(name for name in SHARDED if name.startswith("ZeRO 3, scores") and OVERLAP in name)
-"""Estimated 2.3 % too low at every stage of ZeRO: what the loss makes in bf16 of 1,024 tokens, 190 kB more."""
 STEPS = {
     f"a step of {rule}, ZeRO {stage}": (
         f"--data-parallel-sharding-strategy {strategy} --num-layers 4 --hidden-size 128 --num-attention-heads 4 "
@@ -122,11 +120,12 @@ def counted(request: pytest.FixtureRequest) -> dict[str, list[tuple[Task, Rehear
 def test_each_stage_takes_what_is_estimated(case: str, counted: dict[str, list[tuple[Task, Rehearsed]]]) -> None:
     """A run that was said to fit could run out of memory on its last stage: in fp32 the loss made logits twice, and
     messages between stages, the sum of tied gradients and scores under dropout were left out. With ZeRO 2 and 3 what is
-    whole at different times was added up, 9 % too much; those are within 2 %, but for one. Copies that a step of Muon
-    makes were left out, and those of other rules known by the names of Adam's state.
+    whole at different times was added up, 9 % too much; those are within 2 %. Gradients of hidden states that the loss
+    makes existed twice. Copies that a step of Muon makes were left out, and those of other rules known by the names of
+    Adam's state.
     """
     for task, found in counted[case]:
         estimate = rank_peak(task.config, GPT, found.pipeline_rank)
-        assert estimate.total == pytest.approx(
-            found.highest, rel=0.02 if case in SHARDED and case != ROUGHER else 0.03
-        ), f"stage {found.pipeline_rank}: {estimate}"
+        assert estimate.total == pytest.approx(found.highest, rel=0.02 if case in SHARDED else 0.03), (
+            f"stage {found.pipeline_rank}: {estimate}"
+        )
