@@ -202,11 +202,21 @@ def unit_costs(run: RunConfig, model: nn.Module, *, is_last: bool = False, accum
         model,
         partial(_shards, run),
         policies={parameter: policies[name] for name, parameter in named.items()},
-        itemsize=planned_context(run).dtype.itemsize,
+        gathered=partial(_gathered_bytes, run, frozenset(_multiplied_in_fp8(run, [model]))),
         of_gradient=2 if run.precision.grad_reduce_in_bf16 else 4,
         is_last=is_last,
         accumulates=accumulates,
     )
+
+
+def _gathered_bytes(run: RunConfig, in_fp8: frozenset[nn.Parameter], parameter: nn.Parameter) -> tuple[int, int]:
+    """Bytes of an element of a weight that ranks gather with ZeRO 3, and of the copies that a layer makes of it."""
+    if run.parallel.zero_stage < 3:
+        return 0, 0
+    width = planned_context(run).dtype.itemsize
+    if parameter not in in_fp8:
+        return width, 0
+    return (1, 1) if run.fp8.fp8_param_gather and parameter.requires_grad else (width, 2)
 
 
 def _received(run: RunConfig, train_spec: TrainSpec) -> list[int]:
@@ -267,13 +277,15 @@ def _rank_memory(
     in_bytes = [each for each in multiplied_in_fp8 if each.requires_grad and _shards(run, each) > 1]
     in_bytes = in_bytes if run.fp8.fp8_param_gather and not run.purpose.only_reads else []
     gathered, own = sum(each.numel() for each in in_bytes), sum(each.numel() // _shards(run, each) for each in in_bytes)
-    copies = 2 * sum(each.numel() for each in multiplied_in_fp8) - gathered
+    by_unit = run.parallel.zero_stage == 3 and not run.purpose.only_reads  # copies go with their unit
+    copies = 2 * sum(each.numel() for each in multiplied_in_fp8 if not by_unit or _shards(run, each) == 1)
+    copies -= 0 if by_unit else gathered
     here = owned - int(owned * optimizer.optimizer_offload_fraction * optimizer.optimizer_cpu_offload)
     outer = 0 if run.parallel.diloco_workers is None else _SHARED_BYTES
     away = states * (owned - here) // max(owned, 1)
     received, overlaps = _received_gradients(run, trained), run.parallel.overlap_grad_reduce
     stage, of_gradient = run.parallel.zero_stage, 2 if run.precision.grad_reduce_in_bf16 else 4
-    if stage == 3 and not run.purpose.only_reads:
+    if by_unit:
         parameters = _of_shards(run, held)
     return MemoryEstimate(
         weights=parameters * width + (own if stage == 3 else own * width - gathered * (width - 1)),
@@ -283,7 +295,7 @@ def _rank_memory(
         updating=max(
             step_bytes(run, _updated(run, train_spec, pipeline_rank), here=here),
             received,
-            gathered * width - copies,
+            0 if by_unit else gathered * width - copies,
             owned // run.diloco.diloco_fragments * _SENT_BYTES if run.parallel.num_workers > 1 else 0,
             0 if run.purpose.only_reads else _tied_gradients(run, train_spec, pipeline_rank),
         ),
@@ -359,10 +371,13 @@ def _master_bits(run: RunConfig, weight_bytes: int) -> int:
 
 def in_fp8(run: RunConfig, train_spec: TrainSpec, pipeline_rank: int) -> list[nn.Parameter]:
     """Weights that layers of a pipeline rank multiply by in FP8."""
-    stages = stage_models(run, train_spec, pipeline_rank=pipeline_rank) if run.fp8.is_on else []
+    return _multiplied_in_fp8(run, stage_models(run, train_spec, pipeline_rank=pipeline_rank))
+
+
+def _multiplied_in_fp8(run: RunConfig, stages: Iterable[nn.Module]) -> list[nn.Parameter]:
     return [
         module.get_parameter("weight")
-        for stage in stages
+        for stage in (stages if run.fp8.is_on else ())
         for module in stage.modules()
         if getattr(module, "fp8", None) is not None
     ]

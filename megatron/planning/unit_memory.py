@@ -20,13 +20,20 @@ from megatron.core.parallel.sharding import sharding_of
 class UnitSize:
     """Bytes of a unit on one rank: ``gathered`` weights, ``weights`` of those that are there for a while, and whole
     gradients of each of its ``buckets``, in the order in which they are summed; nothing where ranks divide none of it.
-    ``sums``: this rank's part of gradients.
+    ``copies``: of weights in 8 bits, those of ``gathered`` that layers make when they need them. ``sums``: this rank's
+    part of gradients.
     """
 
     weights: int
     gathered: int
+    copies: int
     buckets: tuple[int, ...]
     sums: int
+
+    @property
+    def arriving(self) -> int:
+        """Bytes of weights that ranks gather ahead, where these are there for a while."""
+        return self.weights - self.copies if self.weights else 0
 
     @property
     def gradients(self) -> int:
@@ -38,8 +45,9 @@ class UnitCosts:
     """Adds units to the costs of one stage's modules, as ``Workload.with_unit``.
 
     ``shards``: ranks over which a parameter is divided. ``policies``: of parameters, whose buckets differ with them.
-    ``itemsize``, ``of_gradient``: bytes of an element of weights, and of gradients. ``is_last``: whether the stage has
-    the loss. ``accumulates``: sums of earlier microbatches are there, so that none are left by this one.
+    ``gathered``: bytes of an element of a weight that ranks gather, and of copies that a layer makes of it.
+    ``of_gradient``: bytes of an element of gradients. ``is_last``: whether the stage has the loss. ``accumulates``:
+    sums of earlier microbatches are there, so that none are left by this one.
     """
 
     def __init__(
@@ -49,7 +57,7 @@ class UnitCosts:
         shards: Callable[[nn.Parameter], int],
         *,
         policies: Mapping[nn.Parameter, Hashable],
-        itemsize: int,
+        gathered: Callable[[nn.Parameter], tuple[int, int]],
         of_gradient: int,
         is_last: bool,
         accumulates: bool,
@@ -58,15 +66,7 @@ class UnitCosts:
         self._units, self._is_last, self._accumulates = units_of(model), is_last, accumulates
         stays = parallel.keeps_gathered_weights
         self._sizes = {
-            unit: _size(
-                unit,
-                shards,
-                policies,
-                itemsize=itemsize * (parallel.zero_stage == 3),
-                of_gradient=of_gradient,
-                stays=stays,
-            )
-            for unit in self._units
+            unit: _size(unit, shards, policies, gathered, of_gradient=of_gradient, stays=stays) for unit in self._units
         }
         self._stays = sum(size.gathered - size.weights for size in self._sizes.values())
         self._prefetches = parallel.overlap_param_gather
@@ -120,7 +120,7 @@ class UnitCosts:
             working = max(size.gradients + made + in_flight, sums) - size.gradients * has_gradients
             return replace(costs, working=max(costs.working, working))
         before = self._units[number - 1] if number and self._prefetches else None
-        ahead = 0 if before is None or before.looks_up else self._sizes[before].weights
+        ahead = 0 if before is None or before.looks_up else self._sizes[before].arriving
         ends = self._sent(size.gradients, size.sums) + still - costs.kept
         working = max(costs.working + size.weights + ahead + size.gradients + in_flight, ends)
         left = 0 if self._accumulates else size.sums
@@ -154,18 +154,20 @@ def _size(
     unit: Unit,
     shards: Callable[[nn.Parameter], int],
     policies: Mapping[nn.Parameter, Hashable],
+    gathered_of: Callable[[nn.Parameter], tuple[int, int]],
     *,
-    itemsize: int,
     of_gradient: int,
     stays: bool,
 ) -> UnitSize:
-    gathered = sums = 0
+    gathered = copies = sums = 0
     buckets = defaultdict[Hashable, int](int)
     for each in unit.parameters:
         if (parts := shards(each)) > 1:
             elements = -(-each.numel() // ALIGNMENT) * ALIGNMENT
-            gathered += elements * itemsize
+            of_gathered, of_copies = gathered_of(each)
+            gathered += elements * of_gathered + each.numel() * of_copies
+            copies += each.numel() * of_copies
             if each.requires_grad:
                 buckets[sharding_of(each).reduce, policies[each]] += elements * of_gradient
                 sums += elements * of_gradient // parts
-    return UnitSize(0 if stays else gathered, gathered, tuple(buckets.values()), sums)
+    return UnitSize(0 if stays else gathered, gathered, copies, tuple(buckets.values()), sums)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import weakref
 from typing import Any
 from unittest import mock
 
@@ -19,7 +20,7 @@ from megatron.core.parallel.collectives import all_gather_into_async
 from megatron.core.parallel.context import ParallelContext
 from megatron.core.parallel.low_precision import LowPrecision
 from megatron.core.parallel.model_context import ModelContext
-from megatron.core.tensor_parallel.fp8_linear import weight_quantizers
+from megatron.core.tensor_parallel.fp8_linear import Fp8Quantizer, Operand, weight_quantizers
 from megatron.core.tensor_parallel.initialize import Normal, initialize
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 from megatron.planning.communication import sent_bytes
@@ -120,6 +121,38 @@ def test_units_are_gathered_in_8_bits() -> None:
         assert sent[torch.uint8] == 2 * config.num_microbatches() * elements // 2
         stated = sent_bytes(config, GPT.train_spec, 0)
         assert sent.keys() == {torch.uint8, torch.bfloat16} and sum(sent.values()) == stated.weights
+
+
+def copies_in_memory(context: ParallelContext) -> dict[str, int]:
+    """Weights of which there are copies in 8 bits when the last of three layers begins, and is reached again."""
+    run = tiny_run(context, f"{BY_UNIT.replace('--fp8-param-gather', '')} --num-layers 3")
+    copies, seen, quantize = dict[Tensor, weakref.ref[Tensor]](), dict[str, int](), Fp8Quantizer.quantize_weights
+
+    def noted(quantizer: Fp8Quantizer, weight: Tensor) -> list[Operand]:
+        found = quantize(quantizer, weight)
+        assert found[0].across is not None
+        copies[weight] = weakref.ref(found[0].across.data)
+        return found
+
+    def count(when: str) -> None:
+        seen[when] = sum(copy() is not None for copy in copies.values())
+
+    def begin(module: nn.Module, inputs: Any) -> None:
+        count("forward")
+        inputs[0].register_hook(lambda grad: count("backward"))
+
+    run.models[0].get_submodule("decoder.layers.2").register_forward_pre_hook(begin)
+    with mock.patch.object(Fp8Quantizer, "quantize_weights", noted):
+        train_step(run, next(run.data.training_batches(0)))
+    return {**seen, "all": len(copies)}
+
+
+def test_copies_in_8_bits_go_with_their_unit() -> None:
+    """Autograd kept the copies of every layer's weights from the forward pass to the backward pass: two bytes of each,
+    as many as the whole model in bf16, which ZeRO 3 divides.
+    """
+    for seen in run_ranks(copies_in_memory, dp=2, dtype=torch.bfloat16):
+        assert seen == {"forward": 0, "backward": 4, "all": 12}
 
 
 def test_one_rank_keeps_its_weights() -> None:

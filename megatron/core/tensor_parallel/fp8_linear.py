@@ -214,14 +214,15 @@ class Fp8Linear:
             if not x.requires_grad:
                 x = x.detach().requires_grad_()  # else there is no backward pass, as autograd doesn't see the weight
             return _Fp8Product.apply(x, bias, (weight,), self, gathers)  # type: ignore[no-untyped-call, no-any-return]
-        y, _, _ = self.forward(x, weight, bias, gathers=gathers, keeps=False)
+        y, _ = self.forward(x, weight, bias, gathers=gathers, keeps=False)
         return y
 
     def forward(
         self, x: Tensor, weight: Tensor, bias: Tensor | None, *, gathers: bool, keeps: bool
-    ) -> tuple[Tensor, Operand, Quantized | Tensor]:
-        """The output, the weight, and what the weight's gradient needs of this rank's rows of the input: the rows, or
-        their numbers in 8 bits, which only ``keeps`` asks for.
+    ) -> tuple[Tensor, Quantized | Tensor]:
+        """The output, and what the weight's gradient needs of this rank's rows of the input: the rows, or their numbers
+        in 8 bits, which only ``keeps`` asks for. The backward pass asks for the weight again, so that ZeRO 3 can free
+        what was made of it.
         """
         quantizer, rows = self.quantizer, x.reshape(-1, x.shape[-1])
         keeps_bytes = self.keeps_bytes(len(rows), gathers=gathers)
@@ -234,7 +235,7 @@ class Fp8Linear:
         y = y.view(-1, *x.shape[1:-1], y.shape[-1])
         if self.reduces:
             y = reduce_scatter(y, self.context.mesh, "tp")
-        return y if bias is None else y.add_(bias), weights, kept
+        return y if bias is None else y.add_(bias), kept
 
     def keeps_bytes(self, rows: int, *, gathers: bool) -> bool:
         """Whether the backward pass keeps the input in 8 bits: not where ranks' parts of the sequence cut blocks."""
@@ -251,7 +252,7 @@ class Fp8Linear:
         return rows * width + -(-rows // block) * width * (1 if self.quantizer.recipe == "mxfp8" else 4)
 
     def backward(
-        self, grad: Tensor, weight: Tensor, weights: Operand, kept: Quantized | Tensor, *, gathers: bool, at_once: bool
+        self, grad: Tensor, weight: Tensor, kept: Quantized | Tensor, *, gathers: bool, at_once: bool
     ) -> Tensor:
         """The gradient of the input; that of the weight ``at_once`` or when the schedule says. With sequence
         parallelism the input is gathered while the first is computed, and that is summed while the second is.
@@ -262,6 +263,7 @@ class Fp8Linear:
         found = quantizer.quantize(rows, quantizer.grad, along=trains and self.quantizer.wgrad)
         if self.reduces and found.across is not None:
             found = Operand(whole_grad := _gathered(found.across, self.context), whole_grad.transposed())
+        (weights,) = quantizer.quantize_weights(weight)
         grad_x = quantizer.multiply(found.across, weights.along, grad.dtype)
         grad_x = grad_x.view(-1, *grad.shape[1:-1], grad_x.shape[-1])
         scattering = reduce_scatter_async(grad_x, mesh, "tp") if gathers else Handle(grad_x)
@@ -297,7 +299,7 @@ class _Fp8Product(torch.autograd.Function):
         ctx: Any, x: Tensor, bias: Tensor | None, hidden: tuple[Tensor], layer: Fp8Linear, gathers: bool
     ) -> Tensor:
         (ctx.weight,), ctx.layer, ctx.gathers = hidden, layer, gathers
-        y, ctx.weights, kept = layer.forward(x, ctx.weight, bias, gathers=gathers, keeps=ctx.weight.requires_grad)
+        y, kept = layer.forward(x, ctx.weight, bias, gathers=gathers, keeps=ctx.weight.requires_grad)
         ctx.block, ctx.at_once = None, will_be_recomputed()
         if not ctx.weight.requires_grad:
             ctx.save_for_backward()
@@ -313,7 +315,7 @@ class _Fp8Product(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         saved, layer = ctx.saved_tensors, ctx.layer
         kept = Quantized(saved[0], saved[1], ctx.block) if len(saved) == 2 else saved[0] if saved else grad
-        grad_x = layer.backward(grad, ctx.weight, ctx.weights, kept, gathers=ctx.gathers, at_once=ctx.at_once)
+        grad_x = layer.backward(grad, ctx.weight, kept, gathers=ctx.gathers, at_once=ctx.at_once)
         return grad_x, grad.flatten(0, -2).sum(0) if ctx.needs_input_grad[1] else None, None, None, None
 
 

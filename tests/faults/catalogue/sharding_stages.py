@@ -106,4 +106,12 @@ FAULTS = (
         suffers="With ZeRO 3 a run ends in the step after its replicas were compared.",
         first=(_HELD + "::no_memory",),
     ),
+    Fault(
+        "copies_in_8_bits_stay",
+        _MEMORY,
+        old="            self._low_precision.weights.pop(entry.parameter, None)\n",
+        new="            pass\n",
+        suffers="With ZeRO 3 in FP8 a rank keeps two bytes of every weight of the model.",
+        first=("parallel/test_fp8_weights.py::copies_in_8_bits",),
+    ),
 )

@@ -52,6 +52,7 @@ CASES = {
 
 OVERLAP, UNTIED = "--overlap-grad-reduce --overlap-param-gather", "--untie-embeddings-and-output-weights"
 TOGETHER = "--recompute-granularity full --recompute-method uniform --recompute-num-layers"
+FP8 = "--fp8-format hybrid --fp8-recipe tensorwise"
 SHARDED = {
     f"ZeRO {stage}, {shape}, {flags}": (
         f"--data-parallel-sharding-strategy {'optim_grads_params' if stage == 3 else 'optim_grads'} {SHAPES[shape]} "
@@ -71,6 +72,8 @@ SHARDED = {
         (3, "loss", 1, 1, f"{UNTIED} --bf16 --grad-reduce-in-bf16"),
         (3, "scores", 2, 1, f"{TOGETHER} 1 {OVERLAP} --bf16"),
         (3, "scores", 1, 2, UNTIED),
+        (3, "layers", 2, 1, f"{OVERLAP} --bf16 {FP8}"),
+        (3, "layers", 2, 1, f"--bf16 {FP8} --fp8-param-gather"),
         (3, "scores", 2, 1, "--torch-fsdp2-no-reshard-after-forward --use-torch-fsdp2"),
     )
 }
