@@ -16,8 +16,8 @@ FAULTS = (
     Fault(
         "keys_in_the_place_of_queries",
         "megatron/core/tensor_parallel/low_rank.py",
-        old="    return sorted(range(len(owners)), key=lambda place: by_matrix[place])\n",
-        new="    return by_matrix\n",
+        old="else by_matrix.argsort()",
+        new="else by_matrix",
         suffers="Adapters of queries, keys and values add to each other's rows where heads are grouped.",
         first=("unit/training/checkpoints/test_adapters.py::merged",),
     ),
