@@ -100,13 +100,13 @@ class UnitMemory(Protocol):
         """Have the unit's weights in memory, and start to bring those of the ``following`` one."""
 
     def release(self, unit: Unit) -> None:
-        """The unit's weights are not needed for now."""
+        """Free the unit's weights, unless memory keeps them for later passes."""
 
     def complete(self, unit: Unit) -> None:
-        """The unit's gradients of one backward pass are complete."""
+        """Start to sum the unit's gradients over the ranks: those of one backward pass are there."""
 
     def settle(self) -> None:
-        """Memory is about to be needed: have no gradients of an earlier pass on their way."""
+        """Wait for gradients that are being summed, as their memory is about to be needed."""
 
 
 class _Chunk:
