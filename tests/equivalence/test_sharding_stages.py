@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import itertools
+from typing import Any
 
 import pytest
 
@@ -86,8 +88,18 @@ def reference(variant: str) -> Observed:
 RICH = ("dp2 overlapped, small buckets", "dp2, accumulation")
 
 
-@pytest.mark.parametrize("stage", ["2", "3"])
-@pytest.mark.parametrize(("variant", "layout"), pairs(VARIANTS, LAYOUTS, rich=RICH))
+def _cases() -> list[Any]:
+    """Each pair at both stages; of the pairs of the default tier, both stages in turn are in it, and ZeRO 3 first."""
+    stages, found = itertools.cycle(("3", "2")), list[Any]()
+    for pair in pairs(VARIANTS, LAYOUTS, rich=RICH):
+        first = None if pair.marks else next(stages)
+        found += [
+            pytest.param(stage, *pair.values, marks=[] if stage == first else pytest.mark.slow) for stage in ("2", "3")
+        ]
+    return found
+
+
+@pytest.mark.parametrize(("stage", "variant", "layout"), _cases())
 def test_stage_trains_what_one_rank_trains(stage: str, variant: str, layout: str) -> None:
     """A unit gathered too late or freed too early, gradients of a microbatch that no rank sums, or sums twice, and
     weights drawn apart would each train another model.
