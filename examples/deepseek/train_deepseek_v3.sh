@@ -9,7 +9,7 @@
 # Memory    58.05 GB on the fullest GPU, of which 28.13 GB are activations, if tokens choose all experts equally
 #           often; heads and experts are computed again in the backward pass. The paper trains in fp8; this is bf16.
 # Time      2.6e22 FLOPs: 0.6 days at 2048 x 250 TFLOP/s, an assumption (a quarter of an H100's peak).
-# Fewer     NODES=128: 60.50 GB; twice as long.
+# Fewer     NODES=128: 59.25 GB; twice as long.
 # Balance   the line after each log line says how evenly experts are used; see docs/experts.md.
 # Data      DATA_PATH: prefix of a data set that tools/preprocess_data.py made; TOKENIZER_MODEL: folder of tokenizer.json.
 # Paths     Megatron-LM's, all or none, before the flags, or variables of these names:

@@ -111,6 +111,8 @@ WAITS = {
     "with_gradient_scales": "of fp16, words that count: gradients are scaled by a number of the host",
     "update_weights": "how often experts were chosen, for the log",
     "document_lengths": "where documents begin: which keys are read depends on them",
+    "to_host": "gradients of a step that the CPU takes",
+    "to_device": "weights of a step that the CPU takes",
 }
 """Functions in which a host may wait for its device, and why it must."""
 

@@ -35,16 +35,16 @@ class HostTransfer:
         overlaps = config.overlap_cpu_optimizer_d2h_h2d and device.type != "cpu"
         return cls(device, overlaps, config.pin_cpu_grads, config.pin_cpu_params)
 
-    def fetch(self, source: Tensor, *, purpose: str) -> Callable[[], Tensor]:
+    def to_host(self, source: Tensor, *, purpose: str) -> Callable[[], Tensor]:
         """Begin to copy ``source`` [elements] to main memory; what is returned waits for the copy, and gives it until
-        the second fetch from here for the same ``purpose``.
+        the second call of this for the same ``purpose``.
         """
         slot = self._slot(purpose, source, pins=self.pins_gradients if purpose == "gradients" else self.pins_weights)
         slot.numbers.copy_(source, non_blocking=self.overlaps)
         slot.begin(self)
         return slot.finished
 
-    def send(self, values: Tensor, target: Tensor) -> None:
+    def to_device(self, values: Tensor, target: Tensor) -> None:
         """Copy ``values`` of main memory to ``target`` on the device, in its format, in the order of its stream."""
         slot = self._slot("results", target, pins=self.pins_weights)
         slot.numbers.copy_(values)

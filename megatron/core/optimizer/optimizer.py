@@ -124,7 +124,7 @@ class _Owned:
         if self.transfer is None:
             yield from (part.of(gradients).to(self.wide) for part in parts)
             return
-        fetch = partial(self.transfer.fetch, purpose="gradients")
+        fetch = partial(self.transfer.to_host, purpose="gradients")
         coming = fetch(parts[0].of(gradients))
         for following in (*parts[1:], None):
             arrived, coming = coming, coming if following is None else fetch(following.of(gradients))

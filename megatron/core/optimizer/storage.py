@@ -59,12 +59,12 @@ class DeviceWeights(PlainStateStorage):
     @override
     def read(self, part: Span) -> Tensor:
         """A copy of the part's weights in main memory."""
-        return self.transfer.fetch(part.of(self.numbers), purpose="weights")()
+        return self.transfer.to_host(part.of(self.numbers), purpose="weights")()
 
     @override
     def write(self, part: Span, values: Tensor) -> None:
         """Send ``values`` to the weights on the device."""
-        self.transfer.send(values, part.of(self.numbers))
+        self.transfer.to_device(values, part.of(self.numbers))
 
 
 @dataclass(frozen=True, eq=False)
@@ -110,7 +110,7 @@ class MainParams:
         if self.transfer is None:
             part.of(self.weights).copy_(values)
         else:
-            self.transfer.send(values, part.of(self.weights))
+            self.transfer.to_device(values, part.of(self.weights))
 
     def stored(self, part: Span) -> tuple[Tensor, Callable[[], None] | None]:
         """The fp32 numbers themselves, which a checkpoint writes and fills."""

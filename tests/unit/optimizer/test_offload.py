@@ -70,7 +70,7 @@ def test_staging_memory_is_not_filled_while_it_is_read() -> None:
     """Gradients of a chunk would be those of the next one."""
     transfer = HostTransfer(ParallelContext.single().device)
     chunks = torch.arange(12.0).view(3, 4)
-    first, second = (transfer.fetch(chunk, purpose="gradients") for chunk in chunks[:2])
+    first, second = (transfer.to_host(chunk, purpose="gradients") for chunk in chunks[:2])
     assert torch.equal(first(), chunks[0])
     assert torch.equal(second(), chunks[1])
 
@@ -92,8 +92,8 @@ def test_staging_memory_is_filled_again_when_its_copy_has_ended(monkeypatch: pyt
     monkeypatch.setattr(torch, "Event", Place)
     transfer, chunk = HostTransfer(ParallelContext.single().device, overlaps=True), torch.zeros(4)
     for _ in range(3):
-        transfer.send(chunk, chunk.clone())
+        transfer.to_device(chunk, chunk.clone())
     assert said == ["copy 0 begins", "copy 1 begins", "wait for 0", "copy 2 begins"]
     said.clear()
-    transfer.fetch(chunk, purpose="gradients")()
+    transfer.to_host(chunk, purpose="gradients")()
     assert said == ["copy 0 begins", "wait for 0"]
