@@ -50,6 +50,7 @@ def main(argv: Sequence[str]) -> int:
         )
 
     from megatron.config.vocabulary import vocabulary_size
+    from megatron.core.objectives.choice import objective_of
     from megatron.core.parallel.launch import mesh_of
     from megatron.core.tokenizers.build import built_size
     from megatron.rehearsal.accelerator import unavailable
@@ -59,7 +60,7 @@ def main(argv: Sequence[str]) -> int:
 
     if reason := unavailable():
         raise ConfigError(f"{reason}")
-    train_spec, remarks = family_of(config.extra).train_spec, left_out(config)
+    train_spec, remarks = objective_of(config, family_of(config.extra).train_spec), left_out(config)
     config = rehearsed(
         config,
         train_spec,

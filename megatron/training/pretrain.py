@@ -103,10 +103,11 @@ def dry_run(config: RunConfig, train_spec: TrainSpec, *, more: Callable[[Finding
     ``more``: further checks of a command. Raises one ConfigError that lists every bad file.
     """
     from megatron.config.vocabulary import vocabulary_size
+    from megatron.core.objectives.choice import objective_of
     from megatron.planning.dry_run import dry_run_report
     from megatron.training.run.attention import check_backend
 
-    lines: Sequence[str] = ()
+    train_spec, lines = objective_of(config, train_spec), tuple[str, ...]()
     if config.command.check_files:
         from megatron.training.run.preflight import Findings, check_files
 
@@ -116,7 +117,7 @@ def dry_run(config: RunConfig, train_spec: TrainSpec, *, more: Callable[[Finding
             if more is not None:
                 more(found)
             found.raise_errors()
-        lines = found.lines
+        lines = tuple(found.lines)
     with errors_as_typed(config):
         config = config.with_vocab_size(vocabulary_size(config))
         check_backend(config, train_spec)
@@ -180,6 +181,7 @@ def launch_on_ranks(
     built: Callable[[Run], None] = lambda run: None,
 ) -> None:
     """Join the other ranks and train. Of errors on several ranks, the first is reported."""
+    from megatron.core.objectives.choice import objective_of
     from megatron.core.parallel.launch import parallel_context
     from megatron.training.loop import train_from_start_to_end
     from megatron.training.reporting.memory import sized_allocations
@@ -187,5 +189,6 @@ def launch_on_ranks(
     precision, seed = config.precision.params_dtype, config.training.seed
     deterministic = config.training.deterministic_mode
     joined = parallel_context(config.parallel, launch, params_dtype=precision, seed=seed, deterministic=deterministic)
-    with errors_as_typed(config), joined as context, sized_allocations(config, family.train_spec, context):
-        train_from_start_to_end(config, family.train_spec, context, started=started, built=built)
+    train_spec = objective_of(config, family.train_spec)
+    with errors_as_typed(config), joined as context, sized_allocations(config, train_spec, context):
+        train_from_start_to_end(config, train_spec, context, started=started, built=built)

@@ -20,6 +20,7 @@ from megatron.core.datasets.pinned_ring import PinnedRing
 from megatron.core.datasets.sampler import MicrobatchSampler
 from megatron.core.datasets.splits import SPLITS, SplitName
 from megatron.core.models.train_spec import TrainSpec
+from megatron.core.objectives.choice import objective_of
 from megatron.core.parallel.collectives import gather_objects
 from megatron.core.parallel.context import ParallelContext
 from megatron.core.parallel.mesh import Mesh
@@ -209,7 +210,7 @@ def offline_splits(config: RunConfig, train_spec: TrainSpec) -> tuple[DatasetSpl
     """The data sets and tokenizer of a run without its ranks, for tools."""
     tokenizer = build_tokenizer(config.tokenizer)
     config = config.with_vocab_size(tokenizer.vocab_size)
-    return train_spec.build_datasets(config, tokenizer, split_sizes(config)), tokenizer
+    return objective_of(config, train_spec).build_datasets(config, tokenizer, split_sizes(config)), tokenizer
 
 
 def build_splits(

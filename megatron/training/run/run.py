@@ -23,6 +23,7 @@ from megatron.core.distributed.grad_sync import GradSync
 from megatron.core.distributed.units import UnitBorders
 from megatron.core.files.remote_path import AnyPath
 from megatron.core.models.train_spec import ModelChunk, TrainSpec
+from megatron.core.objectives.choice import objective_of
 from megatron.core.ops.matmul import is_fusion_faster
 from megatron.core.optimizer.optimizer import Optimizer
 from megatron.core.optimizer.schedule import Schedule
@@ -168,11 +169,12 @@ class Run:
 def build_run(
     config: RunConfig, train_spec: TrainSpec, context: ParallelContext, *, started: float | None = None
 ) -> Run:
-    """Build a run from its settings. ``started``: monotonic time of the process's start, for time limits; None: now.
+    """Build a run from its settings. ``train_spec``: its family's, which an objective among the settings replaces.
+    ``started``: monotonic time of the process's start, for time limits; None: now.
 
     Raises ConfigError and DataError for vocabularies and data sets that don't fit the settings.
     """
-    tokenizer = build_tokenizer(config.tokenizer)
+    train_spec, tokenizer = objective_of(config, train_spec), build_tokenizer(config.tokenizer)
     config = with_stages(config.with_vocab_size(tokenizer.vocab_size), train_spec)
     check_feasible(config, train_spec, context)
     reporter = build_reporter(config, train_spec, context)
