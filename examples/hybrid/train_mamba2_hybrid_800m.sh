@@ -3,7 +3,7 @@
 #
 # Hardware  8 GPUs of 40 GB or more, one node.
 # Layout    8 replicas, whose optimizer states are sharded.
-# Memory    32.92 GB on a GPU, of which 25.12 GB are activations.
+# Memory    34.02 GB on a GPU, of which 25.12 GB are activations.
 # Time      1.2e21 FLOPs: 4.4 days at 8 x 400 TFLOP/s, a good speed of an H100.
 # Fewer     GPUS_PER_NODE=1 --micro-batch-size 1: 23.55 GB; eight times as long.
 # Data      DATA_PATH: prefix of a data set that tools/preprocess_data.py made; TOKENIZER_MODEL: file of a SentencePiece model.

@@ -3,7 +3,7 @@
 #
 # Hardware  16 GPUs of 80 GB, 2 nodes of 8; start it on each, see examples/launch.sh, or with examples/slurm.
 # Layout    heads and groups of each layer over 4 GPUs (tensor and sequence parallelism), and 4 replicas.
-# Memory    46.67 GB on a GPU, of which 26.00 GB are activations.
+# Memory    47.35 GB on a GPU, of which 26.00 GB are activations.
 # Time      1.4e22 FLOPs: 25.2 days at 16 x 400 TFLOP/s, a good speed of an H100.
 # Fewer     NODES=1 GPUS_PER_NODE=4 --micro-batch-size 1: 46.44 GB; four times as long.
 # Data      DATA_PATH: prefix of a data set that tools/preprocess_data.py made; TOKENIZER_MODEL: file of a SentencePiece model.

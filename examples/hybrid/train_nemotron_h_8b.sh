@@ -3,7 +3,7 @@
 #
 # Hardware  32 GPUs of 80 GB, 4 nodes of 8; start it on each, see examples/launch.sh, or with examples/slurm.
 # Layout    heads and groups of each layer over 4 GPUs (tensor and sequence parallelism), and 8 replicas.
-# Memory    29.33 GB on a GPU, of which 13.34 GB are activations.
+# Memory    29.42 GB on a GPU, of which 13.34 GB are activations.
 # Time      9.3e20 FLOPs: 0.8 days at 32 x 400 TFLOP/s, a good speed of an H100.
 # Fewer     NODES=1: 38.45 GB; four times as long.
 # Data      DATA_PATH: prefix of a data set that tools/preprocess_data.py made; TOKENIZER_MODEL: folder of tokenizer.json.

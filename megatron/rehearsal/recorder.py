@@ -288,16 +288,17 @@ def flat(values: Sequence[Any]) -> Iterator[Any]:
 
 
 class Memory:
-    """Bytes of the pretended device that are held, and the most that were."""
+    """Bytes of the pretended device, or of devices of another type, that are held, and the most that were."""
 
-    def __init__(self) -> None:
+    def __init__(self, device_type: str = DEVICE_TYPE) -> None:
         self.held = self.highest = 0
+        self._device_type = device_type
         self._sizes: dict[int, int] = {}
 
     def see(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> None:
         """An operator that has run, which may have made tensors."""
         for each in (result,) if isinstance(result, Tensor) else flat([result]):
-            if not isinstance(each, Tensor) or each.device.type != DEVICE_TYPE:
+            if not isinstance(each, Tensor) or each.device.type != self._device_type:
                 continue
             storage = each.untyped_storage()
             if storage._cdata not in self._sizes:

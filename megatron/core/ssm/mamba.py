@@ -27,6 +27,7 @@ from megatron.core.ops.state_space import (
     scan,
     step,
     total_decay,
+    working_bytes,
 )
 from megatron.core.ops.text_cache import Slotted, States
 from megatron.core.parallel.collectives import all_reduce_among
@@ -226,7 +227,8 @@ class MambaMixer(RecurrentMixer[_Heads]):
     def costs(self, workload: Workload) -> Costs:
         """Keeps what the projection gives and what is computed from it; recomputed, only what the projection gives.
 
-        The scan counts as its products of whole chunks; gradients of what it keeps need most memory at a time.
+        The scan counts as its products of whole chunks. Gradients of what is computed need most memory at a time, or
+        while there are fewer of them the scan does, when those behind it have freed what they kept.
         """
         config, item, tokens = self._config, workload.itemsize, workload.tokens
         channels, chunk = self._inner + 2 * self._states, self._chunk(workload)
@@ -238,12 +240,26 @@ class MambaMixer(RecurrentMixer[_Heads]):
         inside = self._kept_between_projections(workload)
         kept, again = (projected, inside) if self._recomputes else (projected + inside, 0)
         gradients = projected + tokens * (channels + 2 * self._inner) * item
+        scanned = tokens * (channels + self._inner) * item + self._working_of_scan(workload)
         matmuls = total_of((self.in_proj, self.out_proj), workload)
         return dataclasses.replace(
             matmuls,
             flops=matmuls.flops + flops,
             kept=matmuls.kept + kept,
-            working=matmuls.working + gradients + again,
+            working=matmuls.working + max(gradients, scanned) + again,
+        )
+
+    def _working_of_scan(self, workload: Workload) -> int:
+        """Bytes of what the scan's backward pass computes at a time."""
+        config, length = self._config, self._scanned_length(workload)
+        parts = self._context.mesh.size("cp") if config.mamba_cp_comm_type == "a2a" else 1  # of the heads
+        return working_bytes(
+            self._context.device,
+            (workload.tokens * parts // length, length, self._heads // parts, config.mamba_head_dim),
+            groups=max(1, self._groups // parts),
+            states=config.mamba_state_dim,
+            chunk_size=self._chunk(workload),
+            itemsize=workload.itemsize,
         )
 
     def _scanned_length(self, workload: Workload) -> int:

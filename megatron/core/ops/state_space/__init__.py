@@ -9,11 +9,21 @@ import torch
 from torch import Tensor
 
 from megatron.core.ops.state_space.backends import choose
+from megatron.core.ops.state_space.chunked import working_bytes
 from megatron.core.ops.state_space.recurrent import step
 from megatron.core.ops.state_space.request import ScanInputs
 from megatron.core.ops.state_space.slices import output_of_initial_state, total_decay
 
-__all__ = ["ScanInputs", "choose", "default_chunk_size", "output_of_initial_state", "scan", "step", "total_decay"]
+__all__ = [
+    "ScanInputs",
+    "choose",
+    "default_chunk_size",
+    "output_of_initial_state",
+    "scan",
+    "step",
+    "total_decay",
+    "working_bytes",
+]
 
 
 def scan(

@@ -104,13 +104,34 @@ def _blocks(x: Tensor, chunk_size: int) -> Iterator[tuple[slice, slice]]:
     """Tokens, and chunks, that are computed at a time. The last block is a chunk of the tokens that are left."""
     batch, length, heads, _ = x.shape
     whole = length // chunk_size
-    scores = batch * heads * chunk_size**2 * x.itemsize
-    size = max(_SCORES.get(x.device.type, _SCORES_ELSEWHERE) // scores, 1)
+    size = _chunks_at_once(x.device, batch * heads * chunk_size**2 * x.itemsize)
     for first in range(0, whole, size):
         last = min(first + size, whole)
         yield slice(first * chunk_size, last * chunk_size), slice(first, last)
     if length % chunk_size:
         yield slice(whole * chunk_size, length), slice(whole, whole + 1)
+
+
+def _chunks_at_once(device: torch.device, scores: int) -> int:
+    """Chunks of a block. ``scores``: bytes of those of one chunk."""
+    return max(_SCORES.get(device.type, _SCORES_ELSEWHERE) // scores, 1)
+
+
+def working_bytes(
+    device: torch.device, shape: tuple[int, int, int, int], *, groups: int, states: int, chunk_size: int, itemsize: int
+) -> int:
+    """What the backward pass needs at most for one block, beside what it is given and gives. ``shape`` [b, l, h, p] of
+    x, whose elements have ``itemsize`` bytes; ``groups`` and ``states``: g and n of B and C.
+    """
+    batch, length, heads, width = shape
+    wide = max(itemsize, 4)
+    narrow = itemsize if itemsize < wide else 0  # copies in the type of the products
+    chunks = min(_chunks_at_once(device, batch * heads * chunk_size**2 * itemsize), max(length // chunk_size, 1))
+    size = min(chunk_size, length)
+    of_token = heads * (width * (5 * itemsize + 3 * wide) + size * (2 * wide + narrow) + 5 * wide)
+    of_token += groups * (4 * states * itemsize + size * (wide + itemsize))
+    of_chunk = heads * width * (states * 2 * (wide + narrow) + max(size, states) * wide)
+    return batch * (chunks * (size * of_token + of_chunk) + 2 * heads * width * states * wide)
 
 
 def _chunks(x: Tensor, count: int) -> Tensor:
