@@ -1,5 +1,7 @@
 """Convert a model between Hugging Face's format, Megatron-LM's, GGUF and this project's, and prove that it is the same.
 
+Checkpoints of TensorRT-LLM are written, too, for the ranks that will serve them.
+
 Runs on a CPU with a few tensors in memory; the architecture comes from the source. Ends by comparing logits of source
 and target, and writes nothing when they differ.
 """
@@ -20,11 +22,11 @@ from collections.abc import Sequence
 from itertools import zip_longest
 from typing import TYPE_CHECKING, Literal
 
-from megatron.config.flags import Settings, flag, switch
+from megatron.config.flags import COUNT, Settings, flag, switch
 from megatron.config.legacy_flags import legacy_table
 from megatron.config.parse import parse_groups
 from megatron.core.checkpointing.manifest import MANIFEST
-from megatron.core.conversion.programs import GgufType, Program, Quantized
+from megatron.core.conversion.programs import GgufType, Program, Quantized, Source
 from megatron.core.files.remote_path import AnyPath, path_of
 from megatron.core.models.registry import family_titled
 from megatron.errors import ConfigError, kept_on_interrupt, run_command
@@ -45,7 +47,7 @@ LEGACY_FLAGS = legacy_table(
     {},
     ignored="""
 checkpoints load at any layout
-    target-tensor-parallel-size target-pipeline-parallel-size target-expert-parallel-size
+    target-expert-parallel-size
 both kinds of names are read
     loader-transformer-impl
 one checkpoint format serves all
@@ -77,7 +79,7 @@ class ConvertConfig(Settings):
     list_types: bool = switch(
         "Print the published types of models that --from hf and --to hf convert, and nothing else.", name="--list"
     )
-    source: Program | None = flag(
+    source: Source | None = flag(
         "Format of --load: Hugging Face, this project's, Megatron-LM's (torch or torch_dist), a GGUF file.",
         name="--from",
         default=None,
@@ -113,19 +115,33 @@ class ConvertConfig(Settings):
         "Saved arguments of a Megatron-LM source, unknown here, that do not change what its model computes.",
         default=(),
     )
+    target_tensor_parallel_size: int | None = flag(
+        "Ranks that divide each layer of a TensorRT-LLM target; 1 unless given. Other targets load at any layout.",
+        default=None,
+        at_least=1,
+        at_most=COUNT,
+    )
+    target_pipeline_parallel_size: int | None = flag(
+        "Stages of a TensorRT-LLM target; 1 unless given. Other targets load at any layout.",
+        default=None,
+        at_least=1,
+        at_most=COUNT,
+    )
     skip_proof: bool = flag(
         "Do not compare the logits of source and target; the conversion is then unproven.", default=False
     )
     quantize: Quantized | None = flag(
         "Write weights of linear layers of a Hugging Face target in few bits, rounded to the nearest: int8 and int4 "
-        "(symmetric, or with zero points) for weights alone, int8 (w8a8) or fp8 for activations, too.",
+        "(symmetric, or with zero points) for weights alone, int8 (w8a8) or fp8 for activations, too. A TensorRT-LLM "
+        "target takes int8 and int4.",
         default=None,
     )
     group_size: int | None = flag(
         "Inputs that share a scale with --quantize int4 and int4-asym; 128 unless given.", default=None, at_least=1
     )
     quantize_ignore: tuple[str, ...] = flag(
-        "Linear layers that --quantize leaves as they are: names in the target, or re: and a regular expression.",
+        "Linear layers that --quantize leaves as they are: names in a Hugging Face target, or re: and a regular "
+        "expression; for a TensorRT-LLM target this project's names with * in them.",
         default=(),
     )
     model_type: str | None = flag(
@@ -175,8 +191,8 @@ def print_types() -> None:
 
 def job_of(config: ConvertConfig) -> Conversion:
     """The conversion that the flags describe; ConfigError for formats that are missing, unknown or the same."""
-    source = config.source or _their_name("--loader", config.loader, LOADERS, "--from")
-    target = config.target or _their_name("--saver", config.saver, SAVERS, "--to")
+    source: Source = config.source or _their_name("--loader", config.loader, LOADERS, "--from")
+    target: Program = config.target or _their_name("--saver", config.saver, SAVERS, "--to")
     load = path_of(_given("--load", config.load, config.load_dir))
     save = path_of(_given("--save", config.save, config.save_dir))
     if source == "megatron-lm" and is_ours(load):
@@ -187,9 +203,12 @@ def job_of(config: ConvertConfig) -> Conversion:
         instead = "; --quantize writes such a model in few bits" if target == "hf" else ""
         raise ConfigError(f"--from {source} --to {target}: source and target formats are the same{instead}")
     _check_effect(config, source, target)
+    if target != "tensorrt-llm":
+        _say_what_needs_no_layout(config)
     max_shard_size = bytes_of(config.max_shard_size or ("50GB" if target == "gguf" else "5GB"))
     from megatron.core.conversion.convert import Conversion
     from megatron.core.conversion.huggingface.quantizing import Rounding
+    from megatron.core.conversion.tensorrt_llm.cuts import Layout
     from megatron.core.quantization.scheme import scheme_named
 
     rounding = None
@@ -211,10 +230,20 @@ def job_of(config: ConvertConfig) -> Conversion:
         skip_proof=config.skip_proof,
         family=None if config.model_type is None else family_titled(config.model_type).title,
         rounding=rounding,
+        layout=Layout(config.target_tensor_parallel_size or 1, config.target_pipeline_parallel_size or 1),
     )
 
 
-def _check_effect(config: ConvertConfig, source: Program, target: Program) -> None:
+def _say_what_needs_no_layout(config: ConvertConfig) -> None:
+    """Megatron-LM's converter needs a layout for every target."""
+    for kind in ("tensor", "pipeline"):
+        name = f"target_{kind}_parallel_size"
+        if (size := getattr(config, name)) is not None:
+            flag_name = f"--{name.replace('_', '-')} {size}"
+            print(f"note: {flag_name} has no effect: checkpoints load at any layout", file=sys.stderr)
+
+
+def _check_effect(config: ConvertConfig, source: Source, target: Program) -> None:
     """Raise ConfigError for a flag that has no effect on this pair of formats."""
     effects = (
         (
@@ -233,7 +262,7 @@ def _check_effect(config: ConvertConfig, source: Program, target: Program) -> No
         ),
         ("--max-shard-size", config.max_shard_size, target in ("hf", "gguf"), "is for --to hf and --to gguf"),
         ("--gguf-type", config.gguf_type, target == "gguf", "is for --to gguf"),
-        ("--quantize", config.quantize, target == "hf", "is for --to hf"),
+        ("--quantize", config.quantize, target in ("hf", "tensorrt-llm"), "is for --to hf and --to tensorrt-llm"),
         ("--group-size", config.group_size, config.quantize is not None, "is for --quantize int4 and int4-asym"),
         (
             "--quantize-ignore",
@@ -261,7 +290,7 @@ def is_ours(load: AnyPath) -> bool:
     return (load / MANIFEST).exists() or any(load.glob(f"iter_*/{MANIFEST}"))
 
 
-def _their_name(flag: str, name: str | None, known: dict[str, str], ours: str) -> Program:
+def _their_name(flag: str, name: str | None, known: dict[str, str], ours: str) -> Source:
     if name is None:
         raise ConfigError(f"missing: {ours} (hf, megatron, megatron-lm or gguf)")
     format_name = known.get(name.removeprefix("loader_").removeprefix("saver_"))

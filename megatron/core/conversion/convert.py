@@ -6,7 +6,7 @@ import dataclasses
 import tempfile
 from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
@@ -32,10 +32,13 @@ from megatron.core.conversion.megatron_lm.reading import read_megatron_lm
 from megatron.core.conversion.megatron_lm.writing import write_megatron_lm
 from megatron.core.conversion.native import read_native, write_native
 from megatron.core.conversion.portable import LazyTensor, PortableModel
-from megatron.core.conversion.programs import TITLES, GgufType, Program
+from megatron.core.conversion.programs import TITLES, GgufType, Program, Source
 from megatron.core.conversion.quantized_proof import check_readers, prove_quantized
 from megatron.core.conversion.questions import Answer, Question, question_for
 from megatron.core.conversion.remote import becoming, fetched
+from megatron.core.conversion.tensorrt_llm.cuts import Layout
+from megatron.core.conversion.tensorrt_llm.proof import prove_tensorrt_llm
+from megatron.core.conversion.tensorrt_llm.writing import write_tensorrt_llm
 from megatron.core.files.remote_path import AnyPath
 from megatron.core.models.registry import family_of
 from megatron.errors import CheckpointError, exit_code_of
@@ -52,10 +55,10 @@ class Conversion:
     ``dist``: write Megatron-LM's torch_dist format, else its torch format. ``true_vocab_size``: words of a Megatron-LM
     vocabulary before padding, where its tokenizer is missing. ``ignored``: arguments saved in a Megatron-LM source that
     are read as if they weren't there. ``family``: the title of the only one that is accepted. ``rounding``: how weights
-    of a Hugging Face target are quantized.
+    of a Hugging Face or TensorRT-LLM target are quantized. ``layout``: ranks of a TensorRT-LLM target.
     """
 
-    source: Program
+    source: Source
     load: AnyPath
     target: Program
     save: AnyPath
@@ -69,6 +72,7 @@ class Conversion:
     skip_proof: bool = False
     family: str | None = None
     rounding: Rounding | None = None
+    layout: Layout = field(default_factory=Layout)
 
 
 def convert(job: Conversion, say: Callable[[str], None]) -> proof.Proof | None:
@@ -89,7 +93,7 @@ def _convert(job: Conversion, say: Callable[[str], None]) -> proof.Proof | None:
     check_target(job.save)
     if not job.skip_proof and "hf" in (job.source, job.target):
         proof.transformers_version()
-        if job.rounding is not None:
+        if job.rounding is not None and job.target == "hf":
             check_readers(job.rounding.scheme)
     if "gguf" in (job.source, job.target):
         library()
@@ -203,6 +207,8 @@ def _write(job: Conversion, portable: PortableModel, aside: Path, say: Callable[
         case "gguf":
             kind = job.gguf_type or own_type(portable)
             write_gguf(portable, aside, kind=kind, say=say, max_shard_size=job.max_shard_size)
+        case "tensorrt-llm":
+            write_tensorrt_llm(portable, aside, layout=job.layout, rounding=job.rounding, say=say)
 
 
 def _prove(
@@ -223,6 +229,9 @@ def _prove(
     if job.target == "gguf":
         kind = job.gguf_type or own_type(portable)
         return prove_writing(gguf_file(aside), portable, before, question, kind=kind, say=say)
+    if job.target == "tensorrt-llm":
+        _compared(portable, before, proof.portable_answer(portable, question))
+        return prove_tensorrt_llm(portable, aside, layout=job.layout, rounding=job.rounding)
     quantization = job.rounding or portable.quantization
     if job.target != "hf" or quantization is None:
         return _compared(portable, before, _answer(job.target, aside, question))
@@ -256,5 +265,5 @@ def _answer(
             return proof.native_answer(place, question, step=step, averaged=averaged)
         case "megatron-lm":
             return megatron_lm_answer(_folder(place), question, step=step, ignored=ignored)
-        case "gguf":
-            raise AssertionError("GGUF files are proven by their readers")
+        case "gguf" | "tensorrt-llm":
+            raise AssertionError("these are proven in ways of their own")

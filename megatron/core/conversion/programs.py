@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from typing import Literal
 
-Program = Literal["hf", "megatron", "megatron-lm", "gguf"]
-"""Names of ``--from`` and ``--to``: Hugging Face, this project, Megatron-LM, llama.cpp."""
+Program = Literal["hf", "megatron", "megatron-lm", "gguf", "tensorrt-llm"]
+"""Names of ``--from`` and ``--to``: Hugging Face, this project, Megatron-LM, llama.cpp, TensorRT-LLM."""
+Source = Literal["hf", "megatron", "megatron-lm", "gguf"]
+"""Those that are read."""
 TITLES: dict[Program, str] = {
     "hf": "Hugging Face",
     "megatron": "this project's",
     "megatron-lm": "Megatron-LM's",
     "gguf": "GGUF",
+    "tensorrt-llm": "TensorRT-LLM's",
 }
 GgufType = Literal["f32", "f16", "bf16", "q8_0", "q4_0", "q4_1", "q5_0", "q5_1"]
 """Values of ``--gguf-type``."""

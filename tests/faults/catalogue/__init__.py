@@ -17,6 +17,7 @@ from tests.faults.catalogue import (
     service,
     sharding_stages,
     state_space,
+    tensorrt_llm,
     training,
     two_levels,
 )
@@ -39,6 +40,7 @@ FAULTS: tuple[Fault, ...] = (
     *state_space.FAULTS,
     *adapters.FAULTS,
     *calibration.FAULTS,
+    *tensorrt_llm.FAULTS,
 )
 """Their numbers on the command line count from 1 in this order."""
 

@@ -20,6 +20,9 @@ import json, sys, threading, time
 from pathlib import Path
 import torch
 from megatron.core.conversion.convert import Conversion, convert
+from megatron.core.conversion.huggingface.quantizing import Rounding
+from megatron.core.conversion.tensorrt_llm.cuts import Layout
+from megatron.core.quantization.scheme import SCHEMES
 
 def held():
     lines = Path("/proc/self/status").read_text().splitlines()
@@ -33,6 +36,9 @@ steps = [
     ("megatron", "ours", "megatron-lm", "torch", False),
     ("megatron-lm", "dist", "megatron", "from dist", True),
     ("megatron-lm", "torch", "hf", "from torch", True),
+    ("megatron", "ours", "hf", "int4", True),
+    ("hf", "int4", "megatron", "from int4", True),
+    ("megatron", "ours", "tensorrt-llm", "trt", True),
 ]
 torch.zeros(10).sum()
 peaks = {}
@@ -44,7 +50,9 @@ for source, load, target, save, dist in steps:
             time.sleep(0.0005)
     watcher = threading.Thread(target=watch)
     watcher.start()
-    job = Conversion(source, root / load, target, root / save, dist=dist, max_shard_size=10**10, skip_proof=True)
+    given = {"rounding": Rounding(SCHEMES["int4"])} if save == "int4" else {"layout": Layout(2, 2)}
+    files = {"dist": dist, "max_shard_size": 10**10, "skip_proof": True}
+    job = Conversion(source, root / load, target, root / save, **files, **given)
     convert(job, lambda words: None)
     done.set()
     watcher.join()

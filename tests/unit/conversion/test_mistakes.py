@@ -6,6 +6,7 @@ import dataclasses
 import json
 import os
 import pickle
+import resource
 import shutil
 import signal
 import time
@@ -26,11 +27,14 @@ from megatron.core.conversion import convert as conversion
 from megatron.core.conversion import proof
 from megatron.core.conversion.convert import Conversion, convert
 from megatron.core.conversion.huggingface.formats import config_from_model, model_from_config
+from megatron.core.conversion.huggingface.quantizing import Rounding
 from megatron.core.conversion.huggingface.reading import read_huggingface
 from megatron.core.conversion.huggingface.writing import write_safetensors
 from megatron.core.conversion.native import read_native, write_native
 from megatron.core.conversion.portable import LazyTensor
 from megatron.core.conversion.proof import ProofError
+from megatron.core.conversion.tensorrt_llm.cuts import Layout
+from megatron.core.quantization.scheme import SCHEMES
 from megatron.errors import CheckpointError, ConfigError, MegatronError
 from tests.harness.data import REPOSITORY
 from tests.harness.scripts import start_script
@@ -308,6 +312,34 @@ def test_interrupted_conversions_leave_nothing(
         convert(Conversion("hf", llama, "megatron", tmp_path / "ours"), print)
     assert len(calls) == 1, "once, when all is written"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["llama"]
+
+
+TARGETS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "hf": ("hf", {}),
+    "hf in int8": ("hf", {"rounding": Rounding(SCHEMES["int8"])}),
+    "megatron-lm": ("megatron-lm", {}),
+    "megatron-lm torch": ("megatron-lm", {"dist": False}),
+    "gguf": ("gguf", {}),
+    "tensorrt-llm": ("tensorrt-llm", {"layout": Layout(2, 2)}),
+}
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_a_disk_that_is_full_leaves_nothing(target: str, tmp_path: Path) -> None:
+    """Whatever is written, no part of it looks like a model: here no file may be larger than 16 KB."""
+    if target == "gguf":
+        pytest.importorskip("gguf", reason="GGUF files are written with the extra gguf")
+    model = ModelConfig(**MODERN)
+    write_native(portable(model, random_tensors(model)), tmp_path / "ours", final=tmp_path / "ours")
+    kind, options = TARGETS[target]
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (16_384, limits[1]))
+    try:
+        with pytest.raises(CheckpointError, match="File too large|only a part was written"):
+            convert(Conversion("megatron", tmp_path / "ours", kind, tmp_path / "new/theirs", **options), print)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["ours"]
 
 
 ENDLESS = """

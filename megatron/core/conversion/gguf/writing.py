@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -182,6 +183,11 @@ def write_gguf(
         for name, tensor in form.tensors.items():
             numbers = tensor.make().float().contiguous().numpy()
             writer.write_tensor_data(gguf.quants.quantize(numbers, types[name]))
+    except OSError as error:
+        if error.errno is not None:
+            raise
+        # numpy says how many numbers it wrote, and not why it stopped.
+        raise OSError(errno.ENOSPC, f"only a part was written ({error}), as on a full disk", str(file)) from error
     finally:
         writer.close()
 

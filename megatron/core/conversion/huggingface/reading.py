@@ -221,7 +221,7 @@ def read_config(folder: AnyPath) -> dict[str, Any]:
 
 def tensors_in(folder: Path) -> dict[str, LazyTensor]:
     """Every tensor of the folder's weight files, by their names; safetensors where there are both kinds."""
-    for single, read in zip(WEIGHTS, (_safetensors, _torch_bin)):
+    for single, read in zip(WEIGHTS, (safetensors_in, _torch_bin)):
         if (folder / single).exists():
             return dict(read(folder / single))
         if homes := homes_of_tensors(folder, single):
@@ -278,7 +278,8 @@ def _joined_parts(
     return tensors
 
 
-def _safetensors(path: Path) -> Iterator[tuple[str, LazyTensor]]:
+def safetensors_in(path: Path) -> Iterator[tuple[str, LazyTensor]]:
+    """Every tensor of a safetensors file, by name; CheckpointError for one that is none."""
     try:
         from safetensors import SafetensorError, safe_open
     except ImportError:

@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
+from typing_extensions import Self
 
 from megatron.config.model import ModelConfig
 from megatron.core.conversion.chat_files import GENERATION, write_chat
@@ -137,31 +139,54 @@ def _write_weights(tensors: Mapping[str, LazyTensor], folder: Path, max_shard_si
 
 
 def write_safetensors(tensors: Mapping[str, LazyTensor], path: Path) -> None:
-    """A safetensors file, one tensor in memory at a time: its header needs only shapes and types.
+    """A safetensors file, one tensor in memory at a time.
+
+    They are made in the given order, so that codes and scales of a weight are made together.
+    """
+    with SafetensorsFile(path, tensors) as file:
+        for name, tensor in tensors.items():
+            file.put(name, tensor.make())
+
+
+class SafetensorsFile:
+    """A safetensors file that is filled in any order: its header needs only shapes and types.
 
     The library's own writer wants all tensors of a file at once. Format: the header's length in 8 bytes, the header in
-    JSON padded with spaces to a multiple of 8, the tensors' bytes; wide numbers first, so that all are aligned. They
-    are made in the given order, so that codes and scales of a weight are made together.
+    JSON padded with spaces to a multiple of 8, the tensors' bytes; wide numbers first, so that all are aligned.
     """
-    aligned = dict(sorted(tensors.items(), key=lambda item: -item[1].dtype.itemsize))
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    at = 0
-    for name, tensor in aligned.items():
-        if tensor.dtype not in _NAMES:
-            raise CheckpointError(f"{name} is of type {tensor.dtype}, which weight files don't have")
-        size = _nbytes(tensor)
-        header[name] = {"dtype": _NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [at, at + size]}
-        at += size
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % _ALIGNMENT)
-    with path.open("wb") as file:
-        file.write(len(text).to_bytes(8, "little") + text)
-        for name, tensor in tensors.items():
-            made = tensor.make()
-            assert (tuple(made.shape), made.dtype) == (tensor.shape, tensor.dtype), f"{name} is another tensor"
-            file.seek(8 + len(text) + header[name]["data_offsets"][0])
-            file.write(made.detach().contiguous().view(-1).view(torch.uint8).numpy().data)
+
+    def __init__(self, path: Path, tensors: Mapping[str, LazyTensor | Tensor]) -> None:
+        """``tensors``: whose shapes and types are those of the file's. CheckpointError for a type that files lack."""
+        aligned = dict(sorted(tensors.items(), key=lambda item: -item[1].dtype.itemsize))
+        self._tensors, self._places = tensors, dict[str, int]()
+        header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+        at = 0
+        for name, tensor in aligned.items():
+            if tensor.dtype not in _NAMES:
+                raise CheckpointError(f"{name} is of type {tensor.dtype}, which weight files don't have")
+            end = at + _nbytes(tensor)
+            header[name] = {"dtype": _NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [at, end]}
+            self._places[name], at = at, end
+        text = json.dumps(header, separators=(",", ":")).encode()
+        text += b" " * (-len(text) % _ALIGNMENT)
+        self._start = 8 + len(text)
+        self._file = path.open("wb")
+        self._file.write(len(text).to_bytes(8, "little") + text)
+
+    def put(self, name: str, made: Tensor) -> None:
+        """Write one of the tensors."""
+        wanted = self._tensors[name]
+        assert (tuple(made.shape), made.dtype) == (tuple(wanted.shape), wanted.dtype), f"{name} is another tensor"
+        self._file.seek(self._start + self._places.pop(name))
+        self._file.write(made.detach().contiguous().view(-1).view(torch.uint8).numpy().data)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
+        self._file.close()
+        assert kind is not None or not self._places, f"{next(iter(self._places))} was not written"
 
 
-def _nbytes(tensor: LazyTensor) -> int:
+def _nbytes(tensor: LazyTensor | Tensor) -> int:
     return math.prod(tensor.shape) * tensor.dtype.itemsize

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from megatron.config.model import ModelConfig
 from megatron.core.checkpointing.folders import TRACKER
-from megatron.core.checkpointing.storage import CheckpointWriter
+from megatron.core.checkpointing.storage import CheckpointWriter, ChecksummedFiles
 from megatron.core.checkpointing.streamed import StreamedBox, table_of, write_boxes, write_objects
 from megatron.core.conversion.chat_files import write_chat
 from megatron.core.conversion.companions import FOLDER, copied_tokenizer, copy_files, text_tokenizer_of
@@ -135,7 +135,8 @@ def _write_dist(
                 extra |= _extra_states(key, tensor.shape[0], place)
             elif _has_extra_state(key, of_output=theirs.output_has_extra_state):
                 extra |= _extra_states(key, None, place)
-    torch.save(common, folder / COMMON)
+    with ChecksummedFiles().create_stream(folder / COMMON, "wb") as stream:
+        torch.save(common, stream)  # type: ignore[arg-type]
     writer = CheckpointWriter(folder)
     writer.set_up_storage_writer(True)
     metadata = table_of(boxes)
@@ -226,6 +227,7 @@ def _write_torch(
             model |= {core.replace("{e}", str(number)): each for number, each in of_experts}
     target = folder / "mp_rank_00"
     target.mkdir()
-    torch.save({**common, "model": model}, target / "model_optim_rng.pt")
+    with ChecksummedFiles().create_stream(target / "model_optim_rng.pt", "wb") as stream:
+        torch.save({**common, "model": model}, stream)  # type: ignore[arg-type]
     model.clear()
     shutil.rmtree(waiting)

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from megatron.config.pipeline import Stage
 from megatron.config.quantization_training import without_rounding
+from megatron.core.checkpointing.storage import ChecksummedFiles
 from megatron.core.conversion.portable import (
     LazyScales,
     LazyTensor,
@@ -269,7 +270,8 @@ class _Walk:
         kept = {name: self._as_stored(name, tensor) for name, tensor in tensors.items()}
         if self.context.mesh.world_rank == 0:
             self.spool.mkdir(parents=True, exist_ok=True)
-            torch.save(kept, path)
+            with ChecksummedFiles().create_stream(path, "wb") as stream:
+                torch.save(kept, stream)  # type: ignore[arg-type]
         return {
             name: LazyTensor(tuple(tensor.shape), tensor.dtype, partial(_read, path, name))
             for name, tensor in kept.items()

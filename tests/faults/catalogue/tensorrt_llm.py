@@ -1,0 +1,26 @@
+"""Faults in checkpoints of TensorRT-LLM, which no program here builds."""
+
+from __future__ import annotations
+
+from tests.faults.fault import Fault
+
+ROOM, TESTS = "megatron/core/conversion/tensorrt_llm", ("unit/conversion/test_tensorrt_llm.py",)
+
+FAULTS = (
+    Fault(
+        "fc_is_the_linear_half",
+        f"{ROOM}/cuts.py",
+        old="return {activated: _divided(first, ranks, 0), linear: _divided(second, ranks, 0)}",
+        new="return {activated: _divided(second, ranks, 0), linear: _divided(first, ranks, 0)}",
+        suffers="TensorRT-LLM applies SiLU to the wrong half of every MLP: the engine builds, and answers with nonsense.",
+        first=TESTS,
+    ),
+    Fault(
+        "four_bits_in_the_other_half_of_a_byte",
+        f"{ROOM}/few_bits.py",
+        old="return (low & 15) | (high << 4)",
+        new="return (high & 15) | (low << 4)",
+        suffers="Each two neighbouring outputs of a layer in 4 bits are exchanged in TensorRT-LLM.",
+        first=TESTS,
+    ),
+)
