@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Literal
 
 Program = Literal["hf", "megatron", "megatron-lm", "gguf", "tensorrt-llm"]
-"""Names of ``--from`` and ``--to``: Hugging Face, this project, Megatron-LM, llama.cpp, TensorRT-LLM."""
+"""Names of ``--to``: Hugging Face, this project, Megatron-LM, llama.cpp, TensorRT-LLM."""
 Source = Literal["hf", "megatron", "megatron-lm", "gguf"]
-"""Those that are read."""
+"""Names of ``--from``: formats that are read."""
 TITLES: dict[Program, str] = {
     "hf": "Hugging Face",
     "megatron": "this project's",

@@ -12,7 +12,7 @@ FAULTS = (
         f"{ROOM}/cuts.py",
         old="return {activated: _divided(first, ranks, 0), linear: _divided(second, ranks, 0)}",
         new="return {activated: _divided(second, ranks, 0), linear: _divided(first, ranks, 0)}",
-        suffers="TensorRT-LLM applies SiLU to the wrong half of every MLP: the engine builds, and answers with nonsense.",
+        suffers="TensorRT-LLM applies SiLU to the wrong half of every MLP: it builds, and answers with nonsense.",
         first=TESTS,
     ),
     Fault(

@@ -19,9 +19,9 @@ from megatron.core.conversion.huggingface.reading import from_transformers, read
 from megatron.core.conversion.native import write_native
 from megatron.core.conversion.portable import LazyScales, LazyTensor, PortableModel, Quantization
 from megatron.core.conversion.proof import ProofError
-from megatron.core.conversion.tensorrt_llm import writing
 from megatron.core.conversion.tensorrt_llm.architecture import known_architectures
 from megatron.core.conversion.tensorrt_llm.cuts import Layout
+from megatron.core.conversion.tensorrt_llm.pieces import Plan
 from megatron.core.conversion.tensorrt_llm.proof import prove_tensorrt_llm
 from megatron.core.conversion.tensorrt_llm.writing import plan_for, write_tensorrt_llm
 from megatron.core.quantization.grid import codes_of, scales_of, values_of_codes
@@ -226,7 +226,7 @@ def test_fp8_with_its_scales(kind: str, tmp_path: Path) -> None:
 
 def test_a_wrong_cut_is_not_kept(model_folder: Folder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The proof reads the files and not the tables that made them."""
-    right = writing.Plan._layer_piece
+    right = Plan._layer_piece
 
     def swapped(plan: Any, stage: int, name: str, tensor: LazyTensor) -> Any:
         piece = right(plan, stage, name, tensor)
@@ -234,7 +234,7 @@ def test_a_wrong_cut_is_not_kept(model_folder: Folder, tmp_path: Path, monkeypat
             return piece
         return dataclasses.replace(piece, make=lambda weight: piece.make(torch.cat(weight.chunk(2)[::-1])))
 
-    monkeypatch.setattr(writing.Plan, "_layer_piece", swapped)
+    monkeypatch.setattr(Plan, "_layer_piece", swapped)
     with expect_error(ProofError):
         do("hf", model_folder("llama"), "tensorrt-llm", tmp_path / "theirs", layout=Layout(2, 1))
     assert not list(tmp_path.iterdir())

@@ -156,7 +156,7 @@ class SafetensorsFile:
     """
 
     def __init__(self, path: Path, tensors: Mapping[str, LazyTensor | Tensor]) -> None:
-        """``tensors``: whose shapes and types are those of the file's. CheckpointError for a type that files lack."""
+        """Write the header for ``tensors``, by their shapes and types; CheckpointError for a type that files lack."""
         aligned = dict(sorted(tensors.items(), key=lambda item: -item[1].dtype.itemsize))
         self._tensors, self._places = tensors, dict[str, int]()
         header: dict[str, Any] = {"__metadata__": {"format": "pt"}}

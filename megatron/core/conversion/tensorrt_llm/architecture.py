@@ -6,13 +6,12 @@ theirs in a module ``tensorrt_llm``.
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from megatron.config.family import FamilyConfig
+from megatron.config.family import PartConfig
 from megatron.config.flags import flags_of
 from megatron.config.model import ModelConfig
 from megatron.core.models.registry import all_families, family_of
@@ -69,13 +68,13 @@ def architecture_for(model: ModelConfig, groups: Sequence[object]) -> Architectu
     """The architecture that a model is written as; CheckpointError names what makes it another than the nearest."""
     family, best = family_of(groups), list[str]()
     nearest = ""
-    if family.has("tensorrt_llm"):
-        for each in family.module("tensorrt_llm").ARCHITECTURES:
-            wrong = differences(model, groups, each)
-            if not wrong:
-                return each
-            if not nearest or len(wrong) < len(best):
-                nearest, best = each.name, wrong
+    own: Sequence[Architecture] = family.module("tensorrt_llm").ARCHITECTURES if family.has("tensorrt_llm") else ()
+    for each in own:
+        wrong = differences(model, groups, each)
+        if not wrong:
+            return each
+        if not nearest or len(wrong) < len(best):
+            nearest, best = each.name, wrong
     known = ", ".join(dict.fromkeys(each.name for each in known_architectures()))
     found = f"TensorRT-LLM's {nearest} is another: {'; '.join(best)}" if nearest else f"it is a {family.title}"
     raise CheckpointError(
@@ -97,9 +96,8 @@ def differences(model: ModelConfig, groups: Sequence[object], architecture: Arch
     found = _different(model, again)
     read = {type(group): group for group in read_groups}
     for group in groups:
-        if isinstance(group, FamilyConfig) or not dataclasses.is_dataclass(group):
-            continue
-        found += _different(group, read.get(type(group), type(group)()))
+        if isinstance(group, PartConfig):
+            found += _different(group, read.get(type(group), type(group)()))
     return found
 
 

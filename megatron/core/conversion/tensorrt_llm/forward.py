@@ -38,7 +38,7 @@ class TensorRTModel:
         ]
         self._unread = [set(file) for file in self._files]
         name = self.config["architecture"]
-        self._is_gpt, self._is_gemma = name == "GPTForCausalLM", name.startswith("Gemma")
+        self._scales_words = name.startswith("Gemma")
 
     @torch.no_grad()
     def logits(self, tokens: Tensor) -> Tensor:
@@ -59,8 +59,8 @@ class TensorRTModel:
         if left := sorted({name for file in self._unread for name in file if "kv_cache" not in name}):
             raise CheckpointError(f"the rank files hold tensors that no part of the model uses: {left[:5]}")
         cap = self.config.get("final_logit_softcapping")
-        words = words * self.config.get("output_multiplier_scale", 1.0)
-        return words if cap is None else cap * torch.tanh(words / cap)
+        words = words * float(self.config.get("output_multiplier_scale", 1.0))
+        return words if cap is None else torch.tanh(words / cap) * float(cap)
 
     def _shards(self, stage: int, prefix: str) -> list[Shard]:
         """Each rank's tensors whose names begin with ``prefix``, by the rest, as numbers in fp32."""
@@ -91,21 +91,22 @@ class TensorRTModel:
         shards = self._shards(0, "transformer.vocab_embedding.")
         split = self.config["use_parallel_embedding"]
         x = F.embedding(tokens, torch.cat([each["weight"] for each in shards]) if split else shards[0]["weight"])
-        if self._is_gemma:
+        if self._scales_words:
             return x * math.sqrt(self.config["hidden_size"])
-        x = x * (self.config.get("embedding_multiplier") or self.config.get("embedding_scale") or 1.0)
+        x = x * float(self.config.get("embedding_multiplier") or self.config.get("embedding_scale") or 1.0)
         if self.config["position_embedding_type"] == "learned_absolute":
             x = x + self._shards(0, "transformer.position_embedding.")[0]["weight"][: tokens.shape[1]]
         return x
 
     def _norm(self, x: Tensor, shard: Shard, name: str) -> Tensor:
-        weight, eps = shard[f"{name}weight"], self.config["norm_epsilon"]
-        if self._is_gpt:
-            return F.layer_norm(x, weight.shape, weight, shard[f"{name}bias"], eps)
+        weight, bias = shard[f"{name}weight"], shard.get(f"{name}bias")
+        eps = self.config["norm_epsilon"]
+        if bias is not None:  # of the two kinds that it has, one has none
+            return F.layer_norm(x, weight.shape, weight, bias, eps)
         return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * weight
 
     def _layer(self, x: Tensor, shards: Sequence[Shard]) -> Tensor:
-        first, factor = shards[0], self.config.get("residual_multiplier", 1.0)
+        first, factor = shards[0], float(self.config.get("residual_multiplier", 1.0))
         made = self._attention(self._norm(x, first, "input_layernorm."), shards)
         if "pre_feedforward_layernorm.weight" in first:  # norms also on what is added
             x = x + self._norm(made, first, "post_layernorm.")
@@ -126,8 +127,8 @@ class TensorRTModel:
         parts = []
         for shard in shards:
             fused = F.linear(x, shard["attention.qkv.weight"], shard.get("attention.qkv.bias"))
-            fused = fused.unflatten(-1, (-1, width)).transpose(1, 2)
-            query, key, value = fused.split([heads, groups, groups], dim=1)
+            fused = fused.view(*fused.shape[:2], -1, width).transpose(1, 2)
+            query, key, value = torch.split(fused, [heads, groups, groups], dim=1)
             if "attention.q_layernorm.weight" in shard:
                 query = self._norm(query, shard, "attention.q_layernorm.")
                 key = self._norm(key, shard, "attention.k_layernorm.")
@@ -152,7 +153,7 @@ class TensorRTModel:
         angles = torch.arange(x.shape[2], dtype=torch.float64)[:, None] * frequencies
         cos, sin = angles.cos().float(), angles.sin().float()
         own, rest = x[..., :turned], x[..., turned:]
-        if kind == "rope_gptj":
+        if not kind.endswith("neox"):
             one, other = own[..., ::2], own[..., 1::2]
             pair = (one * cos - other * sin, other * cos + one * sin)
             return torch.cat((torch.stack(pair, -1).flatten(-2), rest), -1)
@@ -198,7 +199,7 @@ class TensorRTModel:
         top, chosen = F.linear(x, shards[0]["mlp.router.weight"]).topk(self.config["moe"]["top_k"], -1)
         weights = torch.softmax(top, -1)
         out = torch.zeros_like(x)
-        for number in range(self.config["moe"]["num_experts"]):
+        for number in range(len(shards[0]["mlp.fc.weight"])):
             share = (weights * (chosen == number)).sum(-1, keepdim=True)
             for shard in shards:
                 linear, activated = F.linear(x, shard["mlp.fc.weight"][number]).chunk(2, -1)
