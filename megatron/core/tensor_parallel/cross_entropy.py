@@ -79,9 +79,9 @@ def vocab_parallel_token_losses(
     cap: float | None = None,
 ) -> Tensor:
     """Cross entropy of each row, [N] in fp32 (fp64 for fp64 inputs), without gradient; arguments as above."""
-    losses = hidden.new_empty(hidden.shape[0], dtype=_wide(hidden))
-    for chunk in _chunks(hidden, weight, bias, vocabulary, cap):
-        losses[chunk.rows] = _softmax_(chunk.wide, labels[chunk.rows], vocabulary).losses
+    losses = hidden.new_empty(hidden.shape[0], dtype=wide_type(hidden))
+    for chunk in logit_chunks(hidden, weight, bias, vocabulary, cap):
+        losses[chunk.rows] = softmax_(chunk.wide, labels[chunk.rows], vocabulary).losses
     return losses
 
 
@@ -96,7 +96,7 @@ def vocab_parallel_argmax(
 ) -> Tensor:
     """The most probable id of each row, [N]; the lowest of several that are equal."""
     best = hidden.new_empty(hidden.shape[0], dtype=torch.int64)
-    for chunk in _chunks(hidden, weight, bias, vocabulary, cap):
+    for chunk in logit_chunks(hidden, weight, bias, vocabulary, cap):
         top, index = chunk.wide.max(dim=1)
         highest = all_reduce(top.clone(), vocabulary.mesh, "tp", op="max")
         candidate = torch.where(top == highest, index + vocabulary.start, torch.iinfo(torch.int64).max)
@@ -104,12 +104,13 @@ def vocab_parallel_argmax(
     return best
 
 
-def _wide(x: Tensor) -> torch.dtype:
+def wide_type(x: Tensor) -> torch.dtype:
+    """The type in which softmaxes and sums over ``x`` are computed: fp32 or wider."""
     return torch.promote_types(x.dtype, torch.float32)
 
 
 @dataclass(frozen=True)
-class _Chunk:
+class LogitChunk:
     """Some rows and their ``logits`` [rows, v], in the type of the matmul and in fp32 or wider (perhaps one tensor).
 
     ``slope`` [rows, v]: derivatives of a soft cap, where they are asked for.
@@ -121,7 +122,7 @@ class _Chunk:
     slope: Tensor | None
 
 
-def _chunks(
+def logit_chunks(
     hidden: Tensor,
     weight: Tensor,
     bias: Tensor | None,
@@ -129,7 +130,7 @@ def _chunks(
     cap: float | None,
     *,
     slopes: bool = False,
-) -> Iterator[_Chunk]:
+) -> Iterator[LogitChunk]:
     """Logits of some rows at a time, the lowest finite value for padding; each chunk overwrites the one before.
 
     Ranges of rows are the same on every rank, since padded parts of the vocabulary are equally large.
@@ -139,8 +140,8 @@ def _chunks(
     if size > 64:
         size -= size % 64  # whole vectors, and the same kernels for all chunks but the last
     buffer = hidden.new_empty(min(size, total), columns)
-    is_wide = buffer.dtype == _wide(buffer)
-    wide_buffer = buffer if is_wide else torch.empty_like(buffer, dtype=_wide(buffer))
+    is_wide = buffer.dtype == wide_type(buffer)
+    wide_buffer = buffer if is_wide else torch.empty_like(buffer, dtype=wide_type(buffer))
     slope_buffer = torch.empty_like(wide_buffer) if slopes and cap is not None else None
     for start in range(0, total, size):
         rows = slice(start, min(start + size, total))
@@ -154,11 +155,11 @@ def _chunks(
                 torch.mul(wide, wide, out=slope).neg_().add_(1.0)
             wide.mul_(cap)
         wide[:, vocabulary.valid :] = torch.finfo(logits.dtype).min  # not -inf: a rank may hold only padding
-        yield _Chunk(rows, logits, wide, slope)
+        yield LogitChunk(rows, logits, wide, slope)
 
 
 @dataclass(frozen=True)
-class _Softmax:
+class LabelSoftmax:
     """A chunk's softmax over this rank's columns, and its losses.
 
     ``local`` [rows, v]; times ``factor`` [rows, 1] it is the softmax over the whole vocabulary. ``losses`` [rows],
@@ -174,7 +175,7 @@ class _Softmax:
     here: Tensor
 
 
-def _softmax_(logits: Tensor, labels: Tensor, vocabulary: VocabularyPart) -> _Softmax:
+def softmax_(logits: Tensor, labels: Tensor, vocabulary: VocabularyPart) -> LabelSoftmax:
     """Overwrites wide ``logits`` [rows, v]; reduces [rows, 1] and [2, rows, 1] over the ranks.
 
     Torch's fused softmax takes half the time of its parts; the sum it divided by is read off its largest value.
@@ -189,7 +190,7 @@ def _softmax_(logits: Tensor, labels: Tensor, vocabulary: VocabularyPart) -> _So
     highest = all_reduce(log_sum.clone(), vocabulary.mesh, "tp", op="max")
     total, of_label = all_reduce(torch.stack(((log_sum - highest).exp(), of_label)), vocabulary.mesh, "tp")
     log_total = highest + total.log()
-    return _Softmax(local, (log_sum - log_total).exp(), (log_total - of_label).squeeze(1), log_total, columns, here)
+    return LabelSoftmax(local, (log_sum - log_total).exp(), (log_total - of_label).squeeze(1), log_total, columns, here)
 
 
 @Compiled
@@ -236,16 +237,16 @@ class _LinearCrossEntropy(torch.autograd.Function):
         # One copy for all chunks, whose logits then aren't rounded.
         given, hidden, weight = hidden.dtype, in_fastest_type(hidden), in_fastest_type(weight)
         bias = None if bias is None else in_fastest_type(bias)
-        total = hidden.new_zeros((), dtype=_wide(hidden))
+        total = hidden.new_zeros((), dtype=wide_type(hidden))
         loss_weights = loss_weights.to(total.dtype)
         needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         grad_hidden = grad_weight = grad_bias = None
         if backward_scale is not None:
             grad_hidden = torch.empty_like(hidden, dtype=given) if needs_hidden else None
-            grad_bias = torch.zeros_like(bias, dtype=_wide(bias)) if bias is not None and needs_bias else None
-        for chunk in _chunks(hidden, weight, bias, vocabulary, cap, slopes=backward_scale is not None):
+            grad_bias = torch.zeros_like(bias, dtype=wide_type(bias)) if bias is not None and needs_bias else None
+        for chunk in logit_chunks(hidden, weight, bias, vocabulary, cap, slopes=backward_scale is not None):
             weights = loss_weights[chunk.rows]
-            softmax = _softmax_(chunk.wide, labels[chunk.rows], vocabulary)
+            softmax = softmax_(chunk.wide, labels[chunk.rows], vocabulary)
             total += (softmax.losses * weights).sum()
             if backward_scale is None:
                 continue
