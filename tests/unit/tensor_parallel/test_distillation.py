@@ -32,12 +32,12 @@ def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cross_entropy, "_CPU_CHUNK", VOCAB * 80)
 
 
-def student() -> tuple[list[Tensor], Tensor, Tensor]:
+def student() -> tuple[tuple[Tensor, Tensor, Tensor], Tensor, Tensor]:
     """hidden, weight and bias, then labels and loss weights, some of which are zero."""
     torch.manual_seed(0)
-    shapes = ((ROWS, WIDTH), (PADDED, WIDTH), (PADDED,))
-    inputs = [torch.randn(*shape, dtype=torch.float64, requires_grad=True) for shape in shapes]
-    return inputs, torch.randint(VOCAB, (ROWS,)), torch.rand(ROWS) * (torch.rand(ROWS) > 0.3)
+    hidden, weight = (torch.randn(rows, WIDTH, dtype=torch.float64, requires_grad=True) for rows in (ROWS, PADDED))
+    bias = torch.randn(PADDED, dtype=torch.float64, requires_grad=True)
+    return (hidden, weight, bias), torch.randint(VOCAB, (ROWS,)), torch.rand(ROWS) * (torch.rand(ROWS) > 0.3)
 
 
 def teacher() -> Head:
@@ -60,7 +60,9 @@ def check(mix: Mix, target: Target, expected_divergence: Any, *, cap: float | No
     hard = (functional.cross_entropy(logits, labels, reduction="none") * weights).sum()
     soft = (expected_divergence(logits) * weights).sum()
     expected = mix.cross_entropy * hard + mix.divergence * soft
-    sums = distilled_cross_entropy(*inputs[:2], labels, weights, target, mix=mix, bias=inputs[2], cap=cap, **ONE_RANK)
+    sums = distilled_cross_entropy(
+        inputs[0], inputs[1], labels, weights, target, mix=mix, bias=inputs[2], cap=cap, **ONE_RANK
+    )
     for mine, theirs in ((sums.cross_entropy, hard), (sums.divergence, soft), (sums.total, expected)):
         torch.testing.assert_close(mine, theirs, **CLOSE)
     trained = expected + mix.z_loss * (logits.logsumexp(1) ** 2 * weights).sum()
@@ -113,7 +115,7 @@ def test_divergence_from_the_top_of_a_distribution(mix: Mix, count: int) -> None
     check(mix, top, expected)
     if count == VOCAB:
         inputs, labels, weights = student()
-        given: tuple[Any, ...] = (*inputs[:2], labels, weights)
+        given = (inputs[0], inputs[1], labels, weights)
         whole = distilled_cross_entropy(*given, head, mix=mix, bias=inputs[2], **ONE_RANK)
         stored = distilled_cross_entropy(*given, top, mix=mix, bias=inputs[2], **ONE_RANK)
         torch.testing.assert_close(stored.total, whole.total, **CLOSE)
@@ -136,8 +138,10 @@ def test_no_share_of_the_teacher_is_the_plain_loss() -> None:
     """With a factor of 0 the teacher only reports."""
     inputs, labels, weights = student()
     mix = Mix(cross_entropy=1.0, divergence=0.0)
-    sums = distilled_cross_entropy(*inputs[:2], labels, weights, teacher(), mix=mix, bias=inputs[2], **ONE_RANK)
-    alone = linear_cross_entropy(*inputs[:2], labels, weights, bias=inputs[2], **ONE_RANK)
+    sums = distilled_cross_entropy(
+        inputs[0], inputs[1], labels, weights, teacher(), mix=mix, bias=inputs[2], **ONE_RANK
+    )
+    alone = linear_cross_entropy(inputs[0], inputs[1], labels, weights, bias=inputs[2], **ONE_RANK)
     torch.testing.assert_close(sums.total, alone, **CLOSE)
     for mine, theirs in zip(torch.autograd.grad(sums.total, inputs), torch.autograd.grad(alone, inputs)):
         torch.testing.assert_close(mine, theirs, **CLOSE)
@@ -150,11 +154,14 @@ def test_stored_probabilities_that_were_rounded_still_add_up() -> None:
     rounded = TopOfDistribution(ids=exact.ids.int(), log_probs=exact.log_probs.half(), rest=exact.rest.half())
     mix = Mix(cross_entropy=0.0, divergence=1.0)
     found = [
-        distilled_cross_entropy(*inputs[:2], labels, weights, top, mix=mix, **ONE_RANK) for top in (exact, rounded)
+        distilled_cross_entropy(inputs[0], inputs[1], labels, weights, top, mix=mix, **ONE_RANK)
+        for top in (exact, rounded)
     ]
     torch.testing.assert_close(found[1].total, found[0].total, rtol=1e-3, atol=1e-3)
     (by_bias,) = torch.autograd.grad(
-        distilled_cross_entropy(*inputs[:2], labels, weights, rounded, mix=mix, bias=inputs[2], **ONE_RANK).total,
+        distilled_cross_entropy(
+            inputs[0], inputs[1], labels, weights, rounded, mix=mix, bias=inputs[2], **ONE_RANK
+        ).total,
         inputs[2],
     )
     assert by_bias.sum().abs() < 1e-12  # gradients of a row's logits cancel
