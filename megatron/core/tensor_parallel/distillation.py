@@ -227,8 +227,8 @@ def _from_top(
     own = spread or _Spread(softmax.local, softmax.factor, softmax.log_z)
     taken = _take_out_(own.local, columns, is_here) * own.factor
     others = own.local.sum(dim=1, keepdim=True) * own.factor
-    logits, others = all_reduce(torch.cat((logits, others), dim=1), mesh, "tp").split((logits.shape[1], 1), dim=1)
-    others = others.clamp(min=torch.finfo(student.dtype).tiny)
+    sums = all_reduce(torch.cat((logits, others), dim=1), mesh, "tp")
+    logits, others = sums[:, :-1], sums[:, -1:].clamp(min=torch.finfo(student.dtype).tiny)
     student_logs = torch.cat((logits - own.log_z, others.log()), dim=1)
     losses = torch.where(shares > 0, shares * (logs - student_logs), 0.0).sum(dim=1)
     added = (taken - shares[:, :-1]).masked_fill(~is_here, 0.0)
