@@ -193,6 +193,8 @@ every schedule of the pipeline computes the same gradients
     enable-zbh1-exact-semantics zero-bubble-v-schedule-mem-setup
 every checkpoint is verified before it is loaded
     verify-integrity
+the teacher's settings and the format of its checkpoint are read from the checkpoint
+    export-kd-teacher-model-config export-kd-teacher-ckpt-format teacher-model-config
 the run has no such name; --wandb-exp-name names it for Weights & Biases
     job-name job-id
 the data is always repeated until --train-iters or --train-samples is reached
@@ -201,5 +203,6 @@ it tunes a profiler of NPUs; see --use-pytorch-profiler
     profile-level profile-with-cpu profile-with-memory profile-with-stack profile-save-path profile-export-type
     profile-record-shapes profile-data-simplification
 the model is defined by its sizes and switches
-    model-name model-type-hf handler-name
+    model-name model-type-hf handler-name export-te-mcore-model export-legacy-megatron export-default-te-spec
+    export-force-local-attention export-model-type
 """

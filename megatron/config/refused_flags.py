@@ -152,8 +152,10 @@ offloading weights is not available yet; --tensor-model-parallel-size divides th
 curriculum learning and token dropping are not available; leave it out
     curriculum-learning curriculum-learning-legacy warmup-seq-length data-efficiency-curriculum-learning random-ltd
     train-data-exact-num-epochs
-distillation and quantization by ModelOpt are not available yet; leave it out
-    kd load-teacher compression-training mos export-* teacher-model-config
+quantization by ModelOpt in training is not available; see tools/quantize.py and --quantization-aware-training
+    export-*
+it is another program's switch for distillation; name the teacher's checkpoint with --teacher-load
+    kd load-teacher compression-training mos
 sparse attention is not available: every query sees all keys, or a window; leave it out
     dsa-*
 that part of multi-token prediction is not available; leave it out

@@ -23,7 +23,7 @@ from megatron.core.models.train_spec import TrainSpec
 from megatron.core.optimizer.matrix_updates import matrices_of
 from megatron.core.optimizer.update_rule import MatrixRule
 from megatron.core.optimizer.update_rules import UPDATE_RULES, state_bytes
-from megatron.core.parallel.costs import Costs, costs_of
+from megatron.core.parallel.costs import Costs
 from megatron.core.parallel.sharding import sharded_parameters, sharding_of
 from megatron.core.pipeline_parallel.settings import PipelineSettings
 from megatron.planning.model import planned_context, stage_model, stage_models, whole_model
@@ -138,6 +138,18 @@ def _held(run: RunConfig, train_spec: TrainSpec, pipeline_rank: int) -> dict[str
         for stage in stage_models(run, train_spec, pipeline_rank=pipeline_rank)
         for name, parameter, sharding in sharded_parameters(stage)
     }
+
+
+def beside_parameters(run: RunConfig, train_spec: TrainSpec, pipeline_rank: int | None = None) -> int:
+    """Parameters of what runs frozen beside the model, such as a teacher: of a rank of a pipeline, or of one without
+    other ranks.
+    """
+    built = stage_models(run, train_spec, pipeline_rank=pipeline_rank)
+    parts = (part for part in map(train_spec.beside, built) if part is not None)
+    held = {
+        sharding.tied or name: parameter for part in parts for name, parameter, sharding in sharded_parameters(part)
+    }
+    return sum(each.numel() for each in held.values())
 
 
 def flops_per_sample(run: RunConfig, train_spec: TrainSpec) -> float:
@@ -260,7 +272,7 @@ def _rank_memory(
 ) -> MemoryEstimate:
     named = _held(run, train_spec, pipeline_rank)
     held = named.values()
-    parameters = sum(each.numel() for each in held)
+    parameters, beside = sum(each.numel() for each in held), beside_parameters(run, train_spec, pipeline_rank)
     trained = 0 if run.purpose.only_reads else sum(each.numel() for each in held if each.requires_grad)
     mine = [costs for costs, stage in zip(by_stage, model_stages(run)) if stage.rank == pipeline_rank]
     width = planned_context(run).dtype.itemsize
@@ -288,7 +300,7 @@ def _rank_memory(
     if by_unit:
         parameters = _of_shards(run, held)
     return MemoryEstimate(
-        weights=parameters * width + (own if stage == 3 else own * width - gathered * (width - 1)),
+        weights=(parameters + beside) * width + (own if stage == 3 else own * width - gathered * (width - 1)),
         gradients=(_of_shards(run, (named[name] for name in sizes)) if stage >= 2 else trained) * of_gradient,
         main_params=here * _master_bits(run, width) // 8,
         moments=states - away + of_matrices,
@@ -413,4 +425,4 @@ def _state_shards(run: RunConfig, parameter: nn.Parameter) -> int:
 def _costs(run: RunConfig, train_spec: TrainSpec, model: nn.Module, units: UnitCosts | None = None) -> Costs:
     workload = train_spec.workload(run, planned_context(run))
     workload = replace(workload, splits_backward=PipelineSettings.of(run).splits_backward)
-    return costs_of(model, workload if units is None else replace(workload, with_unit=units))
+    return train_spec.costs(model, workload if units is None else replace(workload, with_unit=units))

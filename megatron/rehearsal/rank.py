@@ -109,7 +109,8 @@ def rehearse(task: Task, *, failed: Callable[[Exception], None]) -> Rehearsed:
         of_step, in_step, highest = recorder.operations[begun:], Counter(waits.places), held.highest
         buffers = [*run.buffers, *run.frozen]
         own = [each for buffer in buffers for each in (buffer.params, buffer.codes, buffer.shards)]
-        weights = _bytes([*own, *(each for model in run.models for each in model.parameters())])
+        held_models = [*run.models, *filter(None, map(run.train_spec.beside, run.models))]
+        weights = _bytes([*own, *(each for model in held_models for each in model.parameters())])
         sums = [bucket.grad_sums for buffer in buffers for bucket in buffer.buckets]
         gradients = _bytes([*(buffer.grads for buffer in buffers), *(each.flat for each in sums if each is not None)])
         if run.config.training.eval_iters:

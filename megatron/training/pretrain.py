@@ -109,11 +109,15 @@ def dry_run(config: RunConfig, train_spec: TrainSpec, *, more: Callable[[Finding
 
     train_spec, lines = objective_of(config, train_spec), tuple[str, ...]()
     if config.command.check_files:
+        from megatron.core.tokenizers.build import build_tokenizer
         from megatron.training.run.preflight import Findings, check_files
 
         found = Findings()
         with errors_as_typed(config):
             config = check_files(config, found, model_name=train_spec.name, bodies=tuple(train_spec.starts_from))
+            sized = config
+            beside = found.check(lambda: train_spec.check_beside(sized, build_tokenizer(sized.tokenizer)))
+            found.lines += beside or ()
             if more is not None:
                 more(found)
             found.raise_errors()

@@ -62,6 +62,7 @@ def train(context: ParallelContext, row: str, layout: str = "", published: Porta
     """The table's steps of AdamW on this rank."""
     family, config = run_of(row, layout, published=published)
     run = build_run(config, family.train_spec, context_of(config, context), started=0.0)
+    run.train_spec.load_beside(run.models, context.mesh)
     if published is not None:
         fill(chain(run.model_state(), run.optimizer.master_entries()), published, context.mesh)
     return observe(run, steps=STEPS)

@@ -18,7 +18,8 @@ from megatron.core.datasets.splits import SplitSizes
 from megatron.core.models.stage_inputs import hidden_stage_inputs, workload_of
 from megatron.core.moe.layer import describe_metrics, expert_layers, layer_metrics
 from megatron.core.parallel.context import ParallelContext
-from megatron.core.parallel.costs import Workload
+from megatron.core.parallel.costs import Costs, Workload, costs_of
+from megatron.core.parallel.mesh import Mesh
 from megatron.core.parallel.model_context import ModelContext
 from megatron.core.pipeline_parallel.chunk import LossSum, Microbatch, StageInputs, TensorSpec
 from megatron.core.tokenizers.base import Tokenizer
@@ -116,6 +117,24 @@ class TrainSpec(ABC):
         ``--seq-length`` tokens without padding.
         """
         return workload_of(run, context)
+
+    def costs(self, model: nn.Module, workload: Workload) -> Costs:
+        """Costs of a microbatch in a part of the model, and in what runs beside it."""
+        return costs_of(model, workload)
+
+    def beside(self, model: nn.Module) -> nn.Module | None:
+        """A frozen model that runs beside a part of this one, which is neither trained nor saved; by default none."""
+        return None
+
+    def check_beside(self, run: RunConfig, tokenizer: Tokenizer) -> Sequence[str]:
+        """What the run reads beside its data and its own checkpoint, a line each; raises MegatronError where that is
+        missing or of another kind than the run needs.
+        """
+        return ()
+
+    def load_beside(self, models: Sequence[nn.Module], mesh: Mesh) -> str | None:
+        """Fill what runs beside a rank's ``models``; words for the log. A collective."""
+        return None
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,8 @@ from megatron.core.datasets.build import DatasetSplits
 from megatron.core.datasets.splits import SplitSizes
 from megatron.core.models.train_spec import TrainSpec
 from megatron.core.parallel.context import ParallelContext
-from megatron.core.parallel.costs import Workload
+from megatron.core.parallel.costs import Costs, Workload
+from megatron.core.parallel.mesh import Mesh
 from megatron.core.parallel.model_context import ModelContext
 from megatron.core.pipeline_parallel.chunk import LossSum, Microbatch, StageInputs, TensorSpec
 from megatron.core.tokenizers.base import Tokenizer
@@ -92,3 +93,19 @@ class Objective(TrainSpec):
     @override
     def workload(self, run: RunConfig, context: ParallelContext) -> Workload:
         return self.family.workload(run, context)
+
+    @override
+    def costs(self, model: nn.Module, workload: Workload) -> Costs:
+        return self.family.costs(model, workload)
+
+    @override
+    def beside(self, model: nn.Module) -> nn.Module | None:
+        return self.family.beside(model)
+
+    @override
+    def check_beside(self, run: RunConfig, tokenizer: Tokenizer) -> Sequence[str]:
+        return self.family.check_beside(run, tokenizer)
+
+    @override
+    def load_beside(self, models: Sequence[nn.Module], mesh: Mesh) -> str | None:
+        return self.family.load_beside(models, mesh)

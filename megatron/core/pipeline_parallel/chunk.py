@@ -15,7 +15,17 @@ from megatron.core.parallel.rng import StreamKey
 from megatron.core.parallel.side_losses import SideLosses
 
 StageInputs = dict[str, Tensor]
-"""Outputs of a stage that are inputs of the next: tensors by name. Those of floating type have gradients."""
+"""Outputs of a stage that are inputs of the next: tensors by name. Those of floating type have gradients, but for those
+whose name begins with ``CONSTANT``.
+"""
+
+CONSTANT = "constant "
+"""How the names of stage inputs begin whose values don't depend on what is trained."""
+
+
+def has_gradient(name: str, tensor: Tensor) -> bool:
+    """Whether the gradient of a stage input is sent back."""
+    return tensor.is_floating_point() and not name.startswith(CONSTANT)
 
 
 @dataclass(frozen=True)

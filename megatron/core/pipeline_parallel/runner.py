@@ -22,7 +22,7 @@ from megatron.core.parallel.operands import Operands
 from megatron.core.parallel.transport import Transport
 from megatron.core.parallel.weight_gradients import WeightGradients, Work
 from megatron.core.pipeline_parallel.actions import Action
-from megatron.core.pipeline_parallel.chunk import Chunk, LossSum, Microbatch, StageInputs, TensorSpec
+from megatron.core.pipeline_parallel.chunk import Chunk, LossSum, Microbatch, StageInputs, TensorSpec, has_gradient
 from megatron.core.pipeline_parallel.lower import Finish, HandOver, Message, Plan, Receive, Send
 from megatron.errors import ParallelError
 
@@ -35,7 +35,7 @@ class _Kept:
     """A microbatch in a chunk between forward and backward pass.
 
     ``inputs``: leaves of the graph. ``loss``: on the last stage. ``ends``: the last node of each output's graph,
-    without the output's data; ``outputs``: shapes and types of the outputs of floating type.
+    without the output's data; ``outputs``: shapes and types of the outputs that have a gradient.
     """
 
     inputs: StageInputs
@@ -134,7 +134,7 @@ class Runner:
         stage_inputs = step.stage_inputs.pop(key, {})
         if step.trains:
             stage_inputs = {
-                name: tensor.requires_grad_(tensor.is_floating_point()) for name, tensor in stage_inputs.items()
+                name: tensor.requires_grad_(has_gradient(name, tensor)) for name, tensor in stage_inputs.items()
             }
         output = chunk(stage_inputs, microbatch)
         kept = _Kept(stage_inputs)
@@ -142,7 +142,7 @@ class Runner:
             kept.loss = output.sum
             step.report(output.detached())
         else:
-            floating = {name: tensor for name, tensor in output.items() if tensor.is_floating_point()}
+            floating = {name: tensor for name, tensor in output.items() if has_gradient(name, tensor)}
             kept.outputs = {name: TensorSpec.of(tensor) for name, tensor in floating.items()}
             kept.ends = {name: _EndOfGraph.apply(tensor) for name, tensor in floating.items() if tensor.requires_grad}  # type: ignore[no-untyped-call]
             step.stage_inputs[key] = {name: tensor.detach() for name, tensor in output.items()}

@@ -22,6 +22,7 @@ from megatron.core.tensor_parallel.cross_entropy import (
     vocab_parallel_argmax,
     vocab_parallel_token_losses,
 )
+from megatron.core.tensor_parallel.distillation import DistilledSums, Head, Mix, Target, distilled_cross_entropy
 from megatron.core.tensor_parallel.initialize import Constant
 from megatron.core.tensor_parallel.layers import make_parameter
 from megatron.core.tensor_parallel.linear import added_at_once, read_in_forward_alone
@@ -39,6 +40,7 @@ class VocabularyOutput:
     ``z_loss``: coefficient of a loss of the softmax's log Z, see ``linear_cross_entropy``.
     Losses and single logits are computed from it, and the ``[S, b, vocabulary]`` tensor never exists. ``mtp``:
     outputs for the tokens after the next one, where the model predicts several; ``coefficient``: of such a one's loss.
+    ``given_loss``: what an objective takes in place of the cross entropy, with its gradient.
     """
 
     hidden: Tensor
@@ -50,6 +52,7 @@ class VocabularyOutput:
     z_loss: float = 0.0
     mtp: tuple[VocabularyOutput, ...] = ()
     coefficient: float = 1.0
+    given_loss: Tensor | None = None
 
     @property
     def _vocabulary(self) -> VocabularyPart:
@@ -61,6 +64,8 @@ class VocabularyOutput:
         """Sum over ``[b, S]`` of weight times cross entropy, an fp32 scalar; gradients are made on the way, at the
         scale of the ``backward_scale`` from which the backward pass will start.
         """
+        if self.given_loss is not None:
+            return self.given_loss
         rows = (self.hidden.flatten(0, 1), labels.t().reshape(-1), loss_weights.t().reshape(-1))
         return self._cross_entropy(*rows, backward_scale)
 
@@ -77,6 +82,30 @@ class VocabularyOutput:
             weighted = weighted.new_zeros(1)
         rows = (self.hidden.flatten(0, 1)[weighted], labels.t().reshape(-1)[weighted], weights[weighted])
         return self._cross_entropy(*rows, backward_scale)
+
+    def head(self) -> Head:
+        """What makes a teacher's logits, without gradient."""
+        bias = None if self.bias is None else self.bias.detach()
+        return Head(hidden=self.hidden.flatten(0, 1).detach(), weight=self.weight.detach(), bias=bias, cap=self.cap)
+
+    def distilled(
+        self, labels: Tensor, loss_weights: Tensor, target: Target, *, mix: Mix, backward_scale: float = 1.0
+    ) -> DistilledSums:
+        """Cross entropy and the divergence from ``target``, whose rows are those of ``hidden``; other arguments as of
+        ``cross_entropy``.
+        """
+        return distilled_cross_entropy(
+            self.hidden.flatten(0, 1),
+            added_at_once(read_in_forward_alone(self.weight), self.context.weight_gradients),
+            labels.t().reshape(-1),
+            loss_weights.t().reshape(-1),
+            target,
+            mix=dataclasses.replace(mix, z_loss=self.z_loss),
+            vocabulary=self._vocabulary,
+            bias=self.bias,
+            cap=self.cap,
+            backward_scale=backward_scale,
+        )
 
     def _cross_entropy(self, hidden: Tensor, labels: Tensor, weights: Tensor, backward_scale: float) -> Tensor:
         return linear_cross_entropy(
@@ -191,3 +220,12 @@ def vocabulary_output(
         x = x * config.logits_multiplier
     cap = config.final_logit_softcapping
     return VocabularyOutput(enter(x, context), weight, config.vocab_size, context, bias, cap, config.z_loss_coeff)
+
+
+def distillation_bytes(rows: int, workload: Workload, *, tempered: bool) -> int:
+    """Bytes that the divergence from a teacher needs beside the cross entropy: a chunk of the teacher's logits and
+    their softmax, and with a temperature that of the student's. ``rows``: of the output matrix on this rank.
+    """
+    wide = max(workload.itemsize, 4)
+    each = workload.itemsize + wide * (workload.itemsize < 4) + wide * (1 + tempered)
+    return min(DEVICE_CHUNK // workload.itemsize, rows * workload.tokens) * each

@@ -36,13 +36,15 @@ from megatron.training.run.run import Progress, Run
 
 
 def load(run: Run) -> None:
-    """Load the run's checkpoint, if there is one; see ``_load``.
+    """Load the run's checkpoint, if there is one, see ``_load``, and what runs beside its model.
 
     Workers that meet in outer steps share what that gives, unless the checkpoint says what they shared.
     """
     _load(run)
     if run.outer is not None and not run.outer.is_resumed:
         run.outer.start_anew()
+    if words := run.train_spec.load_beside(run.models, run.context.mesh):
+        run.reporter.say(f"  {words}")
 
 
 def _load(run: Run) -> None:

@@ -175,6 +175,7 @@ def build_run(
     Raises ConfigError and DataError for vocabularies and data sets that don't fit the settings.
     """
     train_spec, tokenizer = objective_of(config, train_spec), build_tokenizer(config.tokenizer)
+    train_spec.check_beside(config.with_vocab_size(tokenizer.vocab_size), tokenizer)
     config = with_stages(config.with_vocab_size(tokenizer.vocab_size), train_spec)
     check_feasible(config, train_spec, context)
     reporter = build_reporter(config, train_spec, context)

@@ -34,6 +34,7 @@ def build_stages(run: RunConfig, train_spec: TrainSpec, context: ModelContext) -
         for stage in stages
     ]
     share_tied_parameters(models)
+    share_tied_parameters(beside for model in models if (beside := train_spec.beside(model)) is not None)
     return stages, models
 
 

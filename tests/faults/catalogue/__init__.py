@@ -7,6 +7,7 @@ from tests.faults.catalogue import (
     calibration,
     data,
     delta_nets,
+    distillation,
     gguf,
     mamba,
     model,
@@ -39,6 +40,7 @@ FAULTS: tuple[Fault, ...] = (
     *public_reports.FAULTS,
     *state_space.FAULTS,
     *adapters.FAULTS,
+    *distillation.FAULTS,
     *calibration.FAULTS,
     *tensorrt_llm.FAULTS,
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import ClassVar
 
+from megatron.config.distillation import DistillationConfig
 from megatron.config.family import FamilyConfig
 from megatron.config.hybrid import HybridConfig
 from megatron.config.linear_attention import GatedDeltaNetConfig
@@ -32,4 +33,5 @@ GROUPS: tuple[type, ...] = (
     MoEConfig,
     LoraConfig,
     QuantizationTrainingConfig,
+    DistillationConfig,
 )

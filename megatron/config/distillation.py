@@ -1,0 +1,162 @@
+"""Distillation: the teacher from which a run's model learns, and how its losses are weighed."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from typing_extensions import override
+
+from megatron.config.family import Rule
+from megatron.config.files import read_settings
+from megatron.config.flags import flag, subject
+from megatron.config.model import ModelConfig
+from megatron.config.objective import ObjectiveConfig
+from megatron.config.rules.sentence import changed_flags
+from megatron.errors import ConfigError
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+
+class DistillationConfig(ObjectiveConfig):
+    """Distillation of a teacher's distributions over the vocabulary (arXiv:1503.02531)."""
+
+    module: ClassVar[str] = "megatron.training.distillation"
+
+    teacher_load: str | None = flag(
+        "Learn from the model of this checkpoint (a folder of checkpoints, or a model in Hugging Face's format): it "
+        "runs frozen beside the one that is trained, at the same layout.",
+        default=None,
+        aliases=("--export-kd-teacher-load",),
+    )
+    teacher_step: int | None = flag("Iteration of --teacher-load; the newest unless given.", default=None, at_least=0)
+    distill_share: float = flag(
+        "Share of the divergence from the teacher in the loss; the cross entropy of the labels has the rest.",
+        default=1.0,
+        at_least=0,
+        at_most=1,
+    )
+    distill_temperature: float = flag(
+        "Divide the logits of both models by this temperature in the divergence, KL(teacher || student).",
+        default=1.0,
+        above=0,
+    )
+    distill_scale: float | None = flag(
+        "Factor of the divergence; the square of --distill-temperature unless given, which keeps gradients as large "
+        "at any temperature.",
+        default=None,
+        above=0,
+    )
+
+    distill_cfg: str | None = flag(
+        "YAML file with settings of Megatron-LM's distillation (logit_layers, skip_lm_loss, logit_kl_temperature ...), "
+        "in place of these flags.",
+        default=None,
+        aliases=("--export-kd-cfg",),
+    )
+
+    @override
+    def resolved(self, model: ModelConfig, stacks: Sequence[int]) -> Self:
+        """The settings with those of ``--distill-cfg``, which they then don't name any more.
+
+        Raises ConfigError for what has no counterpart here.
+        """
+        if self.distill_cfg is None:
+            return self
+        return dataclasses.replace(self, distill_cfg=None, **modelopt_settings(self.distill_cfg))
+
+    @property
+    @override
+    def is_chosen(self) -> bool:
+        """Whether there is a teacher."""
+        return self.teacher_load is not None
+
+    @property
+    def teacher(self) -> tuple[str, int | None]:
+        """Place of the teacher's checkpoint, and its iteration if one is chosen."""
+        return self.teacher_load or "", self.teacher_step
+
+    @property
+    def share(self) -> float:
+        """The divergence's share of the loss."""
+        return self.distill_share
+
+    @property
+    def temperature(self) -> float:
+        """The number by which logits are divided in the divergence."""
+        return self.distill_temperature
+
+    @property
+    def scale(self) -> float:
+        """The factor of the divergence before its share."""
+        return self.distill_temperature**2 if self.distill_scale is None else self.distill_scale
+
+    @override
+    def described(self, run: Any) -> Sequence[str]:
+        """The teacher and the weights of the losses, in the line about the model."""
+        if not self.is_chosen:
+            return ()
+        share = f"{self.distill_share:g} of the loss"
+        warmth = "" if self.distill_temperature == 1 else f" at temperature {self.distill_temperature:g}"
+        return (f"distilled from {self.teacher_load}, {share}{warmth}",)
+
+    @override
+    def rules(self) -> Sequence[Rule]:
+        """Settings have a teacher, and something to teach."""
+        return (*super().rules(), _settings_need_a_teacher)
+
+
+def _settings_need_a_teacher(run: Any) -> str | None:
+    given = changed_flags(run, DistillationConfig)
+    if run.part(DistillationConfig).is_chosen or not given:
+        return None
+    return f"{subject(given, 'has', 'have')} no effect without a teacher; name its checkpoint with --teacher-load"
+
+
+def modelopt_settings(path: str) -> dict[str, Any]:
+    """Fields for the settings of Megatron-LM's distillation in a YAML file: there the divergence alone is the loss, and
+    no factor makes up for a temperature. Raises ConfigError that names what has no counterpart here.
+    """
+    where = f"--distill-cfg {path}"
+    given = read_settings(path, flag="--distill-cfg")
+    for name, value in given.items():
+        if name not in _MODELOPT:
+            raise ConfigError(f"{where}: {name} is not known; known are {', '.join(_MODELOPT)}")
+        is_taken, advice = _MODELOPT[name]
+        if not is_taken(value):
+            raise ConfigError(f"{where}: {name} {value!r} {advice}")
+    temperature = float(given.get("logit_kl_temperature", 1.0))
+    return {"distill_share": 1.0, "distill_temperature": temperature, "distill_scale": 1.0}
+
+
+_MODELOPT: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "logit_layers": (
+        lambda value: value in (["output_layer", "output_layer"], ("output_layer", "output_layer")),
+        "names other modules than both models' output_layer, whose logits are compared here; leave it out",
+    ),
+    "intermediate_layer_pairs": (
+        lambda value: not value,
+        "asks for losses of hidden states, which are not available; leave it out",
+    ),
+    "skip_lm_loss": (
+        lambda value: value is True,
+        "adds a divergence that each microbatch scales to its own cross entropy, so gradients would depend on how a "
+        "batch is divided; write true, and choose a fixed share with --distill-share in place of this file",
+    ),
+    "kd_loss_scale": (
+        lambda value: value == 1,
+        "is a factor beside the cross entropy, which skip_lm_loss leaves out; write 1.0, or give --distill-share in "
+        "place of this file",
+    ),
+    "logit_kl_temperature": (
+        lambda value: isinstance(value, (int, float)) and not isinstance(value, bool) and value > 0,
+        "is no temperature; write a number above 0",
+    ),
+    "logit_kl_topk": (
+        lambda value: value is None,
+        "compares the likeliest ids alone, as if there were no others; leave it out",
+    ),
+}
+"""Names in ModelOpt's files: which values are taken, and what is said of others."""

@@ -1,0 +1,232 @@
+"""Distillation as an objective: a frozen teacher runs beside the student, and its distributions are in the loss."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+from typing_extensions import override
+
+from megatron.config.distillation import DistillationConfig
+from megatron.config.model import ModelConfig
+from megatron.config.pipeline import Stage
+from megatron.config.run import RunConfig
+from megatron.core.models.train_spec import TrainSpec
+from megatron.core.objectives.base import Objective
+from megatron.core.parallel.context import ParallelContext
+from megatron.core.parallel.costs import Costs, Workload
+from megatron.core.parallel.mesh import Mesh
+from megatron.core.parallel.model_context import ModelContext
+from megatron.core.parallel.sharding import ShardedState, sharded_parameters
+from megatron.core.pipeline_parallel.chunk import CONSTANT, LossSum, Microbatch, StageInputs, TensorSpec
+from megatron.core.tensor_parallel.distillation import Mix
+from megatron.core.tokenizers.base import Tokenizer
+from megatron.core.transformer.block import RecomputePlan
+from megatron.core.transformer.output_layer import VocabularyOutput, distillation_bytes
+
+LOSS = "logits distillation loss"
+"""Name of the divergence in reports, a mean over the tokens of the family's first loss."""
+
+_TEACHER = f"{CONSTANT}teacher "
+
+
+class TeacherSource(Protocol):
+    """Where a teacher's weights are."""
+
+    @property
+    def words(self) -> str:
+        """The teacher in words, for the log."""
+        ...
+
+    def check(self, run: RunConfig, tokenizer: Tokenizer) -> None:
+        """Raise MegatronError for a teacher that can't teach this run's model, or doesn't fit its layout."""
+        ...
+
+    def fill(self, state: Iterable[ShardedState], mesh: Mesh) -> None:
+        """Fill a rank's part of its weights. A collective."""
+        ...
+
+
+@dataclass(frozen=True)
+class Teacher:
+    """A model to learn from: its settings, whose depth and widths are its own, its ``family``, and its weights."""
+
+    model: ModelConfig
+    groups: tuple[object, ...]
+    family: TrainSpec
+    source: TeacherSource
+
+    def run(self, run: RunConfig) -> RunConfig:
+        """A run of the teacher in place of the student."""
+        model = dataclasses.replace(self.model, make_vocab_size_divisible_by=run.model.make_vocab_size_divisible_by)
+        return dataclasses.replace(run, model=model, extra=self.groups)
+
+    def stage(self, stage: Stage, layers: int) -> Stage:
+        """The teacher's part beside a ``stage`` of a student with so many ``layers``: the same share of its depth."""
+        own = self.model.num_layers
+        start, stop = (round(place * own / max(layers, 1)) for place in (stage.layers.start, stage.layers.stop))
+        return dataclasses.replace(stage, layers=range(0 if stage.is_first else start, own if stage.is_last else stop))
+
+
+@dataclass(frozen=True)
+class TaughtOutput:
+    """The outputs of both models on the last stage."""
+
+    student: VocabularyOutput
+    teacher: VocabularyOutput
+
+
+@dataclass(frozen=True)
+class _Part:
+    """The teacher's part beside one of the student's."""
+
+    module: nn.Module
+    stage: Stage
+
+
+class DistillationObjective(Objective):
+    """The divergence from a teacher that runs beside the student, and the family's own loss."""
+
+    def __init__(self, family: TrainSpec, settings: DistillationConfig, teacher: Teacher) -> None:
+        super().__init__(family)
+        self._settings, self._teacher = settings, teacher
+        self._beside = WeakKeyDictionary[nn.Module, _Part]()
+
+    @override
+    def loss_names(self, run: RunConfig) -> tuple[str, ...]:
+        """The family's, and the divergence."""
+        return (*super().loss_names(run), LOSS)
+
+    @override
+    def fields(self, run: RunConfig, stages: Sequence[Stage]) -> frozenset[str]:
+        """What either model needs."""
+        return super().fields(run, stages) | self._teacher.family.fields(self._teacher.run(run), stages)
+
+    @override
+    def stage_inputs(self, run: RunConfig, stage: Stage, context: ParallelContext) -> Mapping[str, TensorSpec]:
+        """The student's, and the teacher's, which have no gradient."""
+        teacher = self._teacher.run(run)
+        theirs = self._teacher.family.stage_inputs(teacher, self._teacher.stage(stage, run.num_layers), context)
+        return {**super().stage_inputs(run, stage, context), **{_TEACHER + name: spec for name, spec in theirs.items()}}
+
+    @override
+    def build_model(
+        self,
+        model: ModelConfig,
+        groups: Sequence[object],
+        context: ModelContext,
+        *,
+        stage: Stage | None = None,
+        recompute: RecomputePlan | None = None,
+        seed: int | None = None,
+    ) -> nn.Module:
+        """The student's part; beside it is the teacher's, without values, which is no part of the module: what trains,
+        divides or saves a model doesn't find it.
+        """
+        student = super().build_model(model, groups, context, stage=stage, recompute=recompute, seed=seed)
+        config = dataclasses.replace(
+            self._teacher.model, make_vocab_size_divisible_by=model.make_vocab_size_divisible_by
+        )
+        whole = Stage(range(model.num_layers), is_first=True, is_last=True)
+        place = self._teacher.stage(stage or whole, model.num_layers)
+        rank = dataclasses.replace(context, fills_weights_later=False)
+        beside = self._teacher.family.build_model(
+            config,
+            self._teacher.groups,
+            ModelContext.plain(rank),
+            stage=place,
+        )
+        self._beside[student] = _Part(beside.requires_grad_(requires_grad=False).eval(), place)
+        return student
+
+    @override
+    def beside(self, model: nn.Module) -> nn.Module | None:
+        """The teacher's part."""
+        return self._beside[model].module
+
+    @override
+    def check_beside(self, run: RunConfig, tokenizer: Tokenizer) -> Sequence[str]:
+        """The teacher, which must know the same vocabulary and fit the layout."""
+        self._teacher.source.check(run, tokenizer)
+        return (f"teacher: {self._teacher.source.words}",)
+
+    @override
+    def load_beside(self, models: Sequence[nn.Module], mesh: Mesh) -> str | None:
+        """Load the teacher."""
+        parts = filter(None, map(self.beside, models))
+        state = [
+            ShardedState(f"model.{sharding.tied or name}", parameter.detach(), sharding)
+            for part in parts
+            for name, parameter, sharding in sharded_parameters(part)
+        ]
+        self._teacher.source.fill(state, mesh)
+        return f"learning from {self._teacher.source.words}"
+
+    @override
+    def costs(self, model: nn.Module, workload: Workload) -> Costs:
+        """The student's costs, and the teacher's forward pass: nothing of it is kept for a backward pass."""
+        part = self._beside[model]
+        alone = dataclasses.replace(workload, visit=None, with_unit=lambda of, costs: costs)
+        ours, theirs = super().costs(model, workload), self._teacher.family.costs(part.module, alone)
+        forward = Costs(
+            flops=theirs.flops,
+            frozen_flops=2 * theirs.flops,  # neither product of a backward pass
+            working=theirs.kept // max(len(part.stage.layers), 1),
+            uncounted=theirs.uncounted,
+            exchanged=theirs.exchanged // 2,
+        )
+        found, of_loss = forward + ours, 0
+        if part.stage.is_last:
+            ranks = workload.context.mesh.size("tp")
+            rows = self._teacher.model.padded_vocab_size(ranks) // ranks
+            of_loss = distillation_bytes(rows, workload, tempered=self._settings.temperature != 1.0)
+        return dataclasses.replace(found, working=max(forward.working, ours.working + of_loss))
+
+    @override
+    def forward(self, model: nn.Module, stage_inputs: StageInputs, microbatch: Microbatch) -> Any:
+        """Both models through this stage, the teacher first: what it needs is free again when the student begins."""
+        beside = self._beside[model].module
+        own = {name: tensor for name, tensor in stage_inputs.items() if not name.startswith(_TEACHER)}
+        theirs = {name.removeprefix(_TEACHER): each for name, each in stage_inputs.items() if name.startswith(_TEACHER)}
+        quiet = dataclasses.replace(microbatch)  # its layers' losses are reported nowhere
+        with torch.no_grad():
+            taught = self._teacher.family.forward(beside, theirs, quiet)
+        learned = super().forward(model, own, microbatch)
+        if isinstance(learned, VocabularyOutput):
+            assert isinstance(taught, VocabularyOutput)
+            return TaughtOutput(learned, taught)
+        return {**learned, **{_TEACHER + name: tensor for name, tensor in taught.items()}}
+
+    @override
+    def loss(self, output: Any, microbatch: Microbatch) -> LossSum:
+        """(1 - share) · cross entropy + share · scale · divergence, and the family's other losses as they are."""
+        assert isinstance(output, TaughtOutput)
+        tensors, settings = microbatch.tensors, self._settings
+        share = settings.share
+        sums = output.student.distilled(
+            tensors["labels"],
+            tensors["loss_mask"],
+            output.teacher.head(),
+            mix=Mix(cross_entropy=1.0 - share, divergence=share * settings.scale, temperature=settings.temperature),
+            backward_scale=microbatch.backward_scale,
+        )
+        found = super().loss(dataclasses.replace(output.student, given_loss=sums.total), microbatch)
+        main, count = next(iter(found.parts)), found.count.detach()
+        return dataclasses.replace(
+            found, parts={**found.parts, main: _pair(sums.cross_entropy, count), LOSS: _pair(sums.divergence, count)}
+        )
+
+    @override
+    def counts(self, microbatch: Microbatch, context: ParallelContext) -> Mapping[str, Tensor]:
+        """The family's; the divergence is of the tokens of its first loss."""
+        found = super().counts(microbatch, context)
+        return {**found, LOSS: next(iter(found.values()))} if found else found
+
+
+def _pair(total: Tensor, count: Tensor) -> Tensor:
+    return torch.stack((total, count.to(total.dtype)))

@@ -1,0 +1,32 @@
+"""Faults in distillation."""
+
+from __future__ import annotations
+
+from tests.faults.fault import Fault
+
+FAULTS = (
+    Fault(
+        "teacher_sees_a_part_of_the_vocabulary",
+        "megatron/core/tensor_parallel/distillation.py",
+        old='    log_z = highest + all_reduce((log_sum - highest).exp(), mesh, "tp").log()\n',
+        new="    log_z = log_sum\n",
+        suffers="With tensor parallelism each rank learns the teacher's distribution over its own ids.",
+        first=("parallel/test_distillation_loss.py",),
+    ),
+    Fault(
+        "rest_of_a_stored_top_has_the_top_in_it",
+        "megatron/core/tensor_parallel/distillation.py",
+        old="    local.scatter_add_(1, columns, -taken)\n",
+        new="    local.add_(0.0)\n",
+        suffers="The bucket of all other ids holds the likeliest ones, too.",
+        first=("unit/tensor_parallel/test_distillation.py",),
+    ),
+    Fault(
+        "teacher_learns_at_temperature_one",
+        "megatron/core/tensor_parallel/distillation.py",
+        old="    of_teacher = _spread_(_tempered(teacher, mix.temperature, vocabulary), mesh)\n",
+        new="    of_teacher = _spread_(_tempered(teacher, 1.0, vocabulary), mesh)\n",
+        suffers="With a temperature the student's softened distribution is compared with the teacher's sharp one.",
+        first=("unit/tensor_parallel/test_distillation.py",),
+    ),
+)

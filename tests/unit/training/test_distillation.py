@@ -1,0 +1,153 @@
+"""Runs with a teacher: what they learn, save and resume, and teachers that can't teach."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron.config.distillation import DistillationConfig
+from megatron.core.checkpointing.find import find_checkpoint
+from megatron.core.checkpointing.stored_tensors import StoredTensors
+from megatron.core.conversion.huggingface.writing import write_huggingface
+from megatron.core.objectives.distillation import LOSS
+from megatron.core.parallel.context import ParallelContext
+from megatron.errors import CheckpointError, ConfigError
+from megatron.planning.estimate import memory_estimate
+from megatron.training.checkpoints.loading import load
+from megatron.training.checkpoints.saving import Saver
+from megatron.training.reporting.metrics import StepRecord
+from megatron.training.run.run import Run
+from megatron.training.step import train_step
+from tests.harness.runs import TINY_RUN, tiny_config, tiny_run
+from tests.harness.sentences import expect_error
+from tests.harness.teachers import random_model, write_teacher
+
+LLAMA = "--swiglu --untie-embeddings-and-output-weights --position-embedding-type rope --normalization RMSNorm"
+PLAIN = "--mock-data --tokenizer-type NullTokenizer --hidden-dropout 0 --attention-dropout 0"
+
+
+def teacher_at(place: Path, flags: str = "--num-layers 3 --hidden-size 24") -> Path:
+    """A teacher with the tiny run's vocabulary."""
+    return write_teacher(place, f"{TINY_RUN} {PLAIN} {LLAMA} --disable-bias-linear {flags}")
+
+
+def ready(flags: str) -> Run:
+    """A run that has loaded what it starts from."""
+    run = tiny_run(ParallelContext.single(), f"{PLAIN} {LLAMA} --disable-bias-linear {flags}")
+    load(run)
+    return run
+
+
+def steps(run: Run, count: int) -> list[StepRecord]:
+    """Records of the run's next steps."""
+    batches = run.data.training_batches(run.progress.consumed_samples)
+    return [train_step(run, next(batches)) for _ in range(count)]
+
+
+def test_a_student_equal_to_its_teacher_stays_as_it_is(tmp_path: Path) -> None:
+    """A divergence of its own from itself would move a model that has nothing to learn. The cross entropy is reported
+    all the same, and after a step of its own the student has something to learn.
+    """
+    place = teacher_at(tmp_path / "teacher", "")
+    run = ready(f"--teacher-load {place} --pretrained-checkpoint {place} --weight-decay 0")
+    before = {name: each.clone() for name, each in run.models[0].named_parameters()}
+    (record,) = steps(run, 1)
+    assert record.losses[LOSS] == 0.0 and record.grad_norm == 0.0 and record.losses["lm loss"] > 1
+    assert all(torch.equal(each, before[name]) for name, each in run.models[0].named_parameters())
+    moved = ready(f"--teacher-load {place} --pretrained-checkpoint {place} --distill-share 0.5")
+    assert [record.losses[LOSS] > 0 for record in steps(moved, 2)] == [False, True]
+
+
+def test_a_run_that_is_resumed_learns_the_same(tmp_path: Path) -> None:
+    """Bit for bit; and its checkpoints are the student's alone, which a run without a teacher goes on from."""
+    place, save = teacher_at(tmp_path / "teacher"), tmp_path / "saved"
+    flags = f"--teacher-load {place} --distill-share 0.7 --distill-temperature 2 --seed 3"
+    whole, first = ready(flags), ready(f"{flags} --save {save}")
+    expected = steps(whole, 3)
+    steps(first, 2)
+    Saver(first).save()
+    stored = StoredTensors(find_checkpoint(save).path)
+    assert {name.removeprefix("model.") for name in stored.entries if name.startswith("model.")} == set(
+        dict(whole.models[0].named_parameters())
+    )
+    resumed = ready(f"{flags} --load {save}")
+    assert steps(resumed, 1)[0].losses == expected[2].losses
+    weights = dict(whole.models[0].named_parameters())
+    assert all(torch.equal(each, weights[name]) for name, each in resumed.models[0].named_parameters())
+    assert "lm loss" in steps(ready(f"--load {save} --seed 3"), 1)[0].losses
+
+
+def test_a_teacher_in_hugging_faces_format_teaches_the_same(tmp_path: Path) -> None:
+    """The same weights from a folder of another program."""
+    flags = f"{PLAIN} {LLAMA} --disable-bias-linear --num-layers 3 --make-vocab-size-divisible-by 1"
+    native = teacher_at(tmp_path / "native", "--num-layers 3 --make-vocab-size-divisible-by 1")
+    write_huggingface(random_model(tiny_config(flags)), tmp_path / "published", max_shard_size=10**9)
+    found = [steps(ready(f"--teacher-load {each}"), 1)[0] for each in (native, tmp_path / "published")]
+    assert found[0].losses == pytest.approx(found[1].losses, rel=1e-6)
+
+
+def test_memory_of_a_teacher_is_estimated(tmp_path: Path) -> None:
+    """Its weights without gradients or optimizer state, however it is saved."""
+    place = teacher_at(tmp_path / "teacher")
+    run = ready(f"--teacher-load {place}")
+    estimate = memory_estimate(run.config, run.train_spec)
+    alone = memory_estimate(run.config, run.train_spec.family)  # type: ignore[attr-defined]
+    teacher = run.train_spec.beside(run.models[0])
+    assert teacher is not None and not any(each.requires_grad for each in teacher.parameters())
+    assert estimate.weights - alone.weights == 4 * sum(each.numel() for each in teacher.parameters())
+    assert (estimate.gradients, estimate.moments, estimate.kept) == (alone.gradients, alone.moments, alone.kept)
+
+
+def test_teachers_that_cannot_teach(tmp_path: Path) -> None:
+    """One sentence before any work: no teacher, one of other words, or of a shape that the layout can't divide."""
+    place = teacher_at(tmp_path / "teacher")
+    other = teacher_at(tmp_path / "other", "--vocab-size 60")
+    for flags, facts in {
+        f"--teacher-load {tmp_path / 'none'}": ("--teacher-load", "none"),
+        f"--teacher-load {other}": ("other", "61", "51"),
+        f"--teacher-load {place} --teacher-step 7": ("--teacher-load", "7"),
+    }.items():
+        with expect_error(CheckpointError, *facts):
+            ready(flags)
+    heads = teacher_at(tmp_path / "heads", "--num-attention-heads 3 --hidden-size 24")
+    alone = ready(f"--teacher-load {heads}")
+    divided = tiny_config(f"{PLAIN} {LLAMA} --tensor-model-parallel-size 2", ranks=2)
+    with expect_error(ConfigError, "heads", "3", "--tensor-model-parallel-size 2"):
+        alone.train_spec.check_beside(divided.with_vocab_size(51), alone.tokenizer)
+
+
+@pytest.mark.parametrize(
+    ("flags", "facts"),
+    [
+        ("--distill-share 0.5", ("--distill-share 0.5", "--teacher-load")),
+        ("--teacher-load t --distill-share 1.5", ("--distill-share", "1.5")),
+        ("--teacher-load t --distill-temperature 0", ("--distill-temperature", "0.0")),
+    ],
+)
+def test_settings_that_cannot_be(flags: str, facts: tuple[str, ...]) -> None:
+    """A share above 1 would train away from the labels."""
+    with expect_error(ConfigError, *facts):
+        tiny_config(f"{PLAIN} {flags}")
+
+
+def test_settings_of_megatron_lm(tmp_path: Path) -> None:
+    """Its names are taken where they mean something here, and refused by name where they don't."""
+    path = tmp_path / "kd.yaml"
+    path.write_text("logit_layers: [output_layer, output_layer]\nskip_lm_loss: true\nlogit_kl_temperature: 2.0\n")
+    run = tiny_config(f"{PLAIN} --export-kd-teacher-load t --export-kd-cfg {path}")
+    found = run.part(DistillationConfig)
+    assert (found.teacher_load, found.distill_share, found.distill_temperature, found.scale) == ("t", 1.0, 2.0, 1.0)
+    for line, facts in {
+        "skip_lm_loss: false": ("skip_lm_loss", "--distill-share"),
+        "kd_loss_scale: 0.5": ("kd_loss_scale", "0.5"),
+        "intermediate_layer_pairs: [[a, b, cosine]]": ("intermediate_layer_pairs",),
+        "logit_kl_topk: 100": ("logit_kl_topk", "100"),
+        "logit_layers: [a, b]": ("logit_layers",),
+        "logit_kl_temperature: warm": ("logit_kl_temperature", "warm"),
+        "temperature: 2": ("temperature", "logit_kl_temperature"),
+    }.items():
+        path.write_text(line)
+        with expect_error(ConfigError, *facts):
+            tiny_config(f"{PLAIN} --export-kd-teacher-load t --export-kd-cfg {path}")
