@@ -211,7 +211,7 @@ def worlds() -> list[list[str]]:
 
 def measured(layouts: Sequence[str]) -> dict[str, list[Counter[str]]]:
     """What every rank sends in a step, for layouts of the same sizes."""
-    by_rank = run_ranks(count_steps, layouts, timeout=300.0, **LAYOUTS[layouts[0]][0])
+    by_rank = run_ranks(count_steps, layouts, timeout=300.0, reuse=False, **LAYOUTS[layouts[0]][0])
     return {layout: list(counted) for layout, counted in zip(layouts, zip(*by_rank))}
 
 

@@ -91,9 +91,9 @@ def main() -> None:
     sizes = (options.hidden, options.layers, 2)
     found = defaultdict[str, list[float]](list)
     for _ in range(options.rounds):
-        found["torch"] += run_ranks(time_torch, *sizes, timeout=300.0)[0]
-        found["one rank"] += run_ranks(time_ours, *sizes, timeout=300.0)[0]
-        ranks = run_ranks(time_ours, *sizes, dp=RANKS, timeout=300.0)
+        found["torch"] += run_ranks(time_torch, *sizes, timeout=300.0, reuse=False)[0]
+        found["one rank"] += run_ranks(time_ours, *sizes, timeout=300.0, reuse=False)[0]
+        ranks = run_ranks(time_ours, *sizes, dp=RANKS, timeout=300.0, reuse=False)
         found[f"busiest of {RANKS} ranks"] += [max(each) for each in zip(*ranks)]
     print("| | ms of the processor | over torch's |\n|---|--:|--:|")
     middle = {name: statistics.median(each) for name, each in found.items()}

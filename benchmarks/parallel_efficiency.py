@@ -146,7 +146,7 @@ def main() -> None:
     for _ in range(options.rounds):
         for name in names:
             sizes, flags = CONTENDERS[name]
-            found[name] += run_ranks(time_steps, flags, options.steps, timeout=300.0, **sizes)
+            found[name] += run_ranks(time_steps, flags, options.steps, timeout=300.0, reuse=False, **sizes)
     alone, ratios = 0.0, {}
     print("| | ms a step | efficiency | waits | ms waited | MiB sent by a rank | gloo's time for them alone, ms |")
     print("|---|--:|--:|--:|--:|--:|--:|")

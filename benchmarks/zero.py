@@ -134,7 +134,7 @@ def main() -> None:
     found: dict[str, list[Measured]] = defaultdict(list)
     for _ in range(options.rounds):
         for name, flags in (*CASES.items(), (FSDP2, None)):
-            found[name] += run_ranks(measure, options.model, flags, options.steps, timeout=300.0, dp=2)
+            found[name] += run_ranks(measure, options.model, flags, options.steps, timeout=300.0, reuse=False, dp=2)
     seconds = {name: statistics.median(one for rank in ranks for one in rank.seconds) for name, ranks in found.items()}
     peaks = {name: statistics.median(rank.peak for rank in ranks) for name, ranks in found.items()}
     print("| | ms a step | over ZeRO 1 | peak, MB | over FSDP2 |")

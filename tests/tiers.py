@@ -28,20 +28,21 @@ def pairs(
     rich: Collection[Any],
     more: Mapping[Any, Collection[Any]] | None = None,
     slow: Collection[Any] = (),
+    light: Collection[Any] = (),
 ) -> list[Any]:
     """Every pair of variant and layout, for ``parametrize``; a covering array of them is in the default tier.
 
     In it is each variant at one layout of ``rich``, which the variants take in turn, each other layout with one
     variant, in turn too, and the pairs of ``more``. The other pairs are slow, and so is whatever is in ``slow``, since
-    other tests have it.
+    other tests have it. ``light``: variants that take the other layouts, where some cost much more than others.
     """
     variants, layouts, more = tuple(variants), tuple(layouts), more or {}
-    assert {*rich} <= {*layouts} and {*more} <= {*variants} and {*slow} <= {*variants, *layouts}
+    assert {*rich} <= {*layouts} and {*more, *light} <= {*variants} and {*slow} <= {*variants, *layouts}
     first = {(variant, layout) for variant in more for layout in more[variant]}
     tried = [variant for variant in variants if variant not in slow]
     first |= set(zip(tried, itertools.cycle(rich)))
     left = [each for each in layouts if each not in slow and each not in {layout for _, layout in first}]
-    first |= set(zip(itertools.cycle(tried), left))
+    first |= set(zip(itertools.cycle([each for each in tried if each in (light or tried)]), left))
     return [
         pytest.param(variant, layout, marks=[] if (variant, layout) in first else pytest.mark.slow)
         for variant in variants

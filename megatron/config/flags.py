@@ -13,7 +13,7 @@ import typing
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
 
 from typing_extensions import override
 
@@ -345,11 +345,13 @@ class Settings:
     """
 
     __signature__ = _Signature()
+    _names: ClassVar[tuple[str, ...]]
 
     @override
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
         dataclass(init=False, eq=False, repr=False, kw_only=True)(cls)
+        cls._names = tuple(each.name for each in dataclasses.fields(cls))  # type: ignore[arg-type]
         flags_of(cls)
 
     def __init__(self, **given: Any) -> None:
@@ -375,20 +377,21 @@ class Settings:
 
     @override
     def __eq__(self, other: object) -> bool:
-        return type(other) is type(self) and _values(self) == _values(other)
+        return self is other or (type(other) is type(self) and _values(self) == _values(other))
 
     @override
     def __hash__(self) -> int:
-        return hash(tuple(_values(self).values()))
+        return hash(_values(self))
 
     @override
     def __repr__(self) -> str:
-        values = ", ".join(f"{name}={value!r}" for name, value in _values(self).items())
+        values = ", ".join(f"{name}={value!r}" for name, value in zip(self._names, _values(self)))
         return f"{type(self).__qualname__}({values})"
 
 
-def _values(group: Any) -> dict[str, Any]:
-    return {each.name: getattr(group, each.name) for each in dataclasses.fields(group)}
+def _values(group: Settings) -> tuple[Any, ...]:
+    """Values of a group, in the order of its fields; each look-up of what is computed for settings compares them."""
+    return tuple(map(vars(group).__getitem__, group._names))
 
 
 def group_name(group: type) -> str:

@@ -53,9 +53,14 @@ SHARED_HEADS: dict[str, str] = {
     pairs(
         ["gpt2 tied", "llama tied, qk norm, documents", "bert"],
         SLICED_STAGES,
-        rich=("pp2 cp2 heads", "pp2 cp2 tp2 gather, recompute selective", "pp2 vpp2 cp2, another way in each layer"),
+        rich=("pp2 cp2 heads", "pp2 zb-h1 cp2, recompute full", "pp2 vpp2 cp2, another way in each layer"),
         # Rings between heads, and replicas outside stages, are in the default tier without the other.
-        slow=("pp2 cp4 heads and rings", "cp2 dp2 outside pp2", "pp2 zb-v cp2 dp2 zero overlapped"),
+        slow=(
+            "pp2 cp4 heads and rings",
+            "cp2 dp2 outside pp2",
+            "pp2 zb-v cp2 dp2 zero overlapped",
+            "pp2 cp2 tp2 gather, recompute selective",
+        ),
     ),
 )
 def test_stages_of_slices_compute_the_model_of_one_rank(variant: str, layout: str) -> None:

@@ -199,8 +199,16 @@ LAYOUTS: dict[str, str] = {
     ),
     "cp2 tp2 sp dp2 zero recompute": f"--world-size 8 {TP2} {SP} {CP2} {ZERO_OVERLAPPED} --ddp-bucket-size 3000 {FULL}",
 }
-RICH = ("cp2 tp2 sp", "tp2 sp dp2 zero recompute", "cp2 tp2 heads")
+RICH = (
+    "cp2 tp2 sp",
+    "tp2 sp dp2 zero recompute",
+    "cp2 tp2 heads",
+    "tp2 sp dp2 zero, accumulation fused",
+    "cp2 dp2 zero overlapped, small buckets",
+    "tp2 sp offloaded",
+)
 """Every variant is checked at one of them in the default tier."""
+LIGHT = ("gpt2 tied", "gpt2 untied", "llama", "bert", "squared relu, no positions, qkv bias")
 FEW_GROUPS_LAYOUTS: dict[str, str] = {
     "tp2": f"--world-size 2 {TP2} --micro-batch-size 4",
     "tp4": f"--world-size 4 {TP4} --micro-batch-size 4",
@@ -279,7 +287,19 @@ def check(outcomes: list[Observed], expected: list[Observed]) -> None:
             "llama": ("tp4", "cp2 tp2 sp dp2 zero recompute"),
             "alibi, windows, off by one": ("cp4 heads and rings",),
         },
-        slow=("tp2", "dp2", "tp2 dp2", "cp2 tp2", "tp2 sp recompute full", "cp2 recompute full"),  # others contain them
+        # Others contain them.
+        slow=(
+            "tp2",
+            "tp2 sp",
+            "dp2",
+            "dp2 zero",
+            "tp2 dp2",
+            "cp2",
+            "cp2 tp2",
+            "tp2 sp recompute full",
+            "cp2 recompute full",
+        ),
+        light=LIGHT,
     ),
 )
 def test_layout_computes_the_model_of_one_rank(variant: str, layout: str) -> None:

@@ -72,7 +72,7 @@ HERE = {
         rich=RICH,
         more=MORE,
         # GPT's experts are there, and the others of these layouts show that both stacks are told apart.
-        slow=("tp2 sp cp2 dp2 ep4 etp1 zero", "ep4", "pp2 ep2 zb-h1", "dp2 ep2, offloaded"),
+        slow=("tp2 sp cp2 dp2 ep4 etp1 zero", "ep4", "pp2 ep2 zb-h1", "dp2 ep2, offloaded", "t5, counted padding"),
     ),
 )
 def test_layout_computes_the_model_of_one_rank(variant: str, layout: str) -> None:

@@ -23,7 +23,7 @@ from tests.harness.runs import tiny_run
 from tests.tiers import pairs
 
 TOLERANCE = 1e-9
-IN_TURN = "experts in turn"
+FULLEST, IN_TURN = "capacity, bias, groups, shared experts, future tokens", "experts in turn"
 """A token's turn is that on its rank, so layouts differ."""
 FULL, PADDED = "--seq-length 40", "--seq-length 44"
 FLAGS = (
@@ -35,7 +35,7 @@ LOSSES = "--moe-router-load-balancing-type aux_loss seq_aux_loss --moe-aux-loss-
 VARIANTS = {
     "losses": LOSSES,
     "a loss over all replicas": "--moe-router-load-balancing-type global_aux_loss --moe-aux-loss-coeff 0.3",
-    "capacity, bias, groups, shared experts, future tokens": (
+    FULLEST: (
         "--moe-expert-capacity-factor 1.0 --moe-router-enable-expert-bias --moe-router-bias-update-rate 0.1 "
         "--moe-router-score-function sigmoid --moe-router-topk 4 --moe-router-num-groups 4 --moe-router-group-topk 2 "
         f"--moe-shared-expert-intermediate-size 16 --mtp-num-layers 2 {LOSSES}"
@@ -144,7 +144,8 @@ def test_each_row_of_text_counts_once(data: str) -> None:
         [each for each in VARIANTS if each != IN_TURN],
         LAYOUTS,
         rich=RICH,
-        slow=[each for each in LAYOUTS if each not in RICH],  # test_experts.py has them
+        # test_experts.py has them.
+        slow=[*(each for each in LAYOUTS if each not in RICH), "sinkhorn", FULLEST],
     ),
 )
 def test_padding_changes_nothing_at_any_layout(variant: str, layout: str, data: str) -> None:

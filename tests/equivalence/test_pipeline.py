@@ -117,7 +117,9 @@ def reference(variant: str, *, layers: int) -> list[Observed]:
     pairs(
         ["gpt2 tied", "gpt2 untied", "llama", "llama tied, qk norm, documents", LATENT, *LATER, *BERT],
         STAGES,
-        rich=("pp2 zb-v", "pp4", "pp2 vpp2"),
+        rich=("pp2 zb-v", "pp4", "pp2 vpp2", "pp2 zb-h1", "pp3, fully masked microbatch"),
+        more={"gpt2 tied": ("pp2 gpipe",)},
+        light=["gpt2 tied", "gpt2 untied", "llama"],
     ),
 )
 def test_stages_compute_the_model_of_one_rank(variant: str, layout: str) -> None:
@@ -130,7 +132,11 @@ def test_stages_compute_the_model_of_one_rank(variant: str, layout: str) -> None
     pairs(
         ["gpt2 tied", "llama", "bert"],
         COMBINED,
-        rich=("pp2 zb-v dp2 zero overlapped",),
+        rich=(
+            "pp2 zb-v dp2 zero overlapped",
+            "pp2 zb-h1 tp2 sp, recompute full",
+            "pp2 zb-v tp2, recompute selective",
+        ),
         # One other schedule offloads, and slices and outer replicas are in test_context.py and test_t5.py.
         slow=(
             "pp2 offloaded",
@@ -164,7 +170,7 @@ def test_everything_at_once(variant: str, layout: str) -> None:
 
 @pytest.mark.parametrize(
     ("variant", "layout"),
-    pairs(["gpt2 tied", "llama", "bert"], MANY_STAGES, rich=("pp2 vpp4", "pp4 zb-v")),
+    pairs(["gpt2 tied", "llama", "bert"], MANY_STAGES, rich=("pp2 vpp4", "pp4 zb-v", "pp4 vpp2, one sample at a time")),
 )
 def test_many_stages(variant: str, layout: str) -> None:
     """Chunks of one rank must not be taken for one another."""

@@ -75,10 +75,19 @@ def reference(variant: str) -> Observed:
     return train_alone(VARIANTS[variant])
 
 
-RICH = ("cp2 tp2 sp zero, recompute mamba", "cp4 states, tp2 sp", "tp4 sp")
+LONG = "two groups, documents, future tokens"
+RICH = ("cp2 tp2 sp zero, recompute mamba", "cp4 states, tp2 sp", "cp4")
+MORE = {
+    "four groups, attention, MLP, experts": ("cp2 states",),
+    "one group, documents": ("tp2",),
+    LONG: ("pp3",),  # of its stages one has the layers of later tokens alone
+}
 
 
-@pytest.mark.parametrize(("variant", "layout"), pairs(VARIANTS, LAYOUTS, rich=RICH))
+@pytest.mark.parametrize(
+    ("variant", "layout"),
+    pairs(VARIANTS, LAYOUTS, rich=RICH, more=MORE, light=[each for each in VARIANTS if each != LONG]),
+)
 def test_layout_takes_the_steps_of_one_rank(variant: str, layout: str) -> None:
     """Heads, groups, documents or states that a layout divides in another place train another model."""
     check(train_at(VARIANTS[variant], LAYOUTS[layout]), [reference(variant)])

@@ -75,7 +75,7 @@ def train_alone(row: str, layout: str = "", published: PortableModel | None = No
 
 def train_at(row: str, layout: str, published: PortableModel | None = None) -> list[Observed]:
     """The table's steps at a layout, by rank."""
-    return run_ranks(train, row, layout, published, **at(row, layout), reuse=True)
+    return run_ranks(train, row, layout, published, **at(row, layout))
 
 
 def at(row: str, layout: str) -> dict[str, Any]:

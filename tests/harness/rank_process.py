@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 from megatron.core.parallel.mesh import Mesh
 from megatron.core.parallel.model_context import ModelContext
-from megatron.core.parallel.rng import RngStreams
+from megatron.core.parallel.rng import RngStreams, seed_global_generators
 from tests.harness.poisoned import poisoned
 
 
@@ -81,6 +81,7 @@ def rank_main(job: Job, rank: int, connection: Connection) -> None:
 def _report(job: Job, mesh: Mesh) -> Report:
     try:
         warnings.simplefilter("error")
+        seed_global_generators(job.seed)
         context = _join(job, mesh)
         function, arguments = _load_call(job.call)
         with poisoned() if os.environ.get("POISON_COLLECTIVES") else nullcontext():

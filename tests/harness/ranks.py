@@ -89,15 +89,16 @@ def run_ranks(
     sequence_parallel: bool = False,
     seed: int = 1234,
     timeout: float = DEFAULT_TIMEOUT,
-    reuse: bool = False,
+    reuse: bool = True,
 ) -> list[Result]:
     """Results of ``function(context, *arguments)`` on each of the dc·tp·cp·dp·pp ranks, in rank order.
 
     ``function`` lives at the top level of a test module, since ranks import it by name; arguments and results travel
     pickled. Each rank gets a ``ParallelContext`` of the given ``dtype`` and a process group that is already there.
     Warnings are errors in ranks too. Environment variables set by the test don't reach the ranks: pass arguments.
-    ``reuse``: in the processes of an earlier such call on as many ranks. Their groups are new; whatever else the
-    earlier function left behind is still there. Forking and first uses of torch cost half of a short function's time.
+    ``reuse``: in the processes of an earlier such call on as many ranks, and for a later one. Groups and random numbers
+    are new; whatever else a function leaves behind is still there, and one that leaves a limit, a handler or a setting
+    of torch's runs in processes of its own. Forking and first uses of torch cost half of a short function's time.
 
     Raises RanksError when a rank fails, RanksTimeoutError after ``timeout`` seconds.
     """

@@ -165,23 +165,23 @@ def process(context: ParallelContext) -> tuple[int, float]:
     return os.getpid(), sum_over_tp(context).item()
 
 
-def test_processes_are_reused_only_where_both_calls_say_so() -> None:
+def test_processes_are_reused_unless_a_call_asks_for_its_own() -> None:
     """A call that reads module state would see another test's, and groups of other ranks must not be met again."""
-    first = run_ranks(process, tp=2, dp=2, reuse=True)
-    second = run_ranks(process, tp=4, reuse=True)
-    other = run_ranks(process, tp=2, reuse=True)
+    first = run_ranks(process, tp=2, dp=2)
+    second = run_ranks(process, tp=4)
+    other = run_ranks(process, tp=2)
     assert [number for number, _ in first] == [number for number, _ in second]
     assert [[total for _, total in each] for each in (first, second, other)] == [[1, 1, 5, 5], [6] * 4, [1, 1]]
-    alone = run_ranks(process, tp=2, dp=2)
+    alone = run_ranks(process, tp=2, dp=2, reuse=False)
     assert {number for number, _ in alone}.isdisjoint(number for number, _ in (*first, *other))
 
 
 def test_processes_are_not_reused_after_a_failure() -> None:
     """A peer of the rank that failed may still wait for it; the next test would hang."""
-    before = run_ranks(process, tp=2, reuse=True)
+    before = run_ranks(process, tp=2)
     with pytest.raises(RanksError, match="no luck"):
-        run_ranks(raise_on_rank, (0,), tp=2, reuse=True)
-    after = run_ranks(process, tp=2, reuse=True)
+        run_ranks(raise_on_rank, (0,), tp=2)
+    after = run_ranks(process, tp=2)
     assert {number for number, _ in before}.isdisjoint(number for number, _ in after)
 
 

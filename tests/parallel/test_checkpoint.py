@@ -93,7 +93,7 @@ def test_a_full_disk_on_one_rank_stops_all_with_one_sentence(tmp_path: Path) -> 
     """No rank hangs in a collective; the older checkpoint stays."""
     layout = Layout(tp=2)
     on_world(layout, save, tmp_path, layout, 1, False)
-    messages = on_world(layout, save_with_full_disk_on, tmp_path, 1)
+    messages = run_ranks(save_with_full_disk_on, tmp_path, 1, tp=2, reuse=False)  # a limit stays
     check_refusals(messages, "rank 1 (pp=0 dp=0 cp=0 tp=1)", "__1_0.distcp: File too large")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["iter_0000010", "latest_checkpointed_iteration.txt"]
 

@@ -60,7 +60,7 @@ def trained(folder: Path, flags: str, number: int, *, ranks: int = 1, dtype: tor
     """What each rank printed in ``number`` further steps of the run that is saved in ``folder``."""
     flags = f"{flags} --save {folder} --load {folder}"
     layout: dict[str, Any] = axes_of(tiny_config(f"{ALWAYS} {flags}", ranks=ranks))
-    return run_ranks(train, flags, number, **layout, dtype=dtype, reuse=True)
+    return run_ranks(train, flags, number, **layout, dtype=dtype)
 
 
 def kept(folder: Path) -> dict[str, Tensor]:
@@ -213,7 +213,6 @@ def streamed() -> tuple[list[list[dict[str, Tensor]]], list[int]]:
         9,
         dc=2,
         dtype=torch.float64,
-        reuse=True,
     )
     return [history for history, _ in found], found[0][1]
 
@@ -246,7 +245,7 @@ def test_outer_steps_send_what_their_format_says(dtype: str) -> None:
     """Compressed differences travelled in fp32, or every rank of a worker sent the whole model."""
     flags = f"--diloco-workers 2 --diloco-sync-interval 2 --diloco-dtype {dtype}"
     sharded = f"{flags} --use-distributed-optimizer"
-    (history, sent), *others = run_ranks(fake_training, sharded, 4, dc=2, dp=2, dtype=torch.float32, reuse=True)
+    (history, sent), *others = run_ranks(fake_training, sharded, 4, dc=2, dp=2, dtype=torch.float32)
     shard = sum(len(weights) for weights in history[0].values())
     padded = -(-shard // 512) * 512 if dtype in ("int8", "fp4") else shard
     assert len(sent) == 4, "two halves of two outer steps"

@@ -33,5 +33,5 @@ def of_two_layers(context: ModelContext, comm_type: Literal["a2a", "states"], gr
 def test_memory_is_what_torch_keeps(comm_type: Literal["a2a", "states"]) -> None:
     """The dry run would promise a long sequence that doesn't fit."""
     for groups, tp in ((2, 1), (1, 2)):
-        for kept, counted in run_ranks(of_two_layers, comm_type, groups, dtype=torch.float32, reuse=True, tp=tp, cp=2):
+        for kept, counted in run_ranks(of_two_layers, comm_type, groups, dtype=torch.float32, tp=tp, cp=2):
             assert counted == pytest.approx(kept, rel=0.02), (groups, tp)

@@ -103,7 +103,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {"dp2": {"dp": 2}, "tp2": {"tp": 2}, "pp2":
 def test_every_layout_writes_the_same_bytes(name: str, layout: str, tmp_path: Path) -> None:
     """Exports of one model would differ by where they were made."""
     alone = numbers(quantized(ParallelContext.single(), model_of(MODERN, MOE), RECIPES[name], tmp_path / "alone"))
-    found = run_ranks(of_ranks, RECIPES[name], tmp_path / "ranks", reuse=True, **LAYOUTS[layout])[0]
+    found = run_ranks(of_ranks, RECIPES[name], tmp_path / "ranks", **LAYOUTS[layout])[0]
     assert found.keys() == alone.keys()
     assert [each for each in alone if not torch.equal(found[each], alone[each])] == []
     assert any(each.endswith("k_scale") for each in alone) == ("keys" in name)

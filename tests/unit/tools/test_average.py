@@ -117,7 +117,7 @@ LAYOUTS = [
 def test_exports_gather_the_average(layout: str, tmp_path: Path) -> None:
     """Shards of the average were taken for the whole, or an export at this layout fell back to the last weights."""
     flags = f"--save {tmp_path / 'run'} --ema-decay 0.5 --save-hf {tmp_path / 'hf'} --save-hf-ema {layout}"
-    run_ranks(train_here, flags, **axes_of(tiny_config(f"--mock-data {flags}", ranks=4)), reuse=True)
+    run_ranks(train_here, flags, **axes_of(tiny_config(f"--mock-data {flags}", ranks=4)))
     kept = weights(tmp_path / "run")
     for name, tensor in read_huggingface(tmp_path / "hf").tensors.items():
         assert torch.equal(tensor.make(), kept[f"optimizer.ema.{name}"]), name
