@@ -19,6 +19,8 @@ DEFAULT_TESTS = pytest.StashKey[Counter[str]]()
 """How many tests of the default tier each module has, of those that this run collected as a whole."""
 STEPS_OF_THE_TABLE = "TEST_STEPS_OF_THE_TABLE"
 """Environment variable: how many steps rows of tests/equivalence take, in ranks too."""
+EVERY_EXAMPLE = "TEST_EVERY_EXAMPLE"
+"""Environment variable: that property tests take all of their examples."""
 TOGETHER = 20
 """Most tests of a module that stay neighbours in a random order: what a module shares is made once for them."""
 
@@ -50,7 +52,7 @@ def pytest_configure(config: pytest.Config) -> None:
     if config.option.without_default and config.option.all is None:
         raise pytest.UsageError("--without-default leaves no test without --all")
     if config.option.all is not None:
-        os.environ[STEPS_OF_THE_TABLE] = "3"
+        os.environ |= {STEPS_OF_THE_TABLE: "3", EVERY_EXAMPLE: "1"}
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import itertools
+import os
 from collections.abc import Collection, Iterable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
+
+from tests.selection import EVERY_EXAMPLE
+
+if TYPE_CHECKING:
+    from hypothesis import settings
 
 WHOLE_TIER_ALONE = {
     "tests/end_to_end/test_accelerate.py": "real launchers of ranks; tests/unit/library has models from transformers",
@@ -55,6 +61,15 @@ def tiers(cases: Iterable[Any], *, first: Collection[Any]) -> list[Any]:
     cases = tuple(cases)
     assert {*first} <= {*cases}
     return [pytest.param(case, marks=[] if case in first else pytest.mark.slow) for case in cases]
+
+
+def examples(count: int) -> settings:
+    """How many examples a property test takes, the same in each run; a fifth of them in the default tier."""
+    from hypothesis import settings  # here, since ranks import this module
+
+    return settings(
+        max_examples=count if os.environ.get(EVERY_EXAMPLE) else count // 5, deadline=None, derandomize=True
+    )
 
 
 def that_run(request: pytest.FixtureRequest, cases: Iterable[str]) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import re
 from pathlib import Path
@@ -79,7 +80,9 @@ def parsed(changes: str, without: str, ranks: int) -> RunConfig:
     return parse(given, without=without, ranks=ranks, extra_groups=groups)
 
 
+@functools.cache
 def refusal(changes: str, without: str, ranks: int) -> str:
+    """The sentence about such a run."""
     with pytest.raises(ConfigError) as caught:
         parsed(changes, without, ranks)
     assert caught.value.exit_code == 2

@@ -7,7 +7,7 @@ from collections import Counter
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.core.datasets.blend import interleave, normalized
@@ -28,6 +28,7 @@ from megatron.core.models.gpt.data import GPTDataset, SampleLayout
 from megatron.errors import CheckpointError
 from megatron.small_files import as_kind
 from tests.harness.sentences import expect_error
+from tests.tiers import examples
 from tests.unit.datasets.conftest import WriteDocuments
 
 
@@ -140,7 +141,7 @@ def test_a_single_source_becomes_one_of_two(blend: BlendedDataset) -> None:
         numbers[source.prefix] += 1
 
 
-@settings(max_examples=25, deadline=None)
+@examples(25)
 @given(
     weights=st.lists(st.lists(st.floats(0.01, 1), min_size=3, max_size=3), min_size=1, max_size=5),
     steps=st.lists(st.integers(0, 40), min_size=5, max_size=5),

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from megatron.config.data import DataConfig
@@ -28,6 +28,7 @@ from megatron.core.tokenizers.line_batches import LineBatch
 from megatron.core.tokenizers.records import Conversation, read_sample
 from megatron.core.tokenizers.text_files import read_record
 from megatron.errors import ConfigError, DataError
+from tests.tiers import examples
 
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
@@ -69,7 +70,7 @@ def opened(folder: Path, index: bytes) -> IndexedDataset | None:
     return found[0] if found else None
 
 
-@settings(max_examples=300, deadline=None)
+@examples(300)
 @given(data=st.data())
 def test_damaged_index(folder: Path, index: bytes, data: st.DataObject) -> None:
     """Bytes changed, cut or added: refused, or the same sequences.
@@ -105,14 +106,14 @@ def test_every_byte_of_an_index_and_every_length(folder: Path, index: bytes) -> 
     assert all(check_damaged(folder, index[:size]) for size in range(len(index)))
 
 
-@settings(max_examples=200, deadline=None)
+@examples(200)
 @given(content=st.binary(max_size=200))
 def test_any_bytes_as_an_index(folder: Path, index: bytes, content: bytes) -> None:
     assert opened(folder, content) is None
     assert opened(folder, index[:9] + content) is None
 
 
-@settings(max_examples=150, deadline=None)
+@examples(150)
 @given(content=JSON.map(json.dumps) | st.text(max_size=30))
 @example('{"tokenizer": null}')
 @example('{"tokenizer": {"type": 1}}')
@@ -142,7 +143,7 @@ def ids_by_hand(line: bytes) -> list[int] | None:
     return [*ids, 9] * bool(ids) if all(0 <= each <= 9 for each in ids) else None
 
 
-@settings(max_examples=300, deadline=None)
+@examples(300)
 @given(lines=LINES)
 def test_any_lines(lines: list[bytes]) -> None:
     """Each line is the document that it spells, or a bad line with its number; the others are untouched."""
@@ -167,7 +168,7 @@ RECORDS = st.recursive(
 )
 
 
-@settings(max_examples=400, deadline=None)
+@examples(400)
 @given(record=st.dictionaries(st.sampled_from(KEYS.split()), RECORDS, max_size=4) | JSON)
 def test_any_conversation(record: Any) -> None:
     """A conversation has something to learn, or is refused with a reason."""
@@ -182,7 +183,7 @@ def test_any_conversation(record: Any) -> None:
 WORDS = st.lists(st.sampled_from(["a", "b/c", "1", "0", "-1", "0.5", "nan", "inf", "1e999", "", "c=d"]), max_size=6)
 
 
-@settings(max_examples=300, deadline=None)
+@examples(300)
 @given(words=WORDS)
 def test_any_blend_words(words: list[str]) -> None:
     message = refusal(lambda: parse_blend(words))
@@ -195,7 +196,7 @@ def test_any_blend_words(words: list[str]) -> None:
         assert all(0 < weight < math.inf for weight in spec.weights)
 
 
-@settings(max_examples=150, deadline=None)
+@examples(150)
 @given(weights=st.lists(st.floats(1e-300, 1e300), min_size=1, max_size=6), size=st.integers(0, 3000))
 @example(weights=[1e308, 1e308], size=100)
 @example(weights=[5e-324, 5e-324], size=100)
@@ -209,7 +210,7 @@ def test_any_weights(weights: list[float], size: int) -> None:
     assert (np.abs(mixed.counts - shares * size) <= len(weights)).all()
 
 
-@settings(max_examples=300, deadline=None)
+@examples(300)
 @given(text=st.text(st.sampled_from("0123456789., /-ae"), max_size=12), count=st.integers(0, 1000))
 def test_any_split(text: str, count: int) -> None:
     """Every document belongs to one split, or the words are refused."""
@@ -221,7 +222,7 @@ def test_any_split(text: str, count: int) -> None:
     assert [number for each in ranges for number in each] == list(range(count))
 
 
-@settings(max_examples=150, deadline=None)
+@examples(150)
 @given(content=JSON.map(json.dumps) | st.text(max_size=30))
 def test_any_file_of_paths(folder: Path, content: str) -> None:
     path = folder / "paths.json"

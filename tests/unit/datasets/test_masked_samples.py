@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.config.data import DataConfig
@@ -21,6 +21,7 @@ from megatron.core.models.bert.data import build_bert_splits, shorten
 from megatron.core.models.t5.data import build_t5_splits
 from megatron.errors import ConfigError, DataError
 from tests.harness.sentences import expect_error
+from tests.tiers import examples
 from tests.unit.datasets.conftest import FakeTokenizer
 from tests.unit.datasets.test_masked_golden import RecordedTokenizer
 
@@ -33,7 +34,7 @@ def sentences_of(documents: list[list[int]]) -> Sentences:
     return Sentences(lengths, np.cumsum([0, *map(len, documents)]))
 
 
-@settings(max_examples=150, deadline=None)
+@examples(150)
 @given(documents=DOCUMENTS, least=st.integers(1, 2), short=st.sampled_from([0.0, 0.1, 1.0]))
 def test_every_sentence_once_an_epoch(documents: list[list[int]], least: int, short: float) -> None:
     """Spans follow each other without gap or overlap inside a document, and never reach into the next."""
@@ -53,7 +54,7 @@ def test_every_sentence_once_an_epoch(documents: list[list[int]], least: int, sh
         assert all(target == 20 for _, _, target in spans)
 
 
-@settings(max_examples=100, deadline=None)
+@examples(100)
 @given(documents=DOCUMENTS)
 def test_spans_are_as_long_as_they_must_be(documents: list[list[int]]) -> None:
     """A span ends with the sentence that reaches the target, except that no single sentence is left behind."""
@@ -230,7 +231,7 @@ def test_a_sample_that_fills_a_batch_counts_for_nothing(prefix: str) -> None:
     assert not t5(prefix)[None]["loss_mask"].any()
 
 
-@settings(max_examples=200, deadline=None)
+@examples(200)
 @given(first=st.integers(0, 30), second=st.integers(0, 30), target=st.integers(0, 40), seed=st.integers(0, 5))
 def test_shortening(first: int, second: int, target: int, seed: int) -> None:
     """As taking away one token at a time: from the longer one, of equal ones the second, front or back by a coin."""
@@ -243,7 +244,7 @@ def test_shortening(first: int, second: int, target: int, seed: int) -> None:
     assert [part.tolist() for part in found] == expected
 
 
-@settings(max_examples=200, deadline=None)
+@examples(200)
 @given(
     tokens=st.lists(st.integers(0, 76), min_size=0, max_size=60),
     probability=st.floats(0.01, 0.9),

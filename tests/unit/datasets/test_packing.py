@@ -6,12 +6,13 @@ from collections import Counter
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.core.datasets.index_cache import IndexCache
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 from megatron.core.datasets.packing import BestFitOrder, PackedDataset, PaddingFreeOrder, assign_bins
+from tests.tiers import examples
 from tests.unit.datasets.conftest import WriteDocuments
 
 SEQUENCE = 16
@@ -30,7 +31,7 @@ def best_fit_by_hand(sizes: list[int], capacity: int) -> list[int]:
     return sorted(rooms)
 
 
-@settings(max_examples=200, deadline=None)
+@examples(200)
 @given(sizes=st.lists(st.integers(1, 20), min_size=1, max_size=80))
 def test_the_plan_is_best_fit(sizes: list[int]) -> None:
     """Placing all pieces of a size at once gives the bins that placing them one by one does."""
@@ -110,7 +111,7 @@ def test_every_document_by_itself(write_documents: WriteDocuments, kind: type) -
         assert sample["text_length"] == sample["loss_mask"].sum()
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(lengths=LENGTHS)
 def test_any_documents(lengths: list[int]) -> None:
     """Empty documents, documents of one token, documents of exactly a sample: none is lost or read twice."""

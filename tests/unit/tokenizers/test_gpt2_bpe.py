@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import tiktoken
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.config.tokenizer import TokenizerConfig
@@ -16,6 +16,7 @@ from megatron.core.tokenizers.build import build_tokenizer
 from megatron.errors import ConfigError, DataError
 from tests.harness.data import shared_data
 from tests.harness.sentences import expect_error
+from tests.tiers import examples
 from tests.unit.tokenizers.conftest import TEXTS
 
 
@@ -51,7 +52,7 @@ def openai() -> tiktoken.Encoding:
     return tiktoken.Encoding("gpt2", pat_str=pattern, mergeable_ranks=ranks, special_tokens={"<|endoftext|>": 50256})
 
 
-@settings(max_examples=150, deadline=None)
+@examples(150)
 @given(text=st.text(max_size=60))
 def test_ids_are_gpt2s(gpt2: Tokenizer, openai: tiktoken.Encoding, text: str) -> None:
     """Any text becomes the ids an independent implementation of GPT-2's BPE gives, and comes back."""

@@ -43,7 +43,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Run, Path]:
     return run, folder / "iter_0000001"
 
 
-@pytest.mark.parametrize("each", [4, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("each", [13, pytest.param(1, marks=pytest.mark.slow)])
 def test_no_value_ends_in_a_traceback(each: int, saved: tuple[Run, Path], capsys: pytest.CaptureFixture[str]) -> None:
     """``"state": {}``, an optimizer without its step and a progress of null ended starts and tools in KeyErrors.
 
@@ -75,7 +75,7 @@ def test_no_value_ends_in_a_traceback(each: int, saved: tuple[Run, Path], capsys
             except Exception as error:
                 pytest.fail(f"{path} as {other!r}: {type(error).__name__}: {error}")
     (folder / "run.json").write_text(json.dumps(whole))
-    assert len(seen) > 30
+    assert len(seen) > 120 // each
     capsys.readouterr()
 
 
@@ -101,7 +101,7 @@ def test_an_empty_object(path: tuple[str, ...], missing: str | None, saved: tupl
         read_run_state(file.parent)
 
 
-@pytest.mark.parametrize("each", [7, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("each", [23, pytest.param(1, marks=pytest.mark.slow)])
 def test_settings(each: int, saved: tuple[Run, Path], capsys: pytest.CaptureFixture[str]) -> None:
     """Lists in place of sizes, nulls, and groups of another type ended in TypeErrors, or in words about flags alone.
 

@@ -58,7 +58,7 @@ def test_curves_on_cpu_do_not_pretend_to_be_an_allocators() -> None:
 
 def test_a_model_that_does_not_fit_is_refused_before_it_is_built() -> None:
     """--hidden-size 4000000 ended in the allocator's traceback."""
-    for changes in ("--hidden-size 4000000", "--num-layers 1000 --hidden-size 100000", "--seq-length 2000000000"):
+    for changes in ("--hidden-size 4000000", "--num-layers 100 --hidden-size 400000", "--seq-length 2000000000"):
         with expect_error(ConfigError, "GB"):
             check_memory(parse(changes), TRAIN_SPEC, ParallelContext.single())
     check_memory(parse(), TRAIN_SPEC, ParallelContext.single())
