@@ -21,6 +21,8 @@ STEPS_OF_THE_TABLE = "TEST_STEPS_OF_THE_TABLE"
 """Environment variable: how many steps rows of tests/equivalence take, in ranks too."""
 EVERY_EXAMPLE = "TEST_EVERY_EXAMPLE"
 """Environment variable: that property tests take all of their examples."""
+LAYOUT_SEED = "LAYOUT_SEED"
+"""Environment variable: a number that decides what is drawn at random; unless given, it is that of the random order."""
 TOGETHER = 20
 """Most tests of a module that stay neighbours in a random order: what a module shares is made once for them."""
 
@@ -49,6 +51,7 @@ def pytest_configure(config: pytest.Config) -> None:
         config.option.order = str(random.SystemRandom().randrange(10_000))
     elif order not in (None, REVERSED) and not order.isdecimal():
         raise pytest.UsageError(f"--order {order}: expected a number or {REVERSED!r}")
+    os.environ.setdefault(LAYOUT_SEED, (config.option.order or "0").replace(REVERSED, "0"))
     if config.option.without_default and config.option.all is None:
         raise pytest.UsageError("--without-default leaves no test without --all")
     if config.option.all is not None:

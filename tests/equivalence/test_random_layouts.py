@@ -1,6 +1,6 @@
 """Layouts drawn at random each run, so that what is compared with one rank isn't only what somebody thought of.
 
-A failure names its seed; ``LAYOUT_SEED=seed`` draws the same again.
+A failure names its seed, that of the order of the tests; ``LAYOUT_SEED=seed`` draws the same again.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from tests.equivalence.families import GLOBAL_BATCH, LENGTH
 from tests.equivalence.flags import EXPERTS, LLAMA_TIED, SMALL
 from tests.equivalence.test_equivalence import check
 from tests.equivalence.training import run_of, train_alone, train_at
+from tests.selection import LAYOUT_SEED
 from tests.tiers import tiers
 
 DRAWS, SOON, MOST_RANKS = 6, 1, 8
@@ -127,7 +128,7 @@ def heads_fit(heads: int, groups: int, ranks: int) -> bool:
 @pytest.mark.parametrize("number", tiers(range(DRAWS), first=range(SOON)))
 def test_a_random_layout_computes_the_model_of_one_rank(number: int) -> None:
     """Ways to divide work that are right alone, and in every pair, may be wrong together."""
-    seed = int(os.environ.get("LAYOUT_SEED") or random.SystemRandom().randrange(1 << 32))
+    seed = int(os.environ[LAYOUT_SEED])
     rng = random.Random(seed + number)
     row = draw_model(rng)
     layout = draw_layout(rng, row)
@@ -135,4 +136,4 @@ def test_a_random_layout_computes_the_model_of_one_rank(number: int) -> None:
     try:
         check(train_at(row, layout), [reference])
     except (AssertionError, ParallelError) as error:
-        raise AssertionError(f"LAYOUT_SEED={seed}, draw {number}: {row} at {layout}") from error
+        raise AssertionError(f"{LAYOUT_SEED}={seed}, draw {number}: {row} at {layout}") from error

@@ -1,6 +1,6 @@
 """Command lines drawn at random each run: what their flags build, from data to updated weights, against one rank.
 
-A failure names its seed; ``LAYOUT_SEED=seed`` draws the same again.
+A failure names its seed, that of the order of the tests; ``LAYOUT_SEED=seed`` draws the same again.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from megatron.training.run.run import build_run
 from tests.equivalence.test_equivalence import check
 from tests.harness import run_ranks
 from tests.harness.runs import axes_of, context_of
+from tests.selection import LAYOUT_SEED
 from tests.tiers import tiers
 
 DRAWS, SOON, STEPS, MOST_RANKS = 4, 1, 2, 8
@@ -123,14 +124,14 @@ def observed(context: ParallelContext, config: RunConfig) -> Observed:
 @pytest.mark.parametrize("number", tiers(range(DRAWS), first=range(SOON)))
 def test_drawn_layout_computes_the_model_of_one_rank(number: int) -> None:
     """Combinations that nobody thought of are where silent wrong gradients live."""
-    seed = int(os.environ.get("LAYOUT_SEED") or random.SystemRandom().randrange(1 << 32))
+    seed = int(os.environ[LAYOUT_SEED])
     line, config = draw(random.Random(seed + number))
     try:
         ranks = run_ranks(observed, config, **axes_of(config), dtype=torch.float64, timeout=120.0)
         alone = observed(ParallelContext.single(dtype=torch.float64), on_one_rank(config))
         check(ranks, [alone])
     except (AssertionError, ParallelError) as error:
-        raise AssertionError(f"LAYOUT_SEED={seed}, draw {number}: {line}") from error
+        raise AssertionError(f"{LAYOUT_SEED}={seed}, draw {number}: {line}") from error
 
 
 def test_draws_reach_every_way() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -70,23 +71,25 @@ def test_gradients_are_the_same_bits(name: str, plan: str) -> None:
 def test_a_group_comes_back_when_the_run_after_it_begins_its_backward_pass(monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither at once, which would hold all groups, nor when it is needed, which would wait for the copy."""
     said: list[str] = []
-    names: dict[int, str] = {}
+    numbers = itertools.count()
 
     class Said(activation_offload._Group):
+        name = ""
+
         @override
         def leave(self, stream: Any) -> None:
-            names[id(self)] = f"group {len(names)}"
+            self.name = f"group {next(numbers)}"
             super().leave(stream)
 
         @override
         def left(self) -> None:
             super().left()
-            said.append(f"{names[id(self)]} has left")
+            said.append(f"{self.name} has left")
 
         @override
         def return_(self) -> None:
             if not self._returns:
-                said.append(f"{names[id(self)]} returns")
+                said.append(f"{self.name} returns")
             super().return_()
 
     monkeypatch.setattr(activation_offload, "_Group", Said)
