@@ -32,8 +32,9 @@ _OF_ONE_RUN = {
     r"\bprocess \d+ on \S+, since \d{4}-\d\d-\d\d \d\d:\d\d:\d\d": "process * on *, since *",
     r"\b127\.0\.0\.1:\d{4,5}\b": "127.0.0.1:PORT",
     r"(?<=iter_\d{7}-)[0-9a-f]{8}\b": "*",
-    r"(?<=\.partial-)[0-9a-f]{8}\b": "*",
-    r"largest difference \S+ between logits of up to \S+,": "largest difference * between logits of up to *,",
+    r"(?<=\.(?:partial|removed)-)[0-9a-f]{8}\b": "*",
+    r"largest difference \S+ between logits of up to [^\s,]+": "largest difference * between logits of up to *",
+    r"largest difference of logits \S+, of logits up to [^\s,]+": "largest difference of logits *, of logits up to *",
     r"\bcpu has \d+\.\d+ GB\b": "cpu has * GB",
     r"differ by \S+, where rounding explains \S+;": "differ by *, where rounding explains *;",
 }

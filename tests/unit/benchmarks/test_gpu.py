@@ -24,7 +24,7 @@ from megatron.core.ops.attention.registry import BACKENDS
 from megatron.core.parallel.model_context import ModelContext
 from megatron.errors import ConfigError
 from megatron.rehearsal.accelerator import unavailable
-from tests.harness.sentences import expect_error
+from tests.harness.sentences import check_sentence, expect_error
 
 CPU = torch.device("cpu")
 TINY = SIZES["tiny"]
@@ -100,7 +100,8 @@ def test_sizes_are_what_they_are_called(name: str, billions: float) -> None:
 
 def test_settings_that_need_less_come_later() -> None:
     found = ways(SIZES["8B"], ranks=8, samples=8, precision=["--bf16"])
-    assert found[0].about == "microbatch 4, ZeRO 1" and "recomputing layers" in found[-1].about
+    assert found[0].about == "microbatch 4, ZeRO 1"
+    check_sentence(found[-1].about)
     fitting = next(way for way in found if way.estimated < 0.92 * 80e9)
     assert fitting.about == "microbatch 2, TP 2 with SP, ZeRO 1"
 
@@ -161,7 +162,7 @@ def test_wrong_losses_fail(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, here
     monkeypatch.setattr(gpu, "our_steps", steps)
     code, found = run(tmp_path, "--stages", "training", "--layouts", "fp32", "bf16", "fp32, CP 2")
     assert code == 1 and len(found["failures"]) == 1 and "bf16" in found["failures"][0]
-    assert "it needs 2 ranks" in found["training"]["fp32, CP 2"][0]["skipped"]
+    check_sentence(found["training"]["fp32, CP 2"][0]["skipped"], "2")
 
 
 def test_settings_without_enough_memory_are_left() -> None:

@@ -65,7 +65,7 @@ def test_a_repository_converts_by_its_name(
     (repository / "tokenizer_config.json").write_text("{}")
     tool.main(["--from", "hf", "--load", "org/model", "--to", "megatron", "--save", "ours"])
     said = capfd.readouterr()
-    assert f"org/model: revision {COMMIT}, in {tmp_path}/cache/models--org--model/snapshots/{COMMIT}" in said.out
+    check_line(said.out, "org/model", COMMIT, f"{tmp_path}/cache/models--org--model/snapshots/{COMMIT}")
     assert "No files matched" not in said.err
     expected = ["config.json", "generation_config.json", "model.safetensors", "tokenizer_config.json"]
     assert sorted(hub.asked) == expected
@@ -188,4 +188,4 @@ def test_the_librarys_variables(hub: Hub, model_folder: Folder, tmp_path: Path) 
     )
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "home/hub/models--org--model").is_dir()
-    assert "proof: largest difference" in done.stdout
+    check_line(done.stdout, "difference")

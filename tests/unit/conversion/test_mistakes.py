@@ -475,7 +475,7 @@ def test_megatron_lms_own_spelling(llama: Path, tmp_path: Path, capsys: pytest.C
     said = capsys.readouterr()
     check_line(said.err, "--saver-transformer-impl transformer_engine")
     assert all(word.partition("=")[0] in said.err for word in without_effect.split() if word.startswith("--"))
-    assert "proof: largest difference" in said.out
+    check_line(said.out, "difference")
     assert read_native(tmp_path / "ours").model.num_layers == 3
     tool.main(f"--loader mcore --saver hf --load-dir {tmp_path / 'ours'} --save-dir {tmp_path / 'back'}".split())
     assert (tmp_path / "back/model.safetensors").exists()

@@ -18,6 +18,7 @@ from megatron.core.datasets.index_cache import IndexCache, digest_of
 from megatron.core.datasets.packing import BestFitOrder
 from megatron.core.datasets.sample_order import EpochOrder, MegatronOrder
 from megatron.core.datasets.spans import MegatronSpanOrder, Sentences, SpanOrder, SpanRules
+from tests.harness.sentences import check_line
 
 LENGTHS = np.arange(1, 300, dtype=np.int32)
 
@@ -162,8 +163,8 @@ def test_a_damaged_cache_that_cannot_be_replaced_is_built_in_memory(
     (tmp_path / ".lock").unlink()
     (tmp_path / ".lock").mkdir()
     assert_right(get(tmp_path, Builder()))
-    assert f"{path} is damaged" in caplog.text
-    assert "keeping indices in memory" in caplog.text
+    check_line(caplog.text, path)
+    check_line(caplog.text, "keeping")
 
 
 def _build_in_process(folder: Path, start: Any, built: Any) -> None:

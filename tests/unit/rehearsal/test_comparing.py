@@ -37,9 +37,10 @@ def test_another_order_size_type_or_number_is_named() -> None:
     (said,) = disagreements({0: one, 1: one[::-1]})
     check_line(said, "operations 1", "4 x float32", "file.py:0")
     (said,) = disagreements({0: one, 1: rank(("all-reduce", BOTH, None, True), elements=5)})
-    assert "rank 1 for all-reduce of 5 x float32" in said
+    check_line(said, "rank 1", "5", "float32")
     (said,) = disagreements({0: one, 1: [dataclasses.replace(one[0], dtype=torch.bfloat16), one[1]]})
-    assert "rank 0 asks for all-reduce of 4 x float32" in said and "rank 1 for all-reduce of 4 x bfloat16" in said
+    check_line(said, "rank 0", "4", "float32")
+    check_line(said, "rank 1", "4", "bfloat16")
     (said,) = disagreements({0: one, 1: one[:1]})
     check_line(said, "rank 0", "4 x float32", "file.py:1", "ranks 0, 1")
 

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from megatron.rehearsal import recorder
 from megatron.rehearsal.recorder import Communicator, Operation, refusals
+from tests.harness.sentences import check_sentence
 
 RANKS = Communicator("four", (2, 3, 6, 7))
 
@@ -92,4 +93,5 @@ def test_what_is_under_way_is_neither_changed_nor_read() -> None:
     seen.see(torch.ops.aten.sum.default, [arriving], {}, None)
     changed, read = seen.refused
     assert "add_ at " in changed and changed.endswith("changes what it uses before it is waited for")
-    assert "sum at " in read and read.endswith("reads its result before it is waited for")
+    assert read.endswith("reads its result before it is waited for")
+    check_sentence(read)

@@ -13,7 +13,7 @@ import pytest
 from megatron.serving import bounded_process
 from megatron.serving.bounded_process import ProcessPool
 from megatron.serving.errors import ApiError
-from tests.harness.sentences import check_line
+from tests.harness.sentences import check_line, check_sentence
 from tests.harness.serving import Reply, Running, ask, served
 
 pytest.importorskip("llguidance", reason="the extra constrained is not installed")
@@ -50,7 +50,7 @@ def test_a_chain_of_references_ends_a_process_and_not_the_server(running: Runnin
     """2,000 references after each other overflowed the stack within the library: the HTTP server's process ended."""
     reply = constrained(running, json=CHAIN)
     assert (reply.status, reply.json["error"]["param"]) == (400, "structured_outputs"), reply.body
-    assert "ended its process: it needs too much memory or is nested too deeply" in reply.message
+    check_sentence(reply.message)
     assert ask(running.url, "/health").status == 200 and constrained(running, json={"type": "null"}).status == 200
 
 
@@ -112,7 +112,7 @@ def test_a_grammar_that_took_too_long_is_tried_again(running: Running, monkeypat
     pool, sound = running.server.grammars.pool, {"type": "boolean", "title": "late"}
     with monkeypatch.context() as patch:
         patch.setattr(pool, "seconds", 0.0)
-        assert "takes more than 0 s" in constrained(running, json=sound).message
+        check_sentence(constrained(running, json=sound).message, "0")
     assert constrained(running, json=sound).status == 200
 
 

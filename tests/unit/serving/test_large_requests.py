@@ -19,7 +19,7 @@ from megatron.serving.responses import encoded
 from megatron.serving.schema import checked
 from megatron.serving.work import LARGE_BYTES, Work
 from megatron.small_files import parse_json
-from tests.harness.sentences import expect_error
+from tests.harness.sentences import check_sentence, expect_error
 from tests.harness.serving import Running, ask, served, slow_table
 
 HELLO = {"prompt": "hello", "temperature": 0, "max_tokens": 4}
@@ -72,12 +72,14 @@ def test_a_text_that_cannot_fit_is_refused_before_tokens_are_made(monkeypatch: p
             ("/api", {"prompts": [text]}),
         ):
             reply = ask(running.url, path, body)
-            assert reply.status == 400 and "has 100,000 characters; at most 7,168 are read" in reply.message, reply.body
+            assert reply.status == 400
+            check_sentence(reply.message, "100,000", "7,168")
         assert max(longest, default=0) <= 7168
         cut = {"prompt": text, "truncate_prompt_tokens": 8, "max_tokens": 1}
         assert ask(running.url, "/v1/completions", cut).json["usage"]["prompt_tokens"] == 8
         too_long = ask(running.url, "/v1/completions", {**cut, "prompt": text * 11})
-        assert too_long.status == 400 and "at most 1,048,576 are read" in too_long.message
+        assert too_long.status == 400
+        check_sentence(too_long.message, "1,048,576")
 
 
 @pytest.mark.parametrize(
@@ -138,7 +140,8 @@ def test_more_large_requests_than_can_wait_are_refused(monkeypatch: pytest.Monke
     found = asyncio.run(run())
     threads.close()
     assert found[:3] == [True] * 3 and found[4] == "small"
-    assert isinstance(found[3], MegatronError) and "busy with 3 requests of more than 256 KiB" in str(found[3])
+    assert isinstance(found[3], MegatronError)
+    check_sentence(str(found[3]), "3", "256")
 
 
 def test_log_probabilities_of_prompts_are_bounded(running: Running) -> None:
@@ -146,5 +149,6 @@ def test_log_probabilities_of_prompts_are_bounded(running: Running) -> None:
     body = {"prompt": [5] * 500, "max_tokens": 1, "n": 128, "echo": True, "logprobs": 20}
     assert ask(running.url, "/v1/completions", {**body, "prompt": [5] * 500, "n": 1}).status == 200
     reply = ask(running.url, "/v1/completions", {**body, "prompt": [[5] * 500] * 2})
-    assert reply.status == 400 and "2,688,000 log-probabilities of prompts" in reply.message, reply.body[:200]
+    assert reply.status == 400
+    check_sentence(reply.message, "2,688,000")
     assert reply.json["error"]["param"] == "logprobs"

