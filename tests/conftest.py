@@ -1,4 +1,4 @@
-"""Rules for all tests: one thread a process, no stray environment, GPU tests only where there is a GPU, two tiers."""
+"""Rules for all tests: one thread a process, no stray environment, the same examples, two tiers, GPUs if any."""
 
 from __future__ import annotations
 
@@ -7,11 +7,14 @@ import signal
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 import tests.mock_data  # noqa: F401
 from tests import cpu_seconds, selection
 from tests.harness import sentences
 
+settings.register_profile("same examples in each run", deadline=None, derandomize=True)
+settings.load_profile("same examples in each run")
 GPU_TESTS = Path(__file__).parent / "gpu"
 LAUNCHERS = "RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE MASTER_ADDR MASTER_PORT SLURM_PROCID SLURM_STEP_NUM_TASKS"
 

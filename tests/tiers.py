@@ -64,12 +64,10 @@ def tiers(cases: Iterable[Any], *, first: Collection[Any]) -> list[Any]:
 
 
 def examples(count: int) -> settings:
-    """How many examples a property test takes, the same in each run; a fifth of them in the default tier."""
+    """How many examples a property test takes; a fifth of them in the default tier."""
     from hypothesis import settings  # here, since ranks import this module
 
-    return settings(
-        max_examples=count if os.environ.get(EVERY_EXAMPLE) else count // 5, deadline=None, derandomize=True
-    )
+    return settings(max_examples=count if os.environ.get(EVERY_EXAMPLE) else count // 5)
 
 
 def that_run(request: pytest.FixtureRequest, cases: Iterable[str]) -> list[str]:

@@ -9,7 +9,7 @@ import threading
 from dataclasses import dataclass, replace
 from functools import cache
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.core.inference.drafts import DraftModel
@@ -138,7 +138,6 @@ def test_a_text_that_waits_for_blocks_leaves_its_turn_to_a_search() -> None:
     assert not engine.has_work
 
 
-@settings(deadline=None)
 @given(settings_of_engines, requests, st.lists(st.integers(0, 8), max_size=9), st.sets(st.integers(0, 8), max_size=2))
 def test_texts_depend_on_their_request_alone(
     setting: Setting, asked: list[Request], arrivals: list[int], left: set[int]
