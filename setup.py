@@ -32,6 +32,8 @@ SERVE = ["starlette>=1", "uvicorn>=0.30", "prometheus_client", *CHAT]  # tools/r
 LM_EVAL = ["lm_eval[api]>=0.4.13"]  # tasks/lm_eval.py, and the harness's clients of servers
 ACCELERATE = ["accelerate>=1.2"]  # examples/accelerate: a model of ours in its loop
 GGUF = ["gguf>=0.17"]  # --to gguf and --from gguf of tools/checkpoint/convert.py: llama.cpp's format
+# --to onnx: torch's exporter needs the first two, the proof the third.
+ONNX = ["onnx>=1.18", "onnxscript>=0.5", "onnxruntime>=1.22"]
 # Formats of quantized models that transformers reads with it: the proof of --quantize.
 COMPRESSED_TENSORS = ["compressed-tensors>=0.17"]
 PEFT = ["peft>=0.17"]  # the proof of adapters' folders
@@ -107,6 +109,7 @@ setup(
         "constrained": CONSTRAINED,
         "accelerate": ACCELERATE,
         "gguf": GGUF,
+        "onnx": ONNX,
         "compressed-tensors": COMPRESSED_TENSORS,
         "peft": PEFT,
         "plot": PLOT,
@@ -115,7 +118,7 @@ setup(
         # Every test but those of lm-eval and docs.
         "dev-all": [
             *(DEV + S3 + GCS + STORAGE_SERVERS + CLIENTS + ACCELERATE),
-            *(GGUF + COMPRESSED_TENSORS + PEFT + READERS),
+            *(GGUF + ONNX + COMPRESSED_TENSORS + PEFT + READERS),
         ],
     },
 )

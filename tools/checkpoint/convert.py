@@ -1,4 +1,4 @@
-"""Convert a model between Hugging Face's format, Megatron-LM's, GGUF and this project's, and prove that it is the same.
+"""Convert a model between Hugging Face's format, Megatron-LM's, GGUF and ours, or to ONNX, and prove it the same.
 
 Checkpoints of TensorRT-LLM are written, too, for the ranks that will serve them.
 
@@ -99,7 +99,7 @@ class ConvertConfig(Settings):
     )
     gguf_type: GgufType | None = flag(
         "Numbers of a GGUF target's weights; as the model's own unless given. q4_0 to q8_0 are blocks of 32 with a "
-        "scale each.",
+        "scale each; q4_k_m, q5_k_m and q6_k of 256 with scales in few bits.",
         default=None,
     )
     ckpt_format: Literal["torch_dist", "torch"] | None = flag(
@@ -291,13 +291,14 @@ def is_ours(load: AnyPath) -> bool:
 
 
 def _their_name(flag: str, name: str | None, known: dict[str, str], ours: str) -> Source:
+    names = "hf, megatron, megatron-lm or gguf"
+    if ours == "--to":
+        names = names.replace(" or gguf", ", gguf, onnx or tensorrt-llm")
     if name is None:
-        raise ConfigError(f"missing: {ours} (hf, megatron, megatron-lm or gguf)")
+        raise ConfigError(f"missing: {ours} ({names})")
     format_name = known.get(name.removeprefix("loader_").removeprefix("saver_"))
     if format_name is None:
-        raise ConfigError(
-            f"{flag} {name} is not supported; use {ours} hf, megatron, megatron-lm or gguf ({', '.join(known)})"
-        )
+        raise ConfigError(f"{flag} {name} is not supported; use {ours} {names} ({', '.join(known)})")
     return format_name  # type: ignore[return-value]
 
 

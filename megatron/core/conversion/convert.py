@@ -31,6 +31,9 @@ from megatron.core.conversion.megatron_lm.layer_arguments import notes_for_train
 from megatron.core.conversion.megatron_lm.reading import read_megatron_lm
 from megatron.core.conversion.megatron_lm.writing import write_megatron_lm
 from megatron.core.conversion.native import read_native, write_native
+from megatron.core.conversion.onnx.graph import onnx_format
+from megatron.core.conversion.onnx.proof import prove_onnx
+from megatron.core.conversion.onnx.writing import check_packages, write_onnx
 from megatron.core.conversion.portable import LazyTensor, PortableModel
 from megatron.core.conversion.programs import TITLES, GgufType, Program, Source
 from megatron.core.conversion.quantized_proof import check_readers, prove_quantized
@@ -97,6 +100,8 @@ def _convert(job: Conversion, say: Callable[[str], None]) -> proof.Proof | None:
             check_readers(job.rounding.scheme)
     if "gguf" in (job.source, job.target):
         library()
+    if job.target == "onnx":
+        check_packages(proves=not job.skip_proof)
     with _at_hand(job, say) as (place, step), tempfile.TemporaryDirectory(prefix="megatron-tokenizer-") as scratch:
         with _reading(job.load):
             portable = _read(job, place, step=step, scratch=Path(scratch, "tokenizer"))
@@ -111,6 +116,8 @@ def _convert(job: Conversion, say: Callable[[str], None]) -> proof.Proof | None:
         if "megatron-lm" in (job.source, job.target):
             for warning in not_handed_on(portable.model, was_trained_there=job.source == "megatron-lm"):
                 say(warning)
+        if job.target == "onnx":
+            onnx_format(portable)  # before work, what has no graph is refused
         if job.target == "megatron-lm":
             of_family = format_for(portable.groups).flags(portable.groups)
             for note in notes_for_training(portable.model, of_family):
@@ -209,6 +216,8 @@ def _write(job: Conversion, portable: PortableModel, aside: Path, say: Callable[
             write_gguf(portable, aside, kind=kind, say=say, max_shard_size=job.max_shard_size)
         case "tensorrt-llm":
             write_tensorrt_llm(portable, aside, layout=job.layout, rounding=job.rounding, say=say)
+        case "onnx":
+            write_onnx(portable, aside, say=say)
 
 
 def _prove(
@@ -232,6 +241,8 @@ def _prove(
     if job.target == "tensorrt-llm":
         _compared(portable, before, proof.portable_answer(portable, question))
         return prove_tensorrt_llm(portable, aside, layout=job.layout, rounding=job.rounding)
+    if job.target == "onnx":
+        return prove_onnx(aside, portable, before, question)
     quantization = job.rounding or portable.quantization
     if job.target != "hf" or quantization is None:
         return _compared(portable, before, _answer(job.target, aside, question))
@@ -265,5 +276,5 @@ def _answer(
             return proof.native_answer(place, question, step=step, averaged=averaged)
         case "megatron-lm":
             return megatron_lm_answer(_folder(place), question, step=step, ignored=ignored)
-        case "gguf" | "tensorrt-llm":
+        case "gguf" | "tensorrt-llm" | "onnx":
             raise AssertionError("these are proven in ways of their own")

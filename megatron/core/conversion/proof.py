@@ -292,9 +292,11 @@ def _quiet_transformers() -> Iterator[None]:
 
 
 def memory_needed(portable: PortableModel, formats: set[str]) -> int:
-    """Bytes that the proof holds at most: transformers needs the whole model in fp32, the others a few layers."""
+    """Bytes that the proof holds at most: transformers and onnxruntime need the whole model in fp32, the others a few
+    layers.
+    """
     whole = 4 * portable.num_parameters
-    return whole if "hf" in formats else whole // portable.num_layers * 2
+    return whole if formats & {"hf", "onnx"} else whole // portable.num_layers * 2
 
 
 def check_memory(needed: int, *, skip: str = "--skip-proof") -> None:

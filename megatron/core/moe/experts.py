@@ -157,6 +157,19 @@ class Experts(nn.Module):
         mine = second.bias * (self._context.mesh.rank("etp") == 0)
         return out + rows_of_groups(mine, groups, rows=len(rows)) * scales
 
+    def of_all_tokens(self, x: Tensor, shares: Tensor) -> Tensor:
+        """``[t, h]`` to ``[t, h]`` without gradient: every expert computes every token, and ``shares`` [t, E], zero
+        for experts that a token hasn't chosen, add them up. Costs as many times more as there are experts for a choice.
+        """
+        first, second, scales = self.linear_fc1, self.linear_fc2, shares.t().unsqueeze(-1)
+        inner = torch.matmul(x, first.weight.flatten(1, 2).transpose(1, 2))  # [E, t, f]
+        if first.bias is not None:
+            inner = inner + first.bias.flatten(1).unsqueeze(1)
+        out = torch.matmul(self._activation(inner) * scales, second.weight.transpose(1, 2))
+        if second.bias is not None:
+            out = out + second.bias.unsqueeze(1) * scales
+        return out.sum(0)
+
     def costs(self, workload: Workload) -> Costs:
         """Costs with rows that all ranks share evenly. Keeps the input, the activation's input and, unless it is
         recomputed, its output.

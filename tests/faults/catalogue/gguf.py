@@ -48,4 +48,28 @@ FAULTS = (
         suffers="A GGUF file whose download stopped is taken for whole until a weight is read, hours later.",
         first=("unit/conversion/test_gguf_files.py",),
     ),
+    Fault(
+        "window_read_one_longer",
+        "megatron/core/models/gpt/gguf/settings.py",
+        old='found |= {"window_size": (keys[_WINDOW] - 1, 0)',
+        new='found |= {"window_size": (keys[_WINDOW], 0)',
+        suffers="A Gemma read from a GGUF file attends to one token more than it was trained with.",
+        first=MODELS,
+    ),
+    Fault(
+        "yarn_factor_read_without_the_usual_one",
+        f"{FILES}/rotary.py",
+        old="None if more is None else more * yarn_attention_factor(factor)",
+        new="more",
+        suffers="A model with YaRN read from a GGUF file loses the factor of attention that llama.cpp multiplies in.",
+        first=MODELS,
+    ),
+    Fault(
+        "keys_of_files_unchecked",
+        f"{FILES}/reading.py",
+        old="    check_keys(keys, where=where)\n",
+        new="",
+        suffers="A GGUF file with a text or a huge number for a size ends in a traceback, or takes all memory.",
+        first=("unit/conversion/test_gguf_files.py",),
+    ),
 )

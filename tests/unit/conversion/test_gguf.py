@@ -22,6 +22,7 @@ import numpy as np
 
 from megatron.core.conversion.gguf import writing
 from megatron.core.conversion.gguf.files import open_gguf
+from megatron.core.conversion.gguf.k_types import packed
 from megatron.core.conversion.gguf.number_types import tensor_types
 from megatron.core.conversion.gguf.proof import gguf_file, transformers_answer
 from megatron.core.conversion.gguf.reading import read_gguf
@@ -103,7 +104,7 @@ MEASURED = (
 )
 """Models that llama.cpp is measured with; the default tier has one of each way to differ."""
 
-OF_LLAMA_CPP = ("Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS")
+OF_LLAMA_CPP = ("Q2_K", "Q3_K", "IQ4_NL", "IQ4_XS")
 """Types that only llama.cpp writes, and that are read."""
 
 
@@ -120,6 +121,30 @@ def source(model_folder: Folder, tmp_path_factory: pytest.TempPathFactory) -> Fo
             random_model(*OWN[name]).save_pretrained(path)
         return path
 
+    return folder
+
+
+def packed_by_llama_cpp(numbers: np.ndarray[Any, Any], kind: Any) -> np.ndarray[Any, Any]:
+    """Numbers ``[rows, n]`` as bytes of ``kind``, by llama.cpp's own function."""
+    spec = importlib.util.find_spec("xllamacpp")
+    assert spec is not None and spec.origin is not None
+    pack = ctypes.CDLL(str(next(Path(spec.origin).parent.glob("xllamacpp.*so")))).ggml_quantize_chunk
+    pack.restype, pointers, sizes = ctypes.c_size_t, [ctypes.c_void_p] * 2, [ctypes.c_int64] * 3
+    pack.argtypes = [ctypes.c_int, *pointers, *sizes, ctypes.c_void_p]
+    found = np.zeros(gguf.quant_shape_to_byte_shape(numbers.shape, kind), np.uint8)
+    weights = np.ones(numbers.shape[1], np.float32)
+    data = [each.ctypes.data for each in (numbers, found, weights)]
+    assert pack(kind, *data[:2], 0, *numbers.shape, data[2]) == found.nbytes
+    return found
+
+
+def in_blocks_of_256(folder: Path, **settings: Any) -> Path:
+    """A random Llama whose rows are blocks of K types."""
+    wide = {**_WIDE, "hidden_size": 256, "intermediate_size": 256, "head_dim": 64}
+    model = random_model("llama", {**wide, **settings})
+    for parameter in model.parameters():
+        parameter.data /= 4  # as far from chaos as a trained model
+    model.save_pretrained(folder)
     return folder
 
 
@@ -164,23 +189,10 @@ def test_types_that_llama_cpp_alone_writes(tmp_path: Path, monkeypatch: pytest.M
     """Most published files have K types: a wrong order of their numbers would be a slightly worse model. All are read
     as transformers does, and llama.cpp computes the same.
     """
-    spec = importlib.util.find_spec("xllamacpp")
-    assert spec is not None and spec.origin is not None
-    shared = ctypes.CDLL(str(next(Path(spec.origin).parent.glob("xllamacpp.*so"))))
-    pack, plain, kinds = shared.ggml_quantize_chunk, gguf.quants.quantize, itertools.cycle(OF_LLAMA_CPP)
-    pack.restype, pack.argtypes = (
-        ctypes.c_size_t,
-        [ctypes.c_int, *[ctypes.c_void_p] * 2, *[ctypes.c_int64] * 3, ctypes.c_void_p],
-    )
+    plain, kinds = gguf.quants.quantize, itertools.cycle(OF_LLAMA_CPP)
 
     def quantize(numbers: np.ndarray[Any, Any], kind: Any) -> np.ndarray[Any, Any]:
-        if kind.name not in OF_LLAMA_CPP:
-            return plain(numbers, kind)
-        packed = np.zeros(gguf.quant_shape_to_byte_shape(numbers.shape, kind), np.uint8)
-        weights = np.ones(numbers.shape[1], np.float32)
-        data = [each.ctypes.data for each in (numbers, packed, weights)]
-        assert pack(kind, *data[:2], 0, *numbers.shape, data[2]) == packed.nbytes
-        return packed
+        return packed_by_llama_cpp(numbers, kind) if kind.name in OF_LLAMA_CPP else plain(numbers, kind)
 
     def types(tensors: Any, kind: Any, *, say: Any) -> dict[str, Any]:
         found = tensor_types(tensors, kind, say=say)
@@ -189,11 +201,7 @@ def test_types_that_llama_cpp_alone_writes(tmp_path: Path, monkeypatch: pytest.M
 
     monkeypatch.setattr(gguf.quants, "quantize", quantize)
     monkeypatch.setattr(writing, "tensor_types", types)
-    model = random_model("llama", {**_WIDE, "hidden_size": 256, "intermediate_size": 256, "head_dim": 64})
-    for parameter in model.parameters():
-        parameter.data /= 4  # as far from chaos as a trained model
-    model.save_pretrained(tmp_path / "source")
-    do("hf", tmp_path / "source", "gguf", tmp_path / "model", gguf_type="q8_0", skip_proof=True)
+    do("hf", in_blocks_of_256(tmp_path / "source"), "gguf", tmp_path / "model", gguf_type="q8_0", skip_proof=True)
     file, back = gguf_file(tmp_path / "model"), read(tmp_path / "model", tmp_path)
     assert {*open_gguf(file).kinds} == {"F32", *OF_LLAMA_CPP}
     question = question_for(back.model, back.groups)
@@ -202,6 +210,44 @@ def test_types_that_llama_cpp_alone_writes(tmp_path: Path, monkeypatch: pytest.M
     assert (portable_answer(back, question)["words"] - theirs["words"]).abs().max() < 1e-5
     said = do("gguf", file, "hf", tmp_path / "back")
     assert any(line.startswith("proof: llama.cpp") for line in said)
+
+
+@pytest.mark.parametrize("name", ["Q4_K", "Q5_K", "Q6_K"])
+def test_k_types_lose_as_little_as_llama_cpp_does(name: str) -> None:
+    """A scale that is a little off, or a code in another place, would be a slightly worse model."""
+    numbers = np.random.default_rng(0).standard_normal((16, 1024)).astype(np.float32)
+    numbers[0], numbers[1], numbers[2, :32] = 0, np.abs(numbers[1]), 0  # a block of zeros, and one without a minimum
+    kind, plain = (
+        gguf.GGMLQuantizationType[name],
+        gguf.GGMLQuantizationType[f"Q{name[1]}_0" if name != "Q6_K" else "Q5_0"],
+    )
+    ours = gguf.quants.dequantize(packed(numbers, kind), kind)
+    theirs = gguf.quants.dequantize(packed_by_llama_cpp(numbers, kind), kind)
+    other = gguf.quants.dequantize(gguf.quants.quantize(numbers, plain), plain)
+    lost, lost_there, lost_plainly = (np.square(each - numbers).sum() for each in (ours, theirs, other))
+    assert 0 < lost < 1.05 * lost_there
+    assert lost < 0.8 * lost_plainly
+
+
+@pytest.mark.parametrize(
+    "kind", ["q4_k_m", *(pytest.param(each, marks=pytest.mark.slow(reason="as q4_k_m")) for each in ("q5_k_m", "q6_k"))]
+)
+def test_mixes_of_k_types(kind: Any, tmp_path: Path) -> None:
+    """Most people ask for Q4_K_M, and had to have a program of llama.cpp make it. Rows that aren't blocks of 256 have
+    the types that llama.cpp gives them.
+    """
+    source = in_blocks_of_256(tmp_path / "source", intermediate_size=288)
+    said = do("hf", source, "gguf", tmp_path / "model", gguf_type=kind)
+    assert any(line.startswith("proof: llama.cpp") for line in said)
+    instead = {"q4_k_m": ("Q4_K", "Q5_0"), "q5_k_m": ("Q5_K", "Q5_1"), "q6_k": ("Q6_K", "Q8_0")}[kind]
+    file, back = gguf_file(tmp_path / "model"), read(tmp_path / "model", tmp_path)
+    # two of three feed-forward outputs are Q6_K in a mix, for which Q8_0 is taken
+    assert {*open_gguf(file).kinds} == {"F32", "Q6_K", "Q8_0", *instead}
+    check_line("\n".join(said), "blk.2.ffn_down.weight", "256", "q8_0")
+    question = question_for(back.model, back.groups)
+    theirs = transformers_answer(file, question)
+    assert theirs is not None
+    assert (portable_answer(back, question)["words"] - theirs["words"]).abs().max() < 1e-5
 
 
 def test_layers_with_windows_as_a_list(source: Folder) -> None:
@@ -268,6 +314,8 @@ def test_rows_that_no_blocks_divide(source: Folder, tmp_path: Path) -> None:
     """Blocks have 32 numbers of a row: weights with other rows keep 16 bits, and a file of those alone is refused."""
     with expect_error(CheckpointError, "--gguf-type q4_0", "32", "48, 80"):
         do("hf", source("llama"), "gguf", tmp_path / "model", gguf_type="q4_0")
+    with expect_error(CheckpointError, "--gguf-type q4_k_m", "256", "q8_0"):
+        do("hf", source("llama in blocks"), "gguf", tmp_path / "model", gguf_type="q4_k_m")
     assert not (tmp_path / "model").exists()
     sizes = {**SIZES, "hidden_size": 64, "intermediate_size": 80}
     random_model("llama", sizes).save_pretrained(tmp_path / "source")

@@ -35,6 +35,9 @@ _ROUNDING = {
     "q5_1": 9e-2,
     "q4_0": 0.18,
     "q4_1": 0.18,
+    "q4_k_m": 0.13,
+    "q5_k_m": 9e-2,
+    "q6_k": 4e-2,
 }
 _OURS_ALONE = (
     "this project reads it back, and no other program did: install llama.cpp for a proof by it (pip install xllamacpp)"

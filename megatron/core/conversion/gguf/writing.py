@@ -16,6 +16,7 @@ import numpy as np
 from megatron.config.flags import flags_of
 from megatron.config.model import ModelConfig
 from megatron.core.conversion.gguf.architecture import Architecture, GgufFormat, known_architectures
+from megatron.core.conversion.gguf.k_types import packed
 from megatron.core.conversion.gguf.number_types import FEW_BITS, FILE_TYPES, library, tensor_types
 from megatron.core.conversion.gguf.rotary import factor_tensors, spelled_out
 from megatron.core.conversion.gguf.tensors import EMBEDDING, OUTPUT, file_matches
@@ -182,7 +183,7 @@ def write_gguf(
         writer.write_ti_data_to_file()
         for name, tensor in form.tensors.items():
             numbers = tensor.make().float().contiguous().numpy()
-            writer.write_tensor_data(gguf.quants.quantize(numbers, types[name]))
+            writer.write_tensor_data(packed(numbers, types[name]))
     except OSError as error:
         if error.errno is not None:
             raise

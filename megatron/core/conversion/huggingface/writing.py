@@ -39,13 +39,7 @@ def write_huggingface(
     ``rounding``: how weights are quantized; a model that is quantized keeps its codes. Raises CheckpointError for an
     architecture that no family has, ConfigError for what can't be quantized so, both before anything is written.
     """
-    source = read_config(path.parent) if (path := portable.companions.get(CONFIG)) else {}
-    dtype = str(portable.dtype).removeprefix("torch.")
-    theirs, tokens = format_for(portable.groups), dict[str, Any]()
-    if (tokenizer := tokenizer_of(portable.tokenizer)) is not None:
-        tokens = {"bos_token_id": tokenizer.bos, "eos_token_id": tokenizer.eod, "pad_token_id": tokenizer.pad}
-        tokens |= theirs.special_tokens(tokenizer)
-    config = config_from_model(portable.model, portable.groups, dtype=dtype, source=source, tokens=tokens)
+    theirs, config = format_for(portable.groups), published_config(portable)
     found = theirs_of(portable.model, portable.groups, config["model_type"])
     tensors = to_theirs(found, portable.tensors, portable.model)
     in_few_bits = chosen(found, tensors, portable, rounding, config["model_type"])
@@ -54,15 +48,34 @@ def write_huggingface(
         tensors = in_few_bits.stored(tensors, portable.dtype)
         config |= in_few_bits.settings()
         in_few_bits.write_for_modelopt(folder)
-    (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    write_settings(portable, config, folder)
+    copies = theirs.types[config["model_type"]].copies(portable.model)
+    tensors |= {copy: tensors[original] for copy, original in copies.items()}
+    _write_weights(tensors, folder, max_shard_size)
+
+
+def published_config(portable: PortableModel) -> dict[str, Any]:
+    """The model's config.json; CheckpointError for an architecture that no family has."""
+    source = read_config(path.parent) if (path := portable.companions.get(CONFIG)) else {}
+    dtype = str(portable.dtype).removeprefix("torch.")
+    tokens = dict[str, Any]()
+    if (tokenizer := tokenizer_of(portable.tokenizer)) is not None:
+        tokens = {"bos_token_id": tokenizer.bos, "eos_token_id": tokenizer.eod, "pad_token_id": tokenizer.pad}
+        tokens |= format_for(portable.groups).special_tokens(tokenizer)
+    return config_from_model(portable.model, portable.groups, dtype=dtype, source=source, tokens=tokens)
+
+
+def write_settings(portable: PortableModel, config: Mapping[str, Any] | None, folder: Path) -> None:
+    """Write what is beside weights: the ``config``, where there is one, the tokenizer's files, how texts end and
+    conversations look.
+    """
+    if config is not None:
+        (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     along = (GENERATION, *TOKENIZER_FILES)
     copy_files({name: path for name, path in portable.companions.items() if name in along}, folder)
     _name_pieces(portable, folder)
     continues = family_of(portable.groups).train_spec.continues_texts
     write_chat(portable.chat, folder, text_tokenizer_of(portable.tokenizer), continues_texts=continues)
-    copies = theirs.types[config["model_type"]].copies(portable.model)
-    tensors |= {copy: tensors[original] for copy, original in copies.items()}
-    _write_weights(tensors, folder, max_shard_size)
 
 
 def published_form(portable: PortableModel, *, wanted: Sequence[str]) -> tuple[str, dict[str, LazyTensor]]:

@@ -16,6 +16,7 @@ from megatron.config.pipeline import Stage
 from megatron.core.models.bert.config import TokenTypesConfig
 from megatron.core.moe.layer import layers_with
 from megatron.core.ops.activation import activation
+from megatron.core.ops.text_cache import TextCache
 from megatron.core.parallel.costs import Costs, Workload, costs_of, total_of
 from megatron.core.parallel.model_context import ModelContext
 from megatron.core.parallel.rng import StreamKey
@@ -84,9 +85,10 @@ class BertBody(nn.Module):
         hidden: Tensor | None,
         side_losses: SideLosses | None,
         text_mask: Tensor | None,
+        cache: TextCache | None = None,
     ) -> Tensor:
         """What the stage's last layer, and on the last stage the final norm, make of ids or of the stage before:
-        ``[s, b, h]``. Arguments are those of ``BertModel.forward``.
+        ``[s, b, h]``. Arguments are those of ``BertModel.forward``; ``cache``: computes attention in place of layers.
         """
         if self.embedding is not None:
             assert tokens is not None, "the first stage needs tokens"
@@ -99,6 +101,7 @@ class BertBody(nn.Module):
             attention_mask=attention_mask,
             side_losses=side_losses or SideLosses(),
             text_mask=text_rows(text_mask, self._context),
+            cache=cache,
         )
         out: Tensor = self.encoder(hidden, inputs)
         return out
@@ -173,8 +176,10 @@ class BertModel(BertBody):
             side_losses=side_losses,
             text_mask=text_mask,
         )
-        if not self._is_last:
-            return hidden
+        return self.heads(hidden) if self._is_last else hidden
+
+    def heads(self, hidden: Tensor) -> BertOutput:
+        """What the heads say of the last hidden states ``[s, b, h]``."""
         assert self.lm_head is not None and self.output_layer is not None
         words = vocabulary_output(
             self.lm_head(hidden), self._output_weight(), self._config, self._context, bias=self.output_layer.bias

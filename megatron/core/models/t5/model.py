@@ -183,17 +183,22 @@ class T5Model(nn.Module):
         """What the decoder's layers keep of a text in generation; nothing on stages before the decoder."""
         return LayerStates() if self.decoder is None else self.decoder.layer_states()
 
-    def encode(self, tokens: Tensor, hidden: Tensor | None = None) -> Tensor:
-        """Token ids through the stage's part of the encoder, to hidden states ``[T, 1, h]``."""
+    def encode(self, tokens: Tensor, hidden: Tensor | None = None, *, cache: TextCache | None = None) -> Tensor:
+        """Token ids ``[b, T]`` through the stage's part of the encoder, to hidden states ``[T, b, h]``. ``cache``:
+        computes attention in place of layers.
+        """
         if self._stage.is_first:
             hidden = self._embedded(tokens, StreamKey(0), "embedding")
         assert hidden is not None, "a later stage needs the hidden states of the one before"
         if self.encoder is None:
             return hidden
-        bias = None if self.encoder_positions is None else self.encoder_positions(hidden)
-        inputs = LayerInputs(
-            rng_key=StreamKey(0), rotary=self._rotary(hidden, None), bias=bias, side_losses=SideLosses()
-        )
+        bias = None
+        if self.encoder_positions is not None and cache is not None:
+            cache = cache.with_bias(self.encoder_positions.between)
+        elif self.encoder_positions is not None:
+            bias = self.encoder_positions(hidden)
+        rotary = self._rotary(hidden, None)
+        inputs = LayerInputs(rng_key=StreamKey(0), rotary=rotary, bias=bias, side_losses=SideLosses(), cache=cache)
         encoder_hidden_states: Tensor = self.encoder(hidden, inputs)
         return encoder_hidden_states
 
