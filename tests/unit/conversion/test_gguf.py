@@ -38,10 +38,13 @@ from megatron.errors import CheckpointError
 from tests.harness.published import random_model
 from tests.harness.sentences import check_line, expect_error
 from tests.published import MODELS
+from tests.published.deepseek import V2, V3, YARN
 from tests.published.llama import LONGROPE
 from tests.published.sizes import SIZES
 from tests.tiers import tiers
 from tests.unit.conversion.test_families import do
+from tests.unit.conversion.test_later_layers import with_later_layer
+from tests.unit.conversion.test_mistakes import change
 from tests.unit.conversion.test_starting import first_step
 
 Folder = Callable[[str], Path]
@@ -74,6 +77,18 @@ OWN: dict[str, tuple[str, dict[str, Any]]] = {
         {**SIZES, **_LONG, "pad_token_id": 0, "rope_parameters": {**LONGROPE, "original_max_position_embeddings": 512}},
     ),
     "llama in blocks": ("llama", _WIDE),
+    "deepseek_v3 in groups, yarn": (
+        "deepseek_v3",
+        {
+            **V3,
+            "num_nextn_predict_layers": 0,
+            "n_group": 4,
+            "topk_group": 2,
+            "num_experts_per_tok": 4,
+            "rope_parameters": {**YARN, "mscale": 0.8, "mscale_all_dim": 0.8},
+        },
+    ),
+    "deepseek_v2 yarn": ("deepseek_v2", {**V2, "rope_parameters": {**YARN, "mscale": 0.8, "mscale_all_dim": 0.8}}),
 }
 """Cases that llama.cpp's architectures know, where those of ``MODELS`` are others."""
 FIRST = (
@@ -86,6 +101,7 @@ FIRST = (
     "gemma3, every third layer full, stretched, capped",
     "nemotron",
     "glm yarn",
+    "deepseek_v3 in groups, yarn",
 )
 MEASURED = (
     *FIRST,
@@ -289,6 +305,16 @@ def test_a_window_is_the_context_where_there_are_none(source: Folder, tmp_path: 
     check_line("\n".join(form.notes), "the window, 8 of 64 positions")
 
 
+def test_layers_for_later_tokens_are_left_out(source: Folder, tmp_path: Path) -> None:
+    """DeepSeek-V3 has one, and llama.cpp predicts one token: the file was refused for tensors without a name."""
+    with_later_layer(source("deepseek_v3 in groups, yarn"), tmp_path / "source")
+    change(tmp_path / "source", num_nextn_predict_layers=1)
+    said = do("hf", tmp_path / "source", "gguf", tmp_path / "model", gguf_type="f32")
+    check_line("\n".join(said), "note", "multi-token prediction")
+    assert any(line.startswith("proof: llama.cpp") for line in said)
+    assert not any(name.startswith("mtp.") for name in read(tmp_path / "model", tmp_path).tensors)
+
+
 REFUSED = {
     "opt": ("opt", "--to hf"),
     "llama dynamic, short": ("llama", "dynamic_ntk"),
@@ -299,6 +325,8 @@ REFUSED = {
     "olmo2 one group, wide heads": ("hidden size / heads",),
     "cohere": ("64 layers",),
     "gemma untied, three heads": ("lm_head.weight",),
+    "deepseek_v2 lite, three heads": ("queries have no latents",),
+    "deepseek_v2": ("--rotary-attention-factor",),
 }
 
 

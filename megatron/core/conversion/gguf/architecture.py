@@ -28,11 +28,12 @@ class Architecture:
     that a file may hold beside those of all decoders. ``write``, ``read``: keys from a model's settings, and fields
     from keys and names of tensors, that no table says; ``groups``: parts of a model beside experts.
 
-    ``period``: layers with a window are all but each ``period``-th (0: all layers); None where there are no windows.
-    ``rules``: how some tensors differ from the published type's. ``lacks``: ends of names of tensors that it doesn't
-    have; ``needs``: names of some that other models may lack. ``has_output``: whether the output layer is written also
-    where it is the word embedding. ``refuse``: why a model isn't one of these. ``unread``: fields that need not be
-    found again. ``tolerance``: largest difference of llama.cpp's logits in fp32, as a part of the largest.
+    ``read_experts``: fields of experts that no table says, from keys and names of tensors. ``period``: layers with a
+    window are all but each ``period``-th (0: all layers); None where there are no windows. ``rules``: how some tensors
+    differ from the published type's. ``lacks``: ends of names of tensors that it doesn't have; ``needs``: names of some
+    that other models may lack. ``has_output``: whether the output layer is written also where it is the word embedding.
+    ``refuse``: why a model isn't one of these. ``unread``: fields that need not be found again. ``tolerance``: largest
+    difference of llama.cpp's logits in fp32, as a part of the largest.
     """
 
     name: str
@@ -44,6 +45,7 @@ class Architecture:
     write: Callable[[ModelConfig, Sequence[object]], Metadata] = lambda model, groups: {}
     read: Callable[[Metadata, Collection[str]], Mapping[str, Any]] = lambda keys, tensors: {}
     expert_facts: Mapping[str, Any] = field(default_factory=dict)
+    read_experts: Callable[[Metadata, Collection[str]], Mapping[str, Any]] = lambda keys, tensors: {}
     groups: Callable[[Metadata, Collection[str]], Sequence[object]] = lambda keys, tensors: ()
     lacks: tuple[str, ...] = ()
     needs: tuple[str, ...] = ()

@@ -32,6 +32,7 @@ def file_matches(shapes: Mapping[str, Sequence[int]], model: ModelConfig, archit
         many = _ONE_OF_MANY.fullmatch(name)
         single = name if many is None else f"{many[1]}.{many[3]}".replace(".norms.", ".")
         endings = (".weight", ".bias")
+        single = single.replace("e_score_correction_bias", "e_score_correction.bias")
         theirs = names.get_name(single, endings) or names.get_name(single.removeprefix("transformer."), endings)
         if theirs is None or theirs.endswith(architecture.lacks):
             unnamed.append(name)

@@ -28,6 +28,8 @@ from megatron.core.conversion.tables import to_ours
 from megatron.core.models.registry import family_of
 from megatron.errors import CheckpointError
 
+LATER_TOKENS = "mtp."
+"""Beginning of our names of layers that predict later tokens, of which files have none."""
 WITHOUT_PREFIX = ("general.", "tokenizer.")
 """Beginnings of keys that are the same in files of all architectures."""
 
@@ -48,6 +50,7 @@ def gguf_form(portable: PortableModel) -> GgufForm:
     """The model as a file holds it; CheckpointError for one that llama.cpp doesn't know, or a setting that files can't
     say.
     """
+    given, portable = portable, _without_later_tokens(portable)
     architecture, written, published = _architecture_of(portable)
     model = portable.model
     if architecture.period is None and model.window_size is not None:
@@ -64,7 +67,7 @@ def gguf_form(portable: PortableModel) -> GgufForm:
     again = partial(written.read, architecture=architecture)
     _check_said(model, portable.groups, keys, tensors, architecture, again)
     words = vocabulary_keys(portable.tokenizer, portable.chat, rows=model.vocab_size or 0)
-    return GgufForm(architecture, {**keys, **words}, tensors, tuple(_notes(portable.model, model)))
+    return GgufForm(architecture, {**keys, **words}, tensors, tuple(_notes(given.model, model)))
 
 
 def _architecture_of(portable: PortableModel) -> tuple[Architecture, GgufFormat, Mapping[str, LazyTensor]]:
@@ -79,6 +82,14 @@ def _architecture_of(portable: PortableModel) -> tuple[Architecture, GgufFormat,
     return (*by_type[model_type], published)
 
 
+def _without_later_tokens(portable: PortableModel) -> PortableModel:
+    """The model without layers of multi-token prediction, which llama.cpp doesn't compute: it predicts one token."""
+    if not portable.model.mtp_num_layers:
+        return portable
+    tensors = {name: tensor for name, tensor in portable.tensors.items() if not name.startswith(LATER_TOKENS)}
+    return dataclasses.replace(portable, model=dataclasses.replace(portable.model, mtp_num_layers=0), tensors=tensors)
+
+
 def _without_windows(model: ModelConfig) -> ModelConfig:
     """The model with full attention, and no longer texts than its window: both compute the same."""
     assert model.window_size is not None
@@ -89,6 +100,8 @@ def _without_windows(model: ModelConfig) -> ModelConfig:
 
 def _notes(model: ModelConfig, written: ModelConfig) -> Iterator[str]:
     """What users should know of a model that was ``written`` otherwise, or that llama.cpp computes otherwise."""
+    if model.mtp_num_layers != written.mtp_num_layers:
+        yield "note: llama.cpp predicts the next token alone: layers of multi-token prediction are left out of the file"
     longest, window = written.max_position_embeddings, model.window_size
     if longest != model.max_position_embeddings and window is not None:
         yield (

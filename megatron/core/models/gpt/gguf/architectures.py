@@ -8,6 +8,7 @@ from typing import Any
 from megatron.config.model import ModelConfig
 from megatron.core.conversion.gguf.architecture import Architecture, Metadata
 from megatron.core.conversion.gguf.transforms import NEIGHBOURS, PLUS_ONE, TURNED, UNGROUPED, Rule
+from megatron.core.models.gpt.gguf.deepseek import DEEPSEEK
 
 _GELU = 1e-3  # GELU and its relatives are looked up in a table of 16 bits
 _HALVES = ("q_proj.weight", "q_proj.bias", "k_proj.weight", "k_proj.bias")
@@ -177,6 +178,7 @@ ARCHITECTURES = (
         expert_facts={"moe_shared_expert_gate": True, "moe_router_pre_softmax": True},
     ),
     Architecture(name="qwen3moe", types=("qwen3_moe",), keys=("expert_feed_forward_length",), lacks=_NO_OUTPUT_BIAS),
+    DEEPSEEK,
     Architecture(name="smollm3", types=("smollm3",), rules=_TURNED, facts={"no_rope_freq": "4"}),
     Architecture(name="glm4", types=("glm4",), facts={"rotary_interleaved": True}),
     Architecture(name="chatglm", types=("glm",), facts={"rotary_interleaved": True}),

@@ -106,7 +106,8 @@ def read_settings(
         held = {field: keys[key] for key, field in _OF_EXPERTS.items() if key in architecture.keys and key in keys}
         held.setdefault("moe_ffn_hidden_size", found.get("ffn_hidden_size"))
         sizes = {"num_experts": keys["expert_count"], "moe_router_topk": keys["expert_used_count"]}
-        groups.append(MoEConfig(**{**sizes, **held, **architecture.expert_facts}))
+        own = {**architecture.expert_facts, **architecture.read_experts(keys, tensors)}
+        groups.append(MoEConfig(**{**sizes, **held, **own}))
     groups += architecture.groups(keys, tensors)
     found.pop("group_query_attention", None)
     heads = found.get("num_attention_heads")
