@@ -17,6 +17,7 @@ PROGRAMS = {
     "train-tokenizer": "tools/train_tokenizer.py",
     "preprocess-data": "tools/preprocess_data.py",
     "preprocess-sft": "tools/preprocess_sft.py",
+    "preprocess-preferences": "tools/preprocess_preferences.py",
     "merge-datasets": "tools/merge_datasets.py",
     "inspect-dataset": "tools/inspect_dataset.py",
     "prepare-cache": "tools/prepare_cache.py",

@@ -93,7 +93,7 @@ def main(argv: Sequence[str]) -> int:
     tokenizer = build_tokenizer(tokenizer_config)
     for remark in getattr(tokenizer, "remarks", ()):
         print(f"note: {remark}", file=sys.stderr)
-    encoder = SampleEncoder(tokenizer, _writer(config, tokenizer, tokenizer_config.tokenizer_model))
+    encoder = SampleEncoder(tokenizer, writer_of(config, tokenizer, tokenizer_config.tokenizer_model))
     counts = convert(config, tokenizer, encoder)
     print("\n".join(report(config, counts, encoder, tokenizer)))
     own = None if config.chat_template else own_template(tokenizer_config.tokenizer_model)
@@ -152,7 +152,7 @@ def _encoded(config: SftConfig, encoder: SampleEncoder, counts: Counts) -> Itera
             yield encoded
 
 
-def _writer(config: SftConfig, tokenizer: Tokenizer, tokenizer_model: str | None) -> Writer:
+def writer_of(config: SftConfig, tokenizer: Tokenizer, tokenizer_model: str | None) -> Writer:
     """The format of turns."""
     if config.chat_template is None:
         return ChatFormat(
@@ -182,7 +182,7 @@ def report(config: SftConfig, counts: Counts, encoder: SampleEncoder, tokenizer:
         turns = f"turn{plural_s(counts.unlearned)} of the {config.learned_role}"
         yield f"not trained    {counts.unlearned:,} {turns} with weight 0"
     yield f"wrote          {config.output_prefix}.{{bin,idx,meta.json}} and {targets_prefix(config.output_prefix)}.*"
-    for remark in _remarks(encoder, tokenizer):
+    for remark in remarks_on_format(encoder, tokenizer):
         yield f"remark: {remark}"
 
 
@@ -190,7 +190,8 @@ def _named(token: int, tokenizer: Tokenizer) -> str:
     return f"{json.dumps(tokenizer.detokenize([token]), ensure_ascii=False)} (id {token})"
 
 
-def _remarks(encoder: SampleEncoder, tokenizer: Tokenizer) -> Iterator[str]:
+def remarks_on_format(encoder: SampleEncoder, tokenizer: Tokenizer) -> Iterator[str]:
+    """What would keep a model from ending its answers."""
     ends = encoder.endings
     never, all_answers = "answers never learn to stop", f"{ends.answers:,}"
     if ends.next_marks:

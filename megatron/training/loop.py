@@ -20,6 +20,7 @@ from megatron.training.checkpoints.huggingface_folders import HuggingFaceFolders
 from megatron.training.checkpoints.loading import load
 from megatron.training.checkpoints.saving import Saver, holding_save_folder, saving
 from megatron.training.evaluation.evaluate import evaluate
+from megatron.training.evaluation.first_pass import before_training
 from megatron.training.evaluation.samples import Samples
 from megatron.training.reporting.metrics import Evaluation
 from megatron.training.reporting.profiling import Profiled, profiling
@@ -58,10 +59,17 @@ def train_from_start_to_end(
     with holding_save_folder(run.config, context) as still_held:
         run.reporter.say(run_on_first(lambda: check_save_folder(run.config), context.mesh))
         load(run)
+        prepared = before_training(run)
         run.reporter.say(startup_report(run.config, startup_facts(run, parameters=parameters)))
         run.reporter.say(
             "\n".join(
-                ["== data", *(f"   {line}" for line in (*run.data.describe(), *describe_chat(run.chat, run.tokenizer)))]
+                [
+                    "== data",
+                    *(
+                        f"   {line}"
+                        for line in (*run.data.describe(), *describe_chat(run.chat, run.tokenizer), *prepared)
+                    ),
+                ]
             )
         )
         training = config.training

@@ -103,6 +103,7 @@ KNOWS_FACTS = (
     "megatron/core/transformer/",  # parts of models are theirs
     "megatron/core/moe/",
     "megatron/core/ssm/",
+    "megatron/core/objectives/",  # what they train for is theirs
     *(f"{part.__module__.replace('.', '/')}.py" for part in PARTS.values()),  # their settings, for any family
     "megatron/config/expert_settings.py",
     "megatron/config/rules/moe.py",

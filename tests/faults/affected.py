@@ -19,6 +19,7 @@ AFFECTED = {
     "megatron/core/ops": "unit/ops unit/models equivalence parallel",
     "megatron/core/transformer": "unit/transformer unit/models equivalence parallel unit/conversion",
     "megatron/core/models": "unit/models unit/conversion unit/training equivalence unit/tools unit/tasks end_to_end",
+    "megatron/core/objectives": "unit/objectives equivalence",
     "megatron/core/datasets": "unit/datasets unit/training unit/tools parallel end_to_end",
     "megatron/core/tokenizers": "unit/tokenizers unit/tools unit/serving unit/conversion end_to_end",
     "megatron/core/checkpointing": "unit/checkpointing parallel unit/training unit/tools end_to_end",

@@ -64,13 +64,13 @@ def train(context: ParallelContext, flags: str) -> tuple[str, list[Read]]:
     """Run a command's flags on this rank; what it printed and read."""
     config = parse_run(flags.split(), world_size=context.mesh.world_size, extra_groups=GPT_GROUPS)
     reads: list[Read] = []
-    make = TrainingData._microbatch
+    make = TrainingData.microbatch
 
     def noted(data: TrainingData, batch: Any, key: Any) -> Any:
         reads.append(Read(key.sample, batch["tokens"].tolist()))
         return make(data, batch, key)
 
-    with contextlib.redirect_stdout(io.StringIO()) as said, mock.patch.object(TrainingData, "_microbatch", noted):
+    with contextlib.redirect_stdout(io.StringIO()) as said, mock.patch.object(TrainingData, "microbatch", noted):
         train_from_start_to_end(config, GPTSpec(), context, started=time.monotonic())
     return said.getvalue(), reads
 

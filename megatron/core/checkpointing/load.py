@@ -28,6 +28,8 @@ from megatron.errors import CheckpointError
 from megatron.small_files import Between, check_kinds, read_json
 
 MODEL_NAME = "model"
+SPEC_STATE = "train_spec"
+"""What the train spec keeps for the run that goes on."""
 """Key of the run's state under which it names its family, or what its model was fine-tuned for."""
 
 _OLD_MODEL_NAME = "recipe"  # its key in older checkpoints
@@ -55,6 +57,7 @@ _OF_THE_STATE = {
     "diloco": dict[str, _Count],
     "data_phases": list[dict[str, Any]],
     CHAT: ChatSettings,
+    SPEC_STATE: dict[str, Any],
 }
 _OF_THE_OPTIMIZER = {
     **dict.fromkeys(("step", "averaged_since"), _Count),

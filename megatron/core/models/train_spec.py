@@ -15,6 +15,7 @@ from megatron.config.pipeline import Stage
 from megatron.config.run import RunConfig
 from megatron.core.datasets.build import DatasetSplits
 from megatron.core.datasets.splits import SplitSizes
+from megatron.core.models.first_pass import FirstPass
 from megatron.core.models.stage_inputs import hidden_stage_inputs, workload_of
 from megatron.core.moe.layer import describe_metrics, expert_layers, layer_metrics
 from megatron.core.parallel.context import ParallelContext
@@ -111,6 +112,17 @@ class TrainSpec(ABC):
     @abstractmethod
     def build_datasets(self, run: RunConfig, tokenizer: Tokenizer, sizes: SplitSizes) -> DatasetSplits:
         """Training, validation and test data."""
+
+    def before_training(self, first: FirstPass) -> Sequence[str]:
+        """Do what needs the weights that a run starts from, before a sample is read; lines about it for the log.
+
+        Every rank calls it once, also for a run that only evaluates. By default there is nothing to do.
+        """
+        return ()
+
+    def state(self) -> Mapping[str, Any]:
+        """What checkpoints keep for the run that goes on, as JSON; by default nothing."""
+        return {}
 
     def workload(self, run: RunConfig, context: ParallelContext) -> Workload:
         """A microbatch of the run, which costs and attention requests of modules depend on; by default sequences of

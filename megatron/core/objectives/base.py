@@ -13,6 +13,7 @@ from megatron.config.pipeline import Stage
 from megatron.config.run import RunConfig
 from megatron.core.datasets.build import DatasetSplits
 from megatron.core.datasets.splits import SplitSizes
+from megatron.core.models.first_pass import FirstPass
 from megatron.core.models.train_spec import TrainSpec
 from megatron.core.parallel.context import ParallelContext
 from megatron.core.parallel.costs import Costs, Workload
@@ -89,6 +90,14 @@ class Objective(TrainSpec):
     @override
     def build_datasets(self, run: RunConfig, tokenizer: Tokenizer, sizes: SplitSizes) -> DatasetSplits:
         return self.family.build_datasets(run, tokenizer, sizes)
+
+    @override
+    def before_training(self, first: FirstPass) -> Sequence[str]:
+        return self.family.before_training(first)
+
+    @override
+    def state(self) -> Mapping[str, Any]:
+        return self.family.state()
 
     @override
     def workload(self, run: RunConfig, context: ParallelContext) -> Workload:

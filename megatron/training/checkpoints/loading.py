@@ -16,7 +16,7 @@ from megatron.config.update_rules import STATE_FLAGS
 from megatron.core.checkpointing.agreement import run_on_first
 from megatron.core.checkpointing.base import base_of
 from megatron.core.checkpointing.find import CheckpointFolder, find_checkpoint, is_unused
-from megatron.core.checkpointing.load import MODEL_NAME, load_checkpoint, read_run_state
+from megatron.core.checkpointing.load import MODEL_NAME, SPEC_STATE, load_checkpoint, read_run_state
 from megatron.core.checkpointing.stored_tensors import StoredTensors
 from megatron.core.conversion.chat_files import chat_of_checkpoint
 from megatron.core.conversion.kept_tokenizer import kept_files
@@ -137,6 +137,7 @@ def _load_from(run: Run, folder: CheckpointFolder, *, weights_only: bool) -> Non
     if not weights_only:
         run.progress = Progress(**state["progress"])
         run.data.resume(state.get("data_phases", ()), run.progress.consumed_samples)
+        run.spec_state = state.get(SPEC_STATE, {})
     if not weights_only and run.schedule is not None and state["schedule"] is not None:
         run.schedule = schedule_to_follow(run.config, run.schedule, state["schedule"])
         if settings.load_rng and state["random_seed"] is not None:

@@ -162,19 +162,20 @@ def _keep_base(run: Run) -> AnyPath:
     return path_of(kept)
 
 
+def files_seen(load_hf: str) -> str:
+    """A digest of a published model's settings, and of its files' names and sizes."""
+    folder = folder_of(load_hf)
+    files = folder.iterdir() if folder.is_dir() else (folder,)
+    sizes = sorted((path.name, path.stat().st_size) for path in files if path.is_file())
+    if is_gguf(folder):
+        return hashlib.sha256(repr(sizes).encode()).hexdigest()
+    settings = read_bytes(folder / CONFIG, where=str(folder / CONFIG), error=CheckpointError)
+    return hashlib.sha256(repr((sizes, settings)).encode()).hexdigest()
+
+
 def _check_same_everywhere(load_hf: str, mesh: Mesh) -> None:
     """Raise ParallelError when nodes have different files under one name. A collective."""
-
-    def seen() -> str:
-        folder = folder_of(load_hf)
-        files = folder.iterdir() if folder.is_dir() else (folder,)
-        sizes = sorted((path.name, path.stat().st_size) for path in files if path.is_file())
-        if is_gguf(folder):
-            return hashlib.sha256(repr(sizes).encode()).hexdigest()
-        settings = read_bytes(folder / CONFIG, where=str(folder / CONFIG), error=CheckpointError)
-        return hashlib.sha256(repr((sizes, settings)).encode()).hexdigest()
-
-    everyone = gather_from_all(seen, mesh)
+    everyone = gather_from_all(lambda: files_seen(load_hf), mesh)
     other = next((rank for rank, theirs in enumerate(everyone) if theirs != everyone[0]), None)
     if other is not None:
         raise ParallelError(

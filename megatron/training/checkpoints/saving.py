@@ -17,7 +17,7 @@ from megatron.config.run import RunConfig
 from megatron.core.checkpointing.agreement import run_on_all, run_on_first
 from megatron.core.checkpointing.base import BASE_FILE, Base
 from megatron.core.checkpointing.lease import StillHeld, held
-from megatron.core.checkpointing.load import CHAT, MODEL_NAME
+from megatron.core.checkpointing.load import CHAT, MODEL_NAME, SPEC_STATE
 from megatron.core.checkpointing.retention import Retention, prune
 from megatron.core.checkpointing.save import PendingSave, begin_save
 from megatron.core.checkpointing.sharded_view import Staging
@@ -199,6 +199,7 @@ def run_state(run: Run) -> dict[str, Any]:
         "tokenizer": {"name": run.tokenizer.name, "fingerprint": run.tokenizer.fingerprint},
         "data_phases": run.data.phases,
         CHAT: chat_entry(run.chat),
+        **({SPEC_STATE: dict(kept)} if (kept := run.train_spec.state()) else {}),
         **({"diloco": run.outer.state_dict()} if run.outer is not None and checkpoint.save_optim else {}),
     }
 

@@ -13,6 +13,7 @@ from megatron.core.parallel.collectives import all_gather
 from megatron.core.parallel.mesh import Mesh
 from megatron.core.parallel.sharding import ShardedState, Sharding
 from megatron.errors import ParallelError
+from megatron.training.evaluation.first_pass import before_training
 from megatron.training.run.run import Run
 from megatron.training.step import forward_backward, update_weights
 
@@ -56,6 +57,7 @@ class Comparison:
 
 def observe(run: Run, *, steps: int) -> Observed:
     """Take ``steps`` steps of the run, as training does, and record the results. A collective."""
+    before_training(run)
     mesh, sharded = run.context.mesh, run.config.parallel.zero_stage > 0
     seen, batches = Observed(), run.data.training_batches(0)
     seen.shapes = {name: sharding.shape for name, sharding in run.layout().items()}

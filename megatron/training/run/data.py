@@ -181,9 +181,10 @@ class TrainingData:
         mesh, size = self._context.mesh, self._config.training.micro_batch_size
         first = consumed + _replica(mesh) * size
         for number, batch in enumerate(loader):
-            yield self._microbatch(batch, StreamKey(first + number * size * mesh.size("dc", "dp"), split))
+            yield self.microbatch(batch, StreamKey(first + number * size * mesh.size("dc", "dp"), split))
 
-    def _microbatch(self, batch: Batch, key: StreamKey) -> Microbatch:
+    def microbatch(self, batch: Mapping[str, Tensor], key: StreamKey) -> Microbatch:
+        """This rank's part of a batch of samples, on its device."""
         whole = self._train_spec.add_derived_fields(batch, self._config)
         needed = {name: tensor for name, tensor in whole.items() if name in self._fields}
         held = held_slices(needed, self._train_spec.batch_fields, self._context.mesh)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
@@ -86,6 +87,7 @@ class Run:
     ``updated_from_counts``: modules that each step adjusts without a gradient. ``scaling``: with --fp8-recipe delayed.
     ``outer``: with --diloco-workers.
     ``base``: the checkpoint with the weights beside which adapters are trained; each checkpoint refers to it.
+    ``spec_state``: what the checkpoint that it goes on from keeps of the train spec.
     ``chat_before``: what the model that this one is made of had learned of conversations.
 
     ``evaluated``: called on every rank after each evaluation, with the results on each data set by name. ``stepped``:
@@ -116,6 +118,7 @@ class Run:
     progress: Progress = field(default_factory=Progress)
     loaded_from: str | None = None
     base: AnyPath | None = None
+    spec_state: Mapping[str, Any] = field(default_factory=dict)
     chat_before: ChatSettings | None = None
     evaluated: Callable[[Run, Mapping[str, Evaluation]], None] = lambda run, found: None
     stepped: Callable[[StepRecord], None] = lambda record: None

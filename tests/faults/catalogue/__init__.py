@@ -13,6 +13,7 @@ from tests.faults.catalogue import (
     model,
     onnx,
     optimizers,
+    preferences,
     public_reports,
     quantized,
     ranks,
@@ -45,6 +46,7 @@ FAULTS: tuple[Fault, ...] = (
     *distillation.FAULTS,
     *calibration.FAULTS,
     *tensorrt_llm.FAULTS,
+    *preferences.FAULTS,
 )
 """Their numbers on the command line count from 1 in this order."""
 

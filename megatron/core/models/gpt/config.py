@@ -12,6 +12,7 @@ from megatron.config.lora import LoraConfig
 from megatron.config.mamba import MambaConfig
 from megatron.config.moe import MoEConfig
 from megatron.config.positions import ROTARY_TYPES
+from megatron.config.preference import PreferenceConfig
 from megatron.config.quantization_training import QuantizationTrainingConfig
 
 
@@ -34,4 +35,5 @@ GROUPS: tuple[type, ...] = (
     LoraConfig,
     QuantizationTrainingConfig,
     DistillationConfig,
+    PreferenceConfig,
 )

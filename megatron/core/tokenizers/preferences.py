@@ -1,0 +1,97 @@
+"""Records of preferences: two answers to a prompt, of which one was chosen, as two samples of fine-tuning data.
+
+| form | keys |
+|---|---|
+| prompt and two answers | ``prompt``, ``chosen``, ``rejected``: texts, or lists of messages; ``tools`` beside them |
+| two conversations | ``chosen`` and ``rejected`` alone, whose common beginning is the prompt |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from megatron.core.tokenizers.messages import normalized_messages
+from megatron.core.tokenizers.records import Conversation, Pair, read_sample
+from megatron.errors import DataError
+from megatron.small_files import shown
+
+FIELDS = ("prompt", "chosen", "rejected", "tools", "functions", "documents")
+"""Keys of records that are read; others may be there."""
+_SIDES = ("chosen", "rejected")
+
+
+@dataclass(frozen=True)
+class Preference:
+    """A chosen and a rejected answer, each behind the same prompt. ``form``: what the record was written in."""
+
+    form: str
+    chosen: Conversation | Pair
+    rejected: Conversation | Pair
+
+
+def read_preference(record: Mapping[str, Any]) -> Preference:
+    """The two answers of a record. Raises DataError for one that lacks a side, and for a field that is wrong."""
+    sides = [_side(record, name) for name in _SIDES]
+    if sides[0] == sides[1]:
+        raise DataError("chosen and rejected are the same, so there is nothing to prefer")
+    prompt, answers, form = _divided(record.get("prompt"), *sides)
+    others = {name: record[name] for name in FIELDS[3:] if name in record}
+    found = []
+    for name, answer in zip(_SIDES, answers):
+        if not answer:
+            raise DataError(f"{name} is empty behind the prompt")
+        try:
+            found.append(read_sample({"prompt": prompt, "completion": answer, **others}))
+        except DataError as error:
+            raise DataError(f"{name}: {error}") from None
+    return Preference(form, *found)
+
+
+def _side(record: Mapping[str, Any], name: str) -> str | list[Any]:
+    value = record.get(name)
+    if value is None:
+        known = ", ".join(list(record)[:8]) or "none"
+        if "completion" in record and "label" in record:
+            raise DataError("one answer with a label is no pair: each line needs a chosen and a rejected answer")
+        raise DataError(f"{name} is missing: a pair has chosen and rejected (keys are {known})")
+    if not isinstance(value, str | list):
+        raise DataError(f"{name} is {shown(value)}; it must be a text or a list of messages")
+    if not value or (isinstance(value, str) and not value.strip()):
+        raise DataError(f"{name} is empty")
+    return value
+
+
+def _divided(prompt: Any, chosen: str | list[Any], rejected: str | list[Any]) -> tuple[Any, tuple[Any, Any], str]:
+    """The prompt, both answers, and the form, in which all three are texts, or all are lists of messages."""
+    if not isinstance(prompt, str | list | None):
+        raise DataError(f"prompt is {shown(prompt)}; it must be a text or a list of messages")
+    if isinstance(chosen, str) and isinstance(rejected, str) and not isinstance(prompt, list):
+        if prompt is not None:
+            return prompt, (chosen, rejected), "prompt and two answers"
+        end = _common(chosen, rejected)
+        return chosen[:end], (chosen[end:], rejected[end:]), "two texts"
+    answers = tuple(_messages(each, name, "assistant") for name, each in zip(_SIDES, (chosen, rejected)))
+    before = _messages(prompt, "prompt", "user") if prompt else []
+    if before and all(each[: len(before)] != before for each in answers):
+        return before, (answers[0], answers[1]), "messages as prompt and two answers"
+    end = next(n for n, (a, b) in enumerate(zip(*(each + [None] for each in answers))) if a != b)
+    return answers[0][:end], (answers[0][end:], answers[1][end:]), "two conversations"
+
+
+def _messages(value: str | list[Any], name: str, role: str) -> list[Any]:
+    """A list of messages; a text is one of ``role``."""
+    if isinstance(value, str):
+        return [{"role": role, "content": value}]
+    try:
+        normalized_messages(value)
+    except DataError as error:
+        raise DataError(f"{name}: {error}") from None
+    return value
+
+
+def _common(one: str, other: str) -> int:
+    """Where two texts begin to differ; a space before that is of the answers, as tokens begin with it."""
+    end = next((n for n, (a, b) in enumerate(zip(one, other)) if a != b), min(len(one), len(other)))
+    return end - 1 if end and one[end - 1] == " " else end
