@@ -102,7 +102,8 @@ def training_line(
     if step.decoupled_learning_rate is not None:
         parts.append(f"decoupled learning rate: {step.decoupled_learning_rate:.6E}")
     parts.append(f"global batch size: {step.global_batch_size:5d}")
-    parts += [f"{name}: {loss:.6E}" for name, loss in totals.mean_losses().items() if loss != 0.0]
+    means = totals.mean_losses().items()
+    parts += [f"{name}: {mean:.6E}" for name, mean in means if mean > 0.0 or (mean < 0.0 and not has_perplexity(name))]
     parts.append(f"loss scale: {step.loss_scale:.1f}")
     if step.grad_norm is not None:
         parts.append(f"grad norm: {step.grad_norm:.3f}")

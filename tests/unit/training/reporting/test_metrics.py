@@ -110,6 +110,11 @@ def test_loss_that_is_not_above_zero_is_left_out(loss: float) -> None:
     assert "lm loss" not in line(dataclasses.replace(STEP, losses={"lm loss": loss}))
 
 
+def test_means_that_are_no_losses_may_be_below_zero() -> None:
+    """Rewards of answers sink below 0 in training on preferences, and the line left them out."""
+    assert "rewards/rejected: -1.500000E+00" in line(dataclasses.replace(STEP, losses={"rewards/rejected": -1.5}))
+
+
 def test_nan_with_the_check_off_is_counted_though_not_skipped() -> None:
     """The run goes on with ruined weights: the line must say so."""
     text = line(dataclasses.replace(STEP, losses={"lm loss": math.nan}))
