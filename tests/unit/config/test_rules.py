@@ -462,9 +462,8 @@ def test_runs_built_in_code_are_checked_too() -> None:
 def test_bounds_do_not_stop_other_rules() -> None:
     """Numbers that would divide by zero are replaced before other rules run, and nothing is reported twice."""
     sentences = failures(run_of(model={"num_attention_heads": 0, "hidden_size": -1}, training={"eval_interval": 0}))
-    assert sentences[0] == "--hidden-size is -1; it must be at least 1"
-    assert "--num-attention-heads is 0; it must be at least 1" in sentences
-    assert "--eval-interval is 0; it must be at least 1" in sentences
+    assert sentences[0].startswith("--hidden-size is -1")
+    check_sentence("\n".join(sentences), "--num-attention-heads is 0", "--eval-interval is 0")
 
 
 def test_what_follows_from_a_flag_is_declared() -> None:
