@@ -29,8 +29,7 @@ if TYPE_CHECKING:  # torch is imported when flags are known to be right
     from megatron.core.conversion.quantizing.recipe import Recipe
     from megatron.core.conversion.quantizing.texts import CalibrationTexts
 
-_LATER = "there is no such grid here; the nearest are INT4_AWQ_CFG and FP8_DEFAULT_CFG"
-_NEAREST = {
+_TAKEN = {
     "FP8_DEFAULT_CFG": ("fp8-tensor", "rtn"),
     "FP8_PER_CHANNEL_PER_TOKEN_CFG": ("fp8", "rtn"),
     "INT8_SMOOTHQUANT_CFG": ("w8a8", "smoothquant"),
@@ -41,24 +40,70 @@ _NEAREST = {
     "int8_sq": ("w8a8", "smoothquant"),
     "int4_awq": ("int4", "awq"),
 }
+_KNOWN = f"known are {', '.join(_TAKEN)}"
+_NO_4_BITS = "there is no grid of 4-bit floats here; the nearest is INT4_AWQ_CFG, and on GPUs with FP8 FP8_DEFAULT_CFG"
+_BLOCKS = "blocks are rounded while a folder is written: convert.py --to hf --quantize fp8-block"
+# Recipes of ModelOpt that have no counterpart, by the nearest.
+_NEAREST = {
+    "it has one scale for all inputs of a layer; the nearest is --scheme w8a8, with one for each token": """
+        INT8_DEFAULT_CFG int8""",
+    _BLOCKS: "FP8_2D_BLOCKWISE_WEIGHT_ONLY_CFG fp8_blockwise",
+    "inputs of 4-bit weights stay in 16 bits here; the nearest is INT4_AWQ_CFG": "W4A8_AWQ_BETA_CFG w4a8_awq",
+    _NO_4_BITS: """
+        NVFP4_DEFAULT_CFG NVFP4_AWQ_LITE_CFG NVFP4_AWQ_CLIP_CFG NVFP4_AWQ_FULL_CFG NVFP4_SVDQUANT_DEFAULT_CFG
+        NVFP4_MLP_ONLY_CFG NVFP4_MLP_WEIGHT_ONLY_CFG NVFP4_FP8_MHA_CONFIG NVFP4_KV_CFG nvfp4 nvfp4_awq
+        MXFP4_DEFAULT_CFG MXFP4_MLP_WEIGHT_ONLY_CFG W4A8_MXFP4_FP8_CFG W4A8_NVFP4_FP8_CFG mxfp4""",
+    "there is no grid of 6 bits here; the nearest are INT8_WEIGHT_ONLY_CFG and INT4_AWQ_CFG": "MXFP6_DEFAULT_CFG mxfp6",
+    "scales of 32 inputs have no place here; the nearest is FP8_PER_CHANNEL_PER_TOKEN_CFG": "MXFP8_DEFAULT_CFG mxfp8",
+    "scales of 32 inputs have no place here; the nearest is INT8_WEIGHT_ONLY_CFG": "MXINT8_DEFAULT_CFG",
+    "keys and values get scales beside quantized weights: give --scheme int8 --kv-cache-scales fp8": """
+        FP8_KV_CFG FP8_AFFINE_KV_CFG INT8_KV_CFG""",
+}
 LEGACY_FLAGS = legacy_table(
     {"samples": "calib-size", "save": "export-dir"},
     {
         "export-quant-cfg": LegacyFlag(
             "refused",
-            f"{_LATER}. Known are {', '.join(_NEAREST)}",
+            f"there is no recipe of that name here; {_KNOWN}",
             values={
-                name: taken_as(f"--scheme {scheme} --method {method}", scheme=scheme, method=method)
-                for name, (scheme, method) in _NEAREST.items()
+                **{
+                    name: taken_as(f"--scheme {scheme} --method {method}", scheme=scheme, method=method)
+                    for name, (scheme, method) in _TAKEN.items()
+                },
+                **{name: LegacyFlag("refused", word) for word, names in _NEAREST.items() for name in names.split()},
             },
         ),
         "export-kv-cache-quant": LegacyFlag(
             "refused",
-            "keys and values have fp8 or no scales here",
+            "keys and values have FP8 scales here, or none; give fp8 or none",
             values={
                 "fp8": taken_as("--kv-cache-scales fp8", kv_cache_scales="fp8"),
+                "fp8_cast": taken_as("--kv-cache-scales fp8: scales are found, and not 1", kv_cache_scales="fp8"),
                 "none": taken_as("--kv-cache-scales none", kv_cache_scales="none"),
+                "fp8_affine": LegacyFlag("refused", "FP8 scales have no zero points here; the nearest is fp8"),
+                **{
+                    name: LegacyFlag("refused", "keys and values have 8 bits at least here; the nearest is fp8")
+                    for name in ("nvfp4", "nvfp4_affine", "nvfp4_rotate", "nvfp4_cast")
+                },
             },
+        ),
+        "export-real-quant-cfg": LegacyFlag(
+            "refused",
+            "codes are written when a checkpoint is exported; give None, or leave it out",
+            harmless=("None",),
+            values={
+                "fp8_real_quant": LegacyFlag(
+                    "ignored", "the checkpoint keeps numbers and scales, and exports write their codes"
+                ),
+                "fp8_blockwise_real_quant": LegacyFlag("refused", _BLOCKS),
+            },
+        ),
+        "auto-quantize-bits auto-quantize-formats auto-quantize-method auto-quantize-score-size": LegacyFlag(
+            "refused",
+            "all layers have one scheme here; leave single ones out with --quantize-ignore 'decoder.layers.0.*'",
+        ),
+        "weight-only": LegacyFlag(
+            "refused", "the scheme says it: int8 and int4 round weights alone, w8a8 and fp8 activations, too"
         ),
     },
     ignored="""

@@ -26,7 +26,7 @@ from megatron.core.checkpointing.find import find_checkpoint
 from megatron.core.checkpointing.load import MODEL_NAME, load_checkpoint, read_run_state
 from megatron.core.checkpointing.stored_tensors import StoredTensors
 from megatron.core.conversion.huggingface.formats import format_of
-from megatron.core.conversion.huggingface.quantized import widened
+from megatron.core.conversion.huggingface.quantized import QUANTIZED, stated_type, widened
 from megatron.core.conversion.huggingface.reading import CONFIG, read_config, tensors_in
 from megatron.core.conversion.portable import PortableModel, fill, layers_of
 from megatron.core.conversion.questions import Answer, Question
@@ -148,7 +148,27 @@ def huggingface_answer(folder: Path, question: Question) -> Answer:
     Experts are eager, too: the kernel that transformers 5 prefers refuses rows that don't begin at multiples of 16
     bytes.
     """
-    return answer_of(loaded_by_transformers(folder, question, dequantize=True), folder, question)
+    model = loaded_by_transformers(folder, question, dequantize=True)
+    _round_dequantized(model, folder)
+    return answer_of(model, folder, question)
+
+
+def _round_dequantized(model: Any, folder: Path) -> None:
+    """Round weights that were dequantized in fp32 to the type that config.json names, in which they are read here, too,
+    and in which transformers has them unless it is asked for fp32.
+    """
+    config = read_config(folder)
+    if not config.get("quantization_config") or is_read_by_us_alone(config):
+        return
+    published, dtype = format_of(config["model_type"]), stated_type(config)
+    assert published is not None, "its settings were read"
+    aliases = published.types[config["model_type"]].aliases
+    whole = {
+        aliases.get(name, name) for name, tensor in tensors_in(folder).items() if tensor.dtype not in QUANTIZED.values()
+    }
+    for name, parameter in model.named_parameters():
+        if name not in whole:
+            parameter.data = parameter.data.to(dtype).float()
 
 
 def loaded_by_transformers(folder: Path, question: Question, *, dequantize: bool = False) -> Any:

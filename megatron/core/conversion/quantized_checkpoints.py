@@ -72,7 +72,7 @@ def notes_about(quantization: Quantization) -> tuple[str, ...]:
     )
     if not quantization.cache:
         return found
-    return (*found, "note: FP8 scales of keys and values stay in the checkpoint: no export has a place for them yet")
+    return (*found, "note: FP8 scales of keys and values lie beside them: --to hf and --to tensorrt-llm write them")
 
 
 def is_quantized(folder: CheckpointFolder) -> bool:

@@ -1,4 +1,4 @@
-"""Faults in checkpoints of TensorRT-LLM, which no program here builds."""
+"""Faults in files for servers that run on GPUs alone: checkpoints of TensorRT-LLM, scales of keys and values."""
 
 from __future__ import annotations
 
@@ -22,5 +22,13 @@ FAULTS = (
         new="return (high & 15) | (low << 4)",
         suffers="Each two neighbouring outputs of a layer in 4 bits are exchanged in TensorRT-LLM.",
         first=TESTS,
+    ),
+    Fault(
+        "scales_of_keys_and_values_left_out",
+        "megatron/core/conversion/huggingface/quantizing.py",
+        old="return {**found, **self.cache}",
+        new="return found",
+        suffers="A folder says that keys and values are kept in FP8, and servers find no scales: they take 1 for them.",
+        first=("unit/conversion/test_cache_scales.py",),
     ),
 )

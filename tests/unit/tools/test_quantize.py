@@ -80,6 +80,12 @@ def test_mistakes(run: Path, tmp_path: Path) -> None:
         ("--scheme fp8-tensor", ("--scheme fp8-tensor", "--data-path")),
         ("--scheme int8 --kv-cache-scales fp8", ("--kv-cache-scales fp8", "--data-path")),
         ("--export-quant-cfg NVFP4_DEFAULT_CFG", ("--export-quant-cfg", "INT4_AWQ_CFG", "FP8_DEFAULT_CFG")),
+        ("--export-quant-cfg MXFP8_DEFAULT_CFG", ("--export-quant-cfg", "FP8_PER_CHANNEL_PER_TOKEN_CFG")),
+        ("--export-quant-cfg fp8_blockwise", ("convert.py", "fp8-block")),
+        ("--export-quant-cfg INT3_CFG", ("INT3_CFG", "INT4_AWQ_CFG", "int8_sq")),
+        ("--scheme int8 --export-kv-cache-quant nvfp4", ("--export-kv-cache-quant nvfp4", "fp8")),
+        ("--scheme int8 --auto-quantize-bits 4.8", ("--auto-quantize-bits 4.8", "--quantize-ignore")),
+        ("--scheme int8 --export-real-quant-cfg fp8_blockwise_real_quant", ("fp8-block",)),
     ):
         with expect_error(ConfigError, *facts):
             main([*paths, *flags.split()])

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.core.conversion.huggingface.quantized_weights import StoredWeight, rows_of
+from megatron.core.conversion.huggingface.quantized_weights import StoredWeight, inputs_of, rows_of
 from megatron.core.conversion.portable import LazyScales, LazyTensor
 from megatron.core.ops.quantize import E4M3
 from megatron.core.quantization.grid import Grid
@@ -24,7 +24,8 @@ _STRATEGIES = ("tensor", "channel", "group", "block")
 _OF_WEIGHTS = ("weight", "weight_packed")
 BESIDE = ("weight_scale", "weight_zero_point", "weight_shape", "weight_g_idx", "input_scale", "input_zero_point")
 """Tensors beside a quantized weight."""
-_OF_CACHE = ("k_scale", "v_scale", "output_scale", "output_zero_point")
+OF_CACHE = ("k_scale", "v_scale", "output_scale")
+"""Ends of names of scales of keys and values."""
 
 
 @dataclass(frozen=True)
@@ -116,7 +117,9 @@ def read_compressed(
     found: dict[str, StoredWeight] = {}
     for name, tensor in tensors.items():
         module, _, last = name.rpartition(".")
-        if last in _OF_CACHE or (last in BESIDE and any(f"{module}.{each}" in tensors for each in _OF_WEIGHTS)):
+        if last in (*OF_CACHE, "output_zero_point") or (
+            last in BESIDE and any(f"{module}.{each}" in tensors for each in _OF_WEIGHTS)
+        ):
             continue
         if last == "weight_packed" or (last == "weight" and tensor.dtype in (torch.int8, E4M3)):
             group = next((each for each in groups if each.has(module)), None) or _by_class(groups)
@@ -152,7 +155,8 @@ def _weight(module: str, last: str, tensors: Mapping[str, LazyTensor], grid: Gri
     order = tensors.get(f"{module}.weight_g_idx")
     if order is not None:
         check_order(order, columns, wanted[1], f"{where}: {module}.weight_g_idx")
-    held = LazyScales(rows_of(scale, rows, sharing), zeros, groups=order)
+    inputs = inputs_of(tensors.get(f"{module}.input_scale"))
+    held = LazyScales(rows_of(scale, rows, sharing), zeros, groups=order, inputs=inputs)
     make = partial(_codes, stored, grid.bits, columns) if last == "weight_packed" else stored.make
     return StoredWeight((rows, columns), grid, make, held)
 

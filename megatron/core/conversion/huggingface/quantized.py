@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from megatron.core.conversion.huggingface import compressed_tensors, gptq_awq
-from megatron.core.conversion.huggingface.quantized_weights import StoredWeight, rows_of
+from megatron.core.conversion.huggingface.compressed_tensors import OF_CACHE
+from megatron.core.conversion.huggingface.quantized_weights import StoredWeight, inputs_of, rows_of
 from megatron.core.conversion.portable import LazyScales, LazyTensor
 from megatron.core.ops.quantize import E4M3
 from megatron.core.quantization.grid import Grid
@@ -34,13 +35,15 @@ _DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch
 @dataclass(frozen=True)
 class Widened:
     """The tensors of a folder under their plain names, as numbers. ``quantized``: those that lie on a grid, of the
-    ``method`` that the settings name. ``rounds_inputs``: whether programs round activations, too.
+    ``method`` that the settings name. ``rounds_inputs``: whether programs round activations, too. ``cache``: scales of
+    keys and values, by their names.
     """
 
     tensors: dict[str, LazyTensor]
     quantized: dict[str, StoredWeight] = field(default_factory=dict)
     method: str = ""
     rounds_inputs: bool = False
+    cache: dict[str, LazyTensor] = field(default_factory=dict)
 
     def note(self, where: str) -> tuple[str, ...]:
         """What a user should know of the numbers that are read."""
@@ -106,7 +109,7 @@ def widened(config: Mapping[str, Any], tensors: Mapping[str, LazyTensor], *, whe
     read = _read_fp8 if method in _FP8_METHODS else gptq_awq.read_gptq_or_awq
     read = compressed_tensors.read_compressed if method == "compressed-tensors" else read
     plain, found = read(settings, tensors, where=where)
-    dtype = _DTYPES.get(str(config.get("dtype") or config.get("torch_dtype")), torch.bfloat16)
+    dtype = stated_type(config)
     values = {name: weight.values(dtype) for name, weight in found.items()}
     strange = [name for name, tensor in plain.items() if tensor.dtype in QUANTIZED.values()]
     if strange:
@@ -114,7 +117,13 @@ def widened(config: Mapping[str, Any], tensors: Mapping[str, LazyTensor], *, whe
         raise CheckpointError(
             f"{where}: {strange[0]} is of type {kind}, and its quantization_config doesn't say how it is read"
         )
-    return Widened({**plain, **values}, found, str(method), _rounds_inputs(settings))
+    cache = {name: tensor for name, tensor in tensors.items() if name.endswith(OF_CACHE)}
+    return Widened({**plain, **values}, found, str(method), _rounds_inputs(settings), cache)
+
+
+def stated_type(config: Mapping[str, Any]) -> torch.dtype:
+    """The type that the settings of a quantized model name for its numbers, or bf16."""
+    return _DTYPES.get(str(config.get("dtype") or config.get("torch_dtype")), torch.bfloat16)
 
 
 def _rounds_inputs(settings: Mapping[str, Any]) -> bool:
@@ -153,7 +162,8 @@ def _read_fp8(
         grid = Grid("float", 8, (1, 0) if by_output else block)
         wide = LazyTensor(scale.shape, torch.float32, partial(_wide, scale))
         rows = rows_of(wide, shape[0], 1 if by_output else grid.sides((shape[0], shape[1]))[0])
-        found[name] = StoredWeight((shape[0], shape[1]), grid, tensor.make, LazyScales(rows))
+        held = LazyScales(rows, inputs=inputs_of(tensors.get(f"{module}.input_scale")))
+        found[name] = StoredWeight((shape[0], shape[1]), grid, tensor.make, held)
     return plain, found
 
 

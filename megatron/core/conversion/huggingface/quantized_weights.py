@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -55,6 +56,13 @@ def _spread(found: Tensor, places: Tensor | None) -> Tensor:
     return found if places is None or found.shape[1] == 1 else found[:, places]
 
 
+def inputs_of(scale: LazyTensor | None) -> LazyTensor | None:
+    """The scale of a product's inputs, ``[1]``; None without one, or with one for each of something."""
+    if scale is None or math.prod(scale.shape) != 1:
+        return None
+    return LazyTensor((1,), torch.float32, lambda: scale.make().float().view(1))
+
+
 def rows_of(factors: LazyTensor, rows: int, sharing: int) -> LazyTensor:
     """Factors ``[rows, groups]`` of ``[⌈rows/sharing⌉, groups]``; of one number, or ``[rows]``, a column."""
     count = factors.shape[-1] if len(factors.shape) == 2 else 1
@@ -68,12 +76,19 @@ def rows_of(factors: LazyTensor, rows: int, sharing: int) -> LazyTensor:
 
 
 def quantization_of(
-    stored: Mapping[str, StoredWeight], found: Sequence[Match], model: ModelConfig, *, method: str, rounds_inputs: bool
+    stored: Mapping[str, StoredWeight],
+    found: Sequence[Match],
+    model: ModelConfig,
+    *,
+    method: str,
+    rounds_inputs: bool,
+    cache: Mapping[str, LazyTensor],
 ) -> Quantization | None:
     """The scales of weights that are quantized in one of our schemes, by our names; None for no such weight.
 
     ``stored``: by their names today. ``method``: what the folder says. ``rounds_inputs``: whether activations are
-    rounded, too. Weights that are of another scheme than most, or joined with others of another grid, have no scales.
+    rounded, too. ``cache``: scales of keys and values, by our names. Weights that are of another scheme than most, or
+    joined with others of another grid, have no scales.
     """
     schemes = {name: _scheme_of(weight.grid, rounds_inputs=rounds_inputs) for name, weight in stored.items()}
     counts = Counter(scheme for scheme in schemes.values() if scheme is not None)
@@ -87,7 +102,7 @@ def quantization_of(
             joined = _joined(match, held, model)
             if joined is not None:
                 scales[match.ours] = joined
-    return Quantization(most, scales, method) if scales else None
+    return Quantization(most, scales, method, cache=cache) if scales else None
 
 
 def _scheme_of(grid: Grid, *, rounds_inputs: bool) -> Scheme | None:
@@ -116,7 +131,14 @@ def _joined(match: Match, held: Sequence[StoredWeight], model: ModelConfig) -> L
 
     factors = join([each.scales.factors for each in held])
     zeros = [each.scales.zeros for each in held if each.scales.zeros is not None]
-    return None if factors is None else LazyScales(factors, join(zeros) if zeros else None)
+    inputs = [each.scales.inputs for each in held if each.scales.inputs is not None]
+    largest = LazyTensor((1,), torch.float32, partial(_largest, inputs)) if len(inputs) == len(held) else None
+    return None if factors is None else LazyScales(factors, join(zeros) if zeros else None, inputs=largest)
+
+
+def _largest(scales: Sequence[LazyTensor]) -> Tensor:
+    """The scale with which the inputs of each of several weights fit."""
+    return torch.cat([each.make() for each in scales]).amax().view(1)
 
 
 def _join(match: Match, parts: Sequence[LazyTensor], model: ModelConfig) -> Tensor:

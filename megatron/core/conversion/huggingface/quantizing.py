@@ -15,10 +15,12 @@ import torch
 from torch import Tensor
 
 from megatron.config.model import ModelConfig
+from megatron.core.conversion.huggingface.cache_scales import CACHE_SCHEME, written_cache_scales
 from megatron.core.conversion.huggingface.stored_codes import (
     HF_QUANT_CONFIG,
     dequantized,
     is_block,
+    is_for_modelopt,
     modelopt_config,
     quantization_config,
     stored,
@@ -51,20 +53,22 @@ class Rounding:
 @dataclass(frozen=True)
 class Chosen:
     """What is quantized in a folder. ``scales``: by their names of weights; None where scales are yet to be chosen.
-    ``ignored``: names and patterns of all other linear layers.
+    ``ignored``: names and patterns of all other linear layers. ``cache``: scales of keys and values.
     """
 
     scheme: Scheme
     scales: Mapping[str, LazyScales | None] = field(default_factory=dict)
     ignored: list[str] = field(default_factory=list)
+    cache: Mapping[str, LazyTensor] = field(default_factory=dict)
 
     def settings(self) -> dict[str, Any]:
         """What config.json says."""
-        return {"quantization_config": quantization_config(self.scheme, self.ignored)}
+        found = quantization_config(self.scheme, self.ignored)
+        return {"quantization_config": found | ({"kv_cache_scheme": CACHE_SCHEME} if self.cache else {})}
 
     def write_for_modelopt(self, folder: Path) -> None:
         """Write the settings that programs of ModelOpt read, beside an FP8 model."""
-        if (found := modelopt_config(self.scheme, self.ignored)) is not None:
+        if (found := modelopt_config(self.scheme, self.ignored, has_cache=bool(self.cache))) is not None:
             (folder / HF_QUANT_CONFIG).write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
 
     def stored(self, tensors: Mapping[str, LazyTensor], dtype: torch.dtype) -> dict[str, LazyTensor]:
@@ -75,7 +79,7 @@ class Chosen:
                 found |= stored(name, tensor, self.scheme, self.scales[name], dtype)
             else:
                 found[name] = tensor
-        return found
+        return {**found, **self.cache}
 
     def dequantized(
         self, tensors: Mapping[str, LazyTensor], dtype: torch.dtype, *, in_fp32: bool
@@ -223,7 +227,8 @@ def _as_given(
         for name in match.theirs
     }
     _check({name: match for match in held for name in match.theirs}, tensors, given.scheme, model_type)
-    return Chosen(given.scheme, scales, _ignored(tensors, scales, has_patterns=not is_block(given.scheme)))
+    cache = written_cache_scales(found, given.cache, for_modelopt=is_for_modelopt(given.scheme))
+    return Chosen(given.scheme, scales, _ignored(tensors, scales, has_patterns=not is_block(given.scheme)), cache)
 
 
 def _ignored(tensors: Mapping[str, LazyTensor], wanted: Collection[str], *, has_patterns: bool) -> list[str]:

@@ -20,6 +20,7 @@ from megatron.core.checkpointing.manifest import listed
 from megatron.core.checkpointing.torch_files import load_torch_file
 from megatron.core.conversion.chat_files import ids_of, read_chat
 from megatron.core.conversion.companions import companions_in, tokenizer_in, tokenizer_of
+from megatron.core.conversion.huggingface.cache_scales import read_cache_scales
 from megatron.core.conversion.huggingface.formats import as_published, format_of, model_from_config
 from megatron.core.conversion.huggingface.nearest import unread
 from megatron.core.conversion.huggingface.quantized import QUANTIZED, Widened, check_quantization, widened
@@ -131,7 +132,12 @@ def _portable(config: dict[str, Any], widened: Widened, where: str, *, settings:
             raise CheckpointError(f"{where}: {copy} differs from {original}, which it must be a copy of")
     _check_tied_copies(theirs, wanted, described.tied_copies, settings=settings)
     stored = {names[name]: each for name, each in widened.quantized.items()}
-    quantization = quantization_of(stored, found, model, method=widened.method, rounds_inputs=widened.rounds_inputs)
+    cache = read_cache_scales(
+        found, {described.current_names([name])[name]: each for name, each in widened.cache.items()}
+    )
+    quantization = quantization_of(
+        stored, found, model, method=widened.method, rounds_inputs=widened.rounds_inputs, cache=cache
+    )
     return PortableModel(
         model=model,
         groups=groups,
@@ -148,6 +154,7 @@ def _portable(config: dict[str, Any], widened: Widened, where: str, *, settings:
                 where=settings,
             ),
             *_mixed_types({name: theirs[name].dtype for name in wanted}, where=where),
+            *_cache_note(widened.cache, kept=quantization is not None and bool(cache), where=where),
         ),
     )
 
@@ -160,6 +167,14 @@ def _unread(
     if not found:
         return ()
     return (f"note: {where} has settings that are not read in a {model_type}: {listed(found)}",)
+
+
+def _cache_note(scales: Collection[str], *, kept: bool, where: str) -> tuple[str, ...]:
+    """A note about FP8 scales of keys and values, which this program doesn't round."""
+    if not scales:
+        return ()
+    said = "a quantized target keeps them" if kept else "they are of a kind that no target keeps"
+    return (f"note: {where} has scales of keys and values: both stay whole here; {said}",)
 
 
 def _mixed_types(dtypes: Mapping[str, torch.dtype], *, where: str) -> tuple[str, ...]:

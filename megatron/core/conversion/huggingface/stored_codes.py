@@ -64,11 +64,20 @@ def quantization_config(scheme: Scheme, ignored: list[str]) -> dict[str, Any]:
     }
 
 
-def modelopt_config(scheme: Scheme, ignored: list[str]) -> dict[str, Any] | None:
-    """What ``hf_quant_config.json`` says of an FP8 folder; None for a scheme that ModelOpt's readers don't share."""
-    if scheme.name not in _MODELOPT:
+def is_for_modelopt(scheme: Scheme) -> bool:
+    """Whether programs of ModelOpt read folders of a scheme."""
+    return scheme.name in _MODELOPT
+
+
+def modelopt_config(scheme: Scheme, ignored: list[str], *, has_cache: bool = False) -> dict[str, Any] | None:
+    """What ``hf_quant_config.json`` says of an FP8 folder; None for a scheme that ModelOpt's readers don't share.
+
+    ``has_cache``: whether keys and values have scales.
+    """
+    if not is_for_modelopt(scheme):
         return None
-    found: dict[str, Any] = {"quant_algo": _MODELOPT[scheme.name], "kv_cache_quant_algo": None}
+    cache = "FP8" if has_cache else None
+    found: dict[str, Any] = {"quant_algo": _MODELOPT[scheme.name], "kv_cache_quant_algo": cache}
     if is_block(scheme):
         found |= {"group_size": scheme.weights.block[1]}
     names = [each.removeprefix("re:").replace(".*", "*").rstrip("$") for each in ignored]
