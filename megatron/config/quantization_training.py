@@ -24,10 +24,17 @@ class QuantizationTrainingConfig(PartConfig):
 
     is_added: ClassVar[bool] = True
 
-    quantization_aware_training: Literal["int8", "int4", "int4-asym", "int3", "w8a8", "fp8"] | None = flag(
-        "Multiply by weights rounded to this scheme, with w8a8 and fp8 also activations, and train those that are "
-        "rounded with straight-through gradients: convert.py --quantize then gives the codes that were trained.",
-        default=None,
+    quantization_aware_training: Literal["int8", "int4", "int4-asym", "int3", "w8a8", "fp8", "fp8-tensor"] | None = (
+        flag(
+            "Multiply by weights rounded to this scheme, with w8a8 and fp8 also activations, and train those that are "
+            "rounded with straight-through gradients: convert.py --quantize, or tools/quantize.py for fp8-tensor, then "
+            "gives the codes that were trained.",
+            default=None,
+            refused_values={
+                "fp8-block": "an export arranges rows anew, and would round other blocks of them; use fp8 or "
+                "fp8-tensor",
+            },
+        )
     )
     qat_group_size: int | None = flag(
         "With --quantization-aware-training int4 or int3: inputs that share a scale; 128 unless given.",

@@ -40,6 +40,7 @@ VARIANTS: dict[str, str] = {
         f"{LLAMA} {EXPERTS} --moe-ffn-hidden-size 32 {QAT} int4-asym --qat-group-size 32"
     ),
     "fp8": f"{WIDE} {QAT} fp8",
+    "fp8-tensor, experts": f"{LLAMA} {EXPERTS} --moe-ffn-hidden-size 32 {QAT} fp8-tensor",
 }
 LAYOUTS: dict[str, str] = {
     "tp2 sp": f"--world-size 2 {TP2} {SP}",

@@ -52,6 +52,9 @@ class FakeQuantized(Operands):
 
     def __init__(self, scheme: Scheme, mesh: Mesh) -> None:
         self._scheme, self._mesh = scheme, mesh
+        self._is_by_matrix = scheme.weights.block == (0, 0)
+        # Scales are held by row, also where all rows of a matrix share one.
+        self._grid = replace(scheme.weights, block=(1, 0)) if self._is_by_matrix else scheme.weights
         self._kept: dict[Tensor, Scales] | None = None
 
     @override
@@ -60,17 +63,22 @@ class FakeQuantized(Operands):
         kept = self._kept
         scales = None if kept is None else kept.get(weight)
         if scales is None:
-            scales = self._scales(weight.detach().flatten(0, -2), self._part(weight))
+            part = self._part(weight)
+            matrix = weight.detach().flatten(0, -2)
+            scales = self._scale_of_matrices(weight) if self._is_by_matrix else self._scales(matrix, part)
             if kept is not None:
                 kept[weight] = scales
         return partial(self._rounded, weight, scales)
 
     @override
     def rows(self, rows: Tensor, weight: Tensor, grouping: Grouping | None = None) -> Tensor:
-        """The input with a scale for each token, where the scheme has activations in 8 bits."""
+        """The input with a scale for each token, where the scheme has activations in 8 bits.
+
+        That of a tensor depends on which tokens are multiplied together; calibration finds it after training.
+        """
         if self._scheme.activations is None:
             return rows
-        grid = replace(self._scheme.weights, block=(1, 0))
+        grid = replace(self._grid, block=(1, 0))
         flat = rows.detach().flatten(0, -2)
         scales = self._scales(flat, _Part(0, self._part(weight).axis), grid)
         rounded = values_of_codes(codes_of(flat, scales, grid), scales, grid).to(rows.dtype).view_as(rows)
@@ -99,7 +107,7 @@ class FakeQuantized(Operands):
 
     def _scales(self, matrix: Tensor, part: _Part, grid: Grid | None = None) -> Scales:
         """Scales of the local columns [out, in] of a weight."""
-        grid = grid or self._scheme.weights
+        grid = grid or self._grid
         low, high = extremes(_padded(matrix, part).float(), grid)
         held = slice(0, low.shape[1])
         if part.axis is not None:
@@ -110,8 +118,20 @@ class FakeQuantized(Operands):
             low, high = -both[0, :, held], both[1, :, held]
         return scales_of_extremes(low, high, grid, grid.scales_dtype(matrix.dtype))
 
+    def _scale_of_matrices(self, weight: Tensor) -> Scales:
+        """The one scale of the whole weight, or of each expert's, in each of the rows here. May be a collective."""
+        has_experts = weight.dim() > 2
+        peaks = weight.detach().float().view(len(weight) if has_experts else 1, -1).abs().amax(1)
+        for dim, axis in sharding_of(weight).split.items():
+            if self._mesh.size(axis) > 1 and not (has_experts and dim == 0):
+                peaks = all_reduce(peaks, self._mesh, axis, op="max")
+        peaks = peaks.unsqueeze(1)
+        factors = scales_of_extremes(-peaks, peaks, self._grid, self._grid.scales_dtype(weight.dtype)).factors
+        rows = weight.numel() // weight.shape[-1] // len(factors)
+        return Scales(factors.repeat_interleave(rows, 0))
+
     def _rounded(self, weight: Tensor, scales: Scales) -> Tensor:
-        grid, part = self._scheme.weights, self._part(weight)
+        grid, part = self._grid, self._part(weight)
         matrix = _padded(weight.detach().flatten(0, -2), part)
         values = values_of_codes(codes_of(matrix, scales, grid), scales, grid)
         return values[:, part.before : part.before + weight.shape[-1]].to(weight.dtype).reshape(weight.shape)
