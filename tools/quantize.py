@@ -41,7 +41,10 @@ _TAKEN = {
     "int4_awq": ("int4", "awq"),
 }
 _KNOWN = f"known are {', '.join(_TAKEN)}"
-_NO_4_BITS = "there is no grid of 4-bit floats here; the nearest is INT4_AWQ_CFG, and on GPUs with FP8 FP8_DEFAULT_CFG"
+_NO_4_BITS = (
+    "4-bit floats are rounded while a folder is written: convert.py --to hf --quantize nvfp4 or mxfp4; the nearest "
+    "with calibration are INT4_AWQ_CFG and FP8_DEFAULT_CFG"
+)
 _BLOCKS = "blocks are rounded while a folder is written: convert.py --to hf --quantize fp8-block"
 # Recipes of ModelOpt that have no counterpart, by the nearest.
 _NEAREST = {
@@ -54,7 +57,8 @@ _NEAREST = {
         NVFP4_MLP_ONLY_CFG NVFP4_MLP_WEIGHT_ONLY_CFG NVFP4_FP8_MHA_CONFIG NVFP4_KV_CFG nvfp4 nvfp4_awq
         MXFP4_DEFAULT_CFG MXFP4_MLP_WEIGHT_ONLY_CFG W4A8_MXFP4_FP8_CFG W4A8_NVFP4_FP8_CFG mxfp4""",
     "there is no grid of 6 bits here; the nearest are INT8_WEIGHT_ONLY_CFG and INT4_AWQ_CFG": "MXFP6_DEFAULT_CFG mxfp6",
-    "scales of 32 inputs have no place here; the nearest is FP8_PER_CHANNEL_PER_TOKEN_CFG": "MXFP8_DEFAULT_CFG mxfp8",
+    "give convert.py --to hf --quantize mxfp8; the nearest here is FP8_PER_CHANNEL_PER_TOKEN_CFG": """
+        MXFP8_DEFAULT_CFG mxfp8""",
     "scales of 32 inputs have no place here; the nearest is INT8_WEIGHT_ONLY_CFG": "MXINT8_DEFAULT_CFG",
     "keys and values get scales beside quantized weights: give --scheme int8 --kv-cache-scales fp8": """
         FP8_KV_CFG FP8_AFFINE_KV_CFG INT8_KV_CFG""",

@@ -132,8 +132,8 @@ class ConvertConfig(Settings):
     )
     quantize: Quantized | None = flag(
         "Write weights of linear layers of a Hugging Face target in few bits, rounded to the nearest: int8 and int4 "
-        "(symmetric, or with zero points) for weights alone, int8 (w8a8) or fp8 for activations, too. A TensorRT-LLM "
-        "target takes int8 and int4.",
+        "(symmetric, or with zero points) and floats in small groups (nvfp4, mxfp4, mxfp8) for weights alone, int8 "
+        "(w8a8) or fp8 for activations, too. A TensorRT-LLM target takes int8 and int4.",
         default=None,
     )
     group_size: int | None = flag(

@@ -18,5 +18,5 @@ TITLES: dict[Program, str] = {
 }
 GgufType = Literal["f32", "f16", "bf16", "q8_0", "q4_0", "q4_1", "q5_0", "q5_1", "q4_k_m", "q5_k_m", "q6_k"]
 """Values of ``--gguf-type``."""
-Quantized = Literal["int8", "int4", "int4-asym", "w8a8", "fp8", "fp8-block"]
+Quantized = Literal["int8", "int4", "int4-asym", "w8a8", "fp8", "fp8-block", "nvfp4", "mxfp4", "mxfp8"]
 """Values of ``--quantize``: schemes that need no texts and have a reader."""

@@ -47,14 +47,26 @@ SCHEMES: dict[str, Scheme] = {
 """All schemes by name. ``int3`` has no reader: it is for comparing methods."""
 
 
+ROUNDED_WHEN_WRITTEN: dict[str, Scheme] = {
+    scheme.name: scheme
+    for scheme in (
+        Scheme("nvfp4", Grid("float", 4, (1, 16))),
+        Scheme("mxfp4", Grid("float", 4, (1, 32))),
+        Scheme("mxfp8", Grid("float", 8, (1, 32))),
+    )
+}
+"""Schemes with scales of kinds of their own, which Hugging Face folders alone have."""
+
+
 def scheme_named(name: str, *, group_size: int | None = None) -> Scheme:
     """The scheme of a name; ConfigError for a ``group_size`` where scales aren't of groups."""
-    scheme = SCHEMES[name]
+    scheme = SCHEMES.get(name) or ROUNDED_WHEN_WRITTEN[name]
     if group_size is None:
         return scheme
-    if scheme.weights.block[0] != 1 or not scheme.weights.block[1]:
+    if scheme.weights.block[0] != 1 or not scheme.weights.block[1] or name in ROUNDED_WHEN_WRITTEN:
         grouped = ", ".join(each.name for each in SCHEMES.values() if each.weights.block == (1, 128))
         raise ConfigError(
-            f"--group-size {group_size} has no effect on {name}, whose scales aren't of groups: {grouped} have"
+            f"--group-size {group_size} has no effect on {name}, whose scales have groups of their own: it is for "
+            f"{grouped}"
         )
     return dataclasses.replace(scheme, weights=dataclasses.replace(scheme.weights, block=(1, group_size)))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron.core.conversion.huggingface.micro_scales import MICRO_FORMATS, MicroFormat
 from megatron.core.conversion.huggingface.quantized_weights import StoredWeight, inputs_of, rows_of
 from megatron.core.conversion.portable import LazyScales, LazyTensor
 from megatron.core.ops.quantize import E4M3
@@ -20,9 +21,18 @@ from megatron.errors import CheckpointError
 from megatron.small_files import as_kind
 
 _FORMATS = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized", "mixed-precision")
+_MICRO = {each.format: each for each in MICRO_FORMATS.values()}
 _STRATEGIES = ("tensor", "channel", "group", "block")
 _OF_WEIGHTS = ("weight", "weight_packed")
-BESIDE = ("weight_scale", "weight_zero_point", "weight_shape", "weight_g_idx", "input_scale", "input_zero_point")
+BESIDE = (
+    "weight_scale",
+    "weight_global_scale",
+    "weight_zero_point",
+    "weight_shape",
+    "weight_g_idx",
+    "input_scale",
+    "input_zero_point",
+)
 """Tensors beside a quantized weight."""
 OF_CACHE = ("k_scale", "v_scale", "output_scale")
 """Ends of names of scales of keys and values."""
@@ -30,10 +40,11 @@ OF_CACHE = ("k_scale", "v_scale", "output_scale")
 
 @dataclass(frozen=True)
 class _Group:
-    """Settings of some layers. ``targets``: their names, patterns, or class."""
+    """Settings of some layers. ``targets``: their names, patterns, or class. ``micro``: a format of its own."""
 
     targets: tuple[str, ...]
     grid: Grid
+    micro: MicroFormat | None = None
 
     def has(self, module: str) -> bool:
         return any(
@@ -45,10 +56,10 @@ class _Group:
 def groups_in(settings: Mapping[str, Any], *, where: str) -> list[_Group]:
     """The groups of layers that the settings describe; CheckpointError for what isn't read."""
     name = settings.get("format")
-    if name not in _FORMATS:
+    if name not in _FORMATS and name not in _MICRO:
         raise CheckpointError(
-            f"{where}: weights of format {name!r} of compressed-tensors are not read, only {', '.join(_FORMATS)}; take "
-            "the model in bf16"
+            f"{where}: weights of format {name!r} of compressed-tensors are not read, only "
+            f"{', '.join((*_FORMATS, *_MICRO))}; take the model in bf16"
         )
     if settings.get("quantization_status", "compressed") != "compressed":
         raise CheckpointError(
@@ -63,13 +74,14 @@ def groups_in(settings: Mapping[str, Any], *, where: str) -> list[_Group]:
     groups = as_kind(
         settings.get("config_groups"), dict[str, dict[str, Any]], where=f"{where}: config_groups", error=CheckpointError
     )
-    found = [_group(group, where=f"{where}: {name}") for name, group in groups.items()]
+    micro = _MICRO.get(name)
+    found = [_group(group, micro, where=f"{where}: {title}") for title, group in groups.items()]
     if not found:
         raise CheckpointError(f"{where}: config_groups is empty, so nothing says how weights are read")
     return found
 
 
-def _group(group: Mapping[str, Any], *, where: str) -> _Group:
+def _group(group: Mapping[str, Any], micro: MicroFormat | None, *, where: str) -> _Group:
     targets = as_kind(group.get("targets"), list[str], where=f"{where}: targets", error=CheckpointError)
     for each in targets:
         try:
@@ -77,6 +89,14 @@ def _group(group: Mapping[str, Any], *, where: str) -> _Group:
         except re.error as error:
             raise CheckpointError(f"{where}: target {each!r} is no regular expression: {error}") from None
     weights = as_kind(group.get("weights"), dict[str, Any], where=f"{where}: weights", error=CheckpointError)
+    if micro is not None:
+        wrong = [key for key, value in micro.arguments().items() if weights.get(key, value) not in (value, None)]
+        if wrong:
+            raise CheckpointError(
+                f"{where}: {wrong[0]} is {weights[wrong[0]]!r}, and {micro.format} is read with "
+                f"{micro.arguments()[wrong[0]]!r} alone"
+            )
+        return _Group(tuple(targets), Grid("float", micro.bits, (1, micro.group)), micro)
     bits, kind, strategy = weights.get("num_bits"), weights.get("type", "int"), weights.get("strategy")
     fits = (kind == "int" and bits in PACKED_BITS) or (kind == "float" and bits == 8)
     if not fits or strategy not in _STRATEGIES or weights.get("dynamic") or not isinstance(bits, int):
@@ -123,7 +143,8 @@ def read_compressed(
             continue
         if last == "weight_packed" or (last == "weight" and tensor.dtype in (torch.int8, E4M3)):
             group = next((each for each in groups if each.has(module)), None) or _by_class(groups)
-            found[f"{module}.weight"] = _weight(module, last, tensors, group.grid, where=where)
+            read = partial(_weight, grid=group.grid) if group.micro is None else partial(_micro, group.micro)
+            found[f"{module}.weight"] = read(module, last, tensors, where=where)
         else:
             plain[name] = tensor
     return plain, found
@@ -132,6 +153,30 @@ def read_compressed(
 def _by_class(groups: list[_Group]) -> _Group:
     """The group whose targets are classes of modules, which files don't tell."""
     return next((each for each in groups if not any("." in target for target in each.targets)), groups[0])
+
+
+def _micro(
+    micro: MicroFormat, module: str, last: str, tensors: Mapping[str, LazyTensor], *, where: str
+) -> StoredWeight:
+    """A weight with small groups."""
+    stored = tensors[f"{module}.{last}"]
+    rows, columns = (*stored.shape, 0, 0)[:2]
+    columns *= 2 if micro.bits == 4 else 1
+    held: dict[str, LazyTensor] = {}
+    for kind, (shape, dtype) in micro.shapes(rows, columns).items():
+        tensor = tensors.get(f"{module}.{kind}")
+        if tensor is None or tensor.shape not in (shape, shape if shape != (1,) else ()) or tensor.dtype != dtype:
+            raise _lacks(where, module, last, kind, shape)
+        held[kind] = tensor
+    scales = {kind: tensor for kind, tensor in held.items() if "scale" in kind}
+    factors = LazyTensor(scales["weight_scale"].shape, torch.float32, partial(_made, micro.factors, scales))
+    grid = Grid("float", micro.bits, (1, micro.group))
+    codes = {kind: tensor for kind, tensor in held.items() if "scale" not in kind}
+    return StoredWeight((rows, columns), grid, partial(_made, micro.codes, codes), LazyScales(factors), torch.bfloat16)
+
+
+def _made(join: Callable[[Mapping[str, Tensor]], Tensor], held: Mapping[str, LazyTensor]) -> Tensor:
+    return join({kind: tensor.make() for kind, tensor in held.items()})
 
 
 def _weight(module: str, last: str, tensors: Mapping[str, LazyTensor], grid: Grid, *, where: str) -> StoredWeight:

@@ -24,13 +24,14 @@ Codes = Callable[[], Tensor]
 @dataclass(frozen=True)
 class StoredWeight:
     """A weight ``[out, in]`` on a grid. ``codes``: reads ``[out, in]``. ``scales``: a row for each output; their type
-    is the one in which codes are multiplied.
+    is the one in which codes are multiplied. ``through``: a type in which readers have the products first.
     """
 
     shape: tuple[int, int]
     grid: Grid
     codes: Codes
     scales: LazyScales
+    through: torch.dtype | None = None
 
     def values(self, dtype: torch.dtype) -> LazyTensor:
         """The numbers that the codes stand for, as ``dtype``."""
@@ -42,7 +43,7 @@ class StoredWeight:
         codes = self.codes().to(factors.dtype)
         if self.scales.zeros is not None:
             codes = codes - _spread(self.scales.zeros.make().to(factors.dtype), places)
-        return (codes * _spread(factors, places)).to(dtype)
+        return (codes * _spread(factors, places)).to(self.through or dtype).to(dtype)
 
     def places(self) -> Tensor | None:
         """The group of each input, ``[in]``; None where an output has one scale."""

@@ -5,9 +5,9 @@ from __future__ import annotations
 import difflib
 import json
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from torch import Tensor
 
 from megatron.config.model import ModelConfig
 from megatron.core.conversion.huggingface.cache_scales import CACHE_SCHEME, written_cache_scales
+from megatron.core.conversion.huggingface.micro_scales import check_micro
 from megatron.core.conversion.huggingface.stored_codes import (
     HF_QUANT_CONFIG,
     dequantized,
@@ -34,8 +35,8 @@ from megatron.errors import ConfigError
 
 # Projections of a few rows: steps and gates of a mixer's heads.
 _SMALL = ("in_proj_ba", "a_proj", "b_proj")
-# Of experts, transformers dequantizes packed symmetric numbers and floats; and the others to take.
-_NO_EXPERTS = {"w8a8": "int8 or fp8", "int4-asym": "int4"}
+# Of experts, transformers dequantizes packed symmetric numbers and floats with one scale; and the others to take.
+_NO_EXPERTS = {"w8a8": "int8 or fp8", "int4-asym": "int4", "nvfp4": "mxfp4 or int4", "mxfp8": "fp8"}
 _FLOATS_ONLY = ("olmo_hybrid",)
 _EXPERT = re.compile(r"\.experts\.\d+\.")
 
@@ -54,12 +55,14 @@ class Rounding:
 class Chosen:
     """What is quantized in a folder. ``scales``: by their names of weights; None where scales are yet to be chosen.
     ``ignored``: names and patterns of all other linear layers. ``cache``: scales of keys and values.
+    ``largest``: the largest magnitude of weights that programs join, by name of each.
     """
 
     scheme: Scheme
     scales: Mapping[str, LazyScales | None] = field(default_factory=dict)
     ignored: list[str] = field(default_factory=list)
     cache: Mapping[str, LazyTensor] = field(default_factory=dict)
+    largest: Mapping[str, Callable[[], Tensor]] = field(default_factory=dict)
 
     def settings(self) -> dict[str, Any]:
         """What config.json says."""
@@ -76,7 +79,8 @@ class Chosen:
         found: dict[str, LazyTensor] = {}
         for name, tensor in tensors.items():
             if name in self.scales:
-                found |= stored(name, tensor, self.scheme, self.scales[name], dtype)
+                joined = self.largest.get(name)
+                found |= stored(name, tensor, self.scheme, self.scales[name], dtype, largest=joined)
             else:
                 found[name] = tensor
         return {**found, **self.cache}
@@ -86,7 +90,9 @@ class Chosen:
     ) -> dict[str, LazyTensor]:
         """The tensors that a reader in fp32 computes with. ``in_fp32``: see ``stored_codes.dequantized``."""
         return {
-            name: dequantized(name, tensor, self.scheme, self.scales[name], dtype, in_fp32=in_fp32)
+            name: dequantized(
+                name, tensor, self.scheme, self.scales[name], dtype, in_fp32=in_fp32, largest=self.largest.get(name)
+            )
             if name in self.scales
             else tensor
             for name, tensor in tensors.items()
@@ -108,8 +114,22 @@ def chosen(
             f"{given.method}; quantize the model that it was made of"
         )
     if rounding is not None:
-        return _to_round(found, tensors, rounding, model_type)
+        made = _to_round(found, tensors, rounding, model_type)
+        return replace(made, largest=_largest_of_joined(found, portable)) if rounding.scheme.name == "nvfp4" else made
     return None if given is None else _as_given(found, tensors, given, portable.model, model_type)
+
+
+def _largest_of_joined(found: Sequence[Match], portable: PortableModel) -> dict[str, Callable[[], Tensor]]:
+    """For weights of theirs that are one of ours: the largest magnitude of all, found once."""
+    made: dict[str, Callable[[], Tensor]] = {}
+    for match in found:
+        if len(match.theirs) > 1 and is_quantized(match.ours):
+            made |= dict.fromkeys(match.theirs, cache(partial(_magnitude, portable.tensors[match.ours])))
+    return made
+
+
+def _magnitude(tensor: LazyTensor) -> Tensor:
+    return tensor.make().float().abs().amax()
 
 
 def as_read(
@@ -187,6 +207,7 @@ def _check(wanted: Mapping[str, Match], tensors: Mapping[str, LazyTensor], schem
     sides, widths = scheme.weights.block, {tensors[name].shape[1] for name in wanted}
     for name in wanted:
         rows, columns = tensors[name].shape
+        check_micro(name, columns, scheme)
         scheme.weights.check_divides((rows, columns), name, others=widths)
         if is_block(scheme) and any(size > side and size % side for size, side in zip((rows, columns), sides)):
             raise ConfigError(
@@ -227,8 +248,8 @@ def _as_given(
         for name in match.theirs
     }
     _check({name: match for match in held for name in match.theirs}, tensors, given.scheme, model_type)
-    cache = written_cache_scales(found, given.cache, for_modelopt=is_for_modelopt(given.scheme))
-    return Chosen(given.scheme, scales, _ignored(tensors, scales, has_patterns=not is_block(given.scheme)), cache)
+    of_cache = written_cache_scales(found, given.cache, for_modelopt=is_for_modelopt(given.scheme))
+    return Chosen(given.scheme, scales, _ignored(tensors, scales, has_patterns=not is_block(given.scheme)), of_cache)
 
 
 def _ignored(tensors: Mapping[str, LazyTensor], wanted: Collection[str], *, has_patterns: bool) -> list[str]:

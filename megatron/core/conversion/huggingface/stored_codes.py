@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron.core.conversion.huggingface.micro_scales import MicroFormat, micro_format
 from megatron.core.conversion.portable import LazyScales, LazyTensor
 from megatron.core.quantization.grid import Grid, Scales, codes_of, scales_of, values_of_codes
 from megatron.core.quantization.packing import WORD_BITS, packed
@@ -28,6 +29,8 @@ def is_block(scheme: Scheme) -> bool:
 
 def format_name(scheme: Scheme) -> str:
     """What compressed-tensors calls the layout of weights."""
+    if (micro := micro_format(scheme)) is not None:
+        return micro.format
     if scheme.weights.kind == "float":
         return "float-quantized"
     return "pack-quantized" if scheme.activations is None else "int-quantized"
@@ -52,7 +55,10 @@ def quantization_config(scheme: Scheme, ignored: list[str]) -> dict[str, Any]:
     if scheme.activations is not None:
         dynamic = scheme.activations == "token"
         inputs = {**kind, "symmetric": True, "strategy": scheme.activations, "dynamic": dynamic}
-    weights = {**kind, "symmetric": grid.symmetric, **strategy, "dynamic": False}
+    micro = micro_format(scheme)
+    weights = (
+        {**kind, "symmetric": grid.symmetric, **strategy, "dynamic": False} if micro is None else micro.arguments()
+    )
     group = {"targets": ["Linear"], "weights": weights, "input_activations": inputs, "output_activations": None}
     return {
         "quant_method": COMPRESSED_TENSORS,
@@ -85,13 +91,24 @@ def modelopt_config(scheme: Scheme, ignored: list[str], *, has_cache: bool = Fal
 
 
 def stored(
-    name: str, weight: LazyTensor, scheme: Scheme, scales: LazyScales | None, dtype: torch.dtype
+    name: str,
+    weight: LazyTensor,
+    scheme: Scheme,
+    scales: LazyScales | None,
+    dtype: torch.dtype,
+    *,
+    largest: Callable[[], Tensor] | None = None,
 ) -> dict[str, LazyTensor]:
     """The tensors that take the place of ``name``, a weight ``[out, in]``, each made once, from the weight read once.
 
     ``scales``: those by which its codes are exact, or None to choose them. ``dtype``: the model's.
+    ``largest``: gives the largest magnitude of the weights that programs join with this one.
     """
-    grid, (rows, columns) = scheme.weights, weight.shape
+    module, (rows, columns) = name.removesuffix("weight"), weight.shape
+    if (micro := micro_format(scheme)) is not None:
+        made = _parts(micro.shapes(rows, columns), partial(_stored_micro, micro, weight, largest))
+        return {f"{module}{kind}": tensor for kind, tensor in made.items()}
+    grid = scheme.weights
     shape, of_scales = (rows, columns), torch.Size(grid.scales_shape((rows, columns)))
     factors = grid.scales_dtype(dtype) if scales is None else scales.factors.dtype
     shapes: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
@@ -125,20 +142,35 @@ def stored(
             made["input_scale"] = scales.inputs.make().view(1)
         return {kind: made[kind] for kind in shapes}
 
-    module = name.removesuffix("weight")
     return {f"{module}{kind}": tensor for kind, tensor in _parts(shapes, make).items()}
 
 
+def _stored_micro(micro: MicroFormat, weight: LazyTensor, largest: Callable[[], Tensor] | None) -> dict[str, Tensor]:
+    return micro.stored(weight.make(), None if largest is None else largest())
+
+
 def dequantized(
-    name: str, weight: LazyTensor, scheme: Scheme, scales: LazyScales | None, dtype: torch.dtype, *, in_fp32: bool
+    name: str,
+    weight: LazyTensor,
+    scheme: Scheme,
+    scales: LazyScales | None,
+    dtype: torch.dtype,
+    *,
+    in_fp32: bool,
+    largest: Callable[[], Tensor] | None = None,
 ) -> LazyTensor:
     """The weight that its codes and scales stand for, as fp32. ``in_fp32``: multiplied in fp32, as by readers that take
-    scales in fp32, too; else rounded to the type of scales, as by those that dequantize whole weights.
+    scales in fp32, too; else rounded to the type of scales, as by those that dequantize whole weights. ``largest``: as
+    for ``stored``.
     """
     grid, (rows, columns) = scheme.weights, weight.shape
 
+    micro = micro_format(scheme)
+
     def make() -> Tensor:
         numbers = weight.make()
+        if micro is not None:
+            return micro.values(micro.stored(numbers, None if largest is None else largest())).float()
         held = (
             scales_of(numbers, grid, grid.scales_dtype(dtype))
             if scales is None

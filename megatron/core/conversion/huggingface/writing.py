@@ -26,7 +26,7 @@ from megatron.core.models.registry import family_of
 from megatron.errors import CheckpointError
 
 _NAMES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
-_NAMES |= {torch.int64: "I64", torch.int32: "I32", torch.int8: "I8", torch.float8_e4m3fn: "F8_E4M3"}
+_NAMES |= {torch.int64: "I64", torch.int32: "I32", torch.int8: "I8", torch.float8_e4m3fn: "F8_E4M3", torch.uint8: "U8"}
 _ALIGNMENT = 8
 _INDEX = "model.safetensors.index.json"
 
