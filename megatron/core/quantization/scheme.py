@@ -63,10 +63,13 @@ def scheme_named(name: str, *, group_size: int | None = None) -> Scheme:
     scheme = SCHEMES.get(name) or ROUNDED_WHEN_WRITTEN[name]
     if group_size is None:
         return scheme
-    if scheme.weights.block[0] != 1 or not scheme.weights.block[1] or name in ROUNDED_WHEN_WRITTEN:
+    if name in ROUNDED_WHEN_WRITTEN:
+        raise ConfigError(
+            f"--group-size {group_size} has no effect on {name}, whose groups are of {scheme.weights.block[1]} inputs"
+        )
+    if scheme.weights.block[0] != 1 or not scheme.weights.block[1]:
         grouped = ", ".join(each.name for each in SCHEMES.values() if each.weights.block == (1, 128))
         raise ConfigError(
-            f"--group-size {group_size} has no effect on {name}, whose scales have groups of their own: it is for "
-            f"{grouped}"
+            f"--group-size {group_size} has no effect on {name}, whose scales aren't of groups: {grouped} have"
         )
     return dataclasses.replace(scheme, weights=dataclasses.replace(scheme.weights, block=(1, group_size)))
