@@ -88,6 +88,15 @@ OWN: dict[str, tuple[str, dict[str, Any]]] = {
             "rope_parameters": {**YARN, "mscale": 0.8, "mscale_all_dim": 0.8},
         },
     ),
+    "deepseek_v2 lite of 27 layers": (
+        "deepseek_v2",
+        {
+            **V2,
+            "q_lora_rank": None,
+            "num_hidden_layers": 27,
+            "rope_parameters": {**YARN, "mscale": 1, "mscale_all_dim": 1},
+        },
+    ),
     "deepseek_v2 yarn": ("deepseek_v2", {**V2, "rope_parameters": {**YARN, "mscale": 0.8, "mscale_all_dim": 0.8}}),
 }
 """Cases that llama.cpp's architectures know, where those of ``MODELS`` are others."""
