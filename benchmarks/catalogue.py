@@ -58,6 +58,7 @@ CATALOGUE = {
     "overlap": Benchmark("the same run without overlap", "time of a step on slow links over its", at_most=1.0),
     "parallel_efficiency": Benchmark("one rank of two threads", "efficiency of data parallelism", at_least=0.9),
     "pipeline_bubble": Benchmark("the simulator", "time of a step over the simulated one", at_most=1.05),
+    "preferences": Benchmark("transformers' Llama as trl takes it", "speed of a DPO step over its", at_least=1.2),
     "preprocessing": Benchmark("a bare loop over the tokenizers library", "speed over its", at_least=0.95),
     "quantizing": Benchmark("llm-compressor, or transformers' load and save", "speed over its", at_least=1.0),
     "recomputation": Benchmark("a rehearsal on a pretended GPU", "counted over estimated, or inverse", at_most=1.02),
