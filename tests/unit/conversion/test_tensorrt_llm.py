@@ -48,7 +48,12 @@ CASES = [
     *((name, layout) for name in ("llama", "llama stretched", "llama multi-head, tied") for layout in (ONE, MOST)),
     *(("mistral with a window", MOST), ("mixtral", MOST), ("qwen2", MOST), ("qwen2 tied", ONE), ("qwen3 tied", MOST)),
     *(("llama with biases", MOST), ("llama with attention biases", Layout(2, 1)), ("llama with mlp biases", MOST)),
-    *(("gemma", ONE), ("starcoder2", MOST), ("nemotron with biases", MOST), ("nemotron whole heads rotated", MOST)),
+    *(
+        ("gemma", ONE),
+        ("starcoder2", MOST),
+        ("nemotron with biases", Layout(4, 2)),
+        ("nemotron whole heads rotated", MOST),
+    ),
     *(("granite tied, usual scale, wide heads", MOST), ("llama one group, wide heads", MOST)),
 ]
 
@@ -243,8 +248,8 @@ def test_a_wrong_cut_is_not_kept(model_folder: Folder, tmp_path: Path, monkeypat
 REFUSED = {
     "bert": ("BERT", "--to hf"),
     "falcon newer": ("GPTForCausalLM", "--parallel-attention", "trtllm-serve"),
-    "deepseek_v3": ("--multi-latent-attention", "trtllm-serve"),
-    "qwen2_moe": ("--num-experts", "trtllm-serve"),
+    "deepseek_v3": ("yarn", "15 more", "trtllm-serve"),
+    "qwen2_moe": ("MixtralForCausalLM", "trtllm-serve"),
     "llama yarn": ("--position-embedding-type", "yarn"),
     "gpt_oss": ("trtllm-serve",),
 }

@@ -53,6 +53,7 @@ _SIZES = {
     "vocab_size": "vocab_size",
     "norm_epsilon": "norm_epsilon",
 }
+_MOST_NAMED = 5
 UNREAD = ("apply_layernorm_1p",)
 """Settings that the numbers in the files contain."""
 
@@ -76,7 +77,8 @@ def architecture_for(model: ModelConfig, groups: Sequence[object]) -> Architectu
         if not nearest or len(wrong) < len(best):
             nearest, best = each.name, wrong
     known = ", ".join(dict.fromkeys(each.name for each in known_architectures()))
-    found = f"TensorRT-LLM's {nearest} is another: {'; '.join(best)}" if nearest else f"it is a {family.title}"
+    said = "; ".join(best[:_MOST_NAMED]) + (f"; and {len(best) - _MOST_NAMED} more" * (len(best) > _MOST_NAMED))
+    found = f"TensorRT-LLM's {nearest} is another: {said}" if nearest else f"it is a {family.title}"
     raise CheckpointError(
         f"this model can't be written as a TensorRT-LLM checkpoint, for {found} (written are {known}); TensorRT-LLM "
         "also serves folders of --to hf, without such a checkpoint: trtllm-serve FOLDER"
