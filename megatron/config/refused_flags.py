@@ -111,6 +111,9 @@ give --fp8-param-gather
     fp8-param
 weights of --fp8-recipe mxfp8 are gathered in bf16, and quantized once a step; leave it out
     reuse-grad-buf-for-mxfp8-param-ag
+QK-clip (MuonClip), which rescales weights of queries and keys after a step, is not available; use --qk-layernorm,
+which bounds the logits of attention as well
+    qk-clip*
 logits are computed in bf16; leave it out
     fp8-output-proj
 attention is computed in bf16, its projections in fp8; leave it out

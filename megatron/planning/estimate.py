@@ -307,7 +307,7 @@ def _rank_memory(
         updating=max(
             step_bytes(run, _updated(run, train_spec, pipeline_rank), here=here),
             received,
-            0 if by_unit else gathered * width - copies,
+            (0 if by_unit else gathered * width - copies) + _quantized_at_a_time(run, in_bytes),
             owned // run.diloco.diloco_fragments * _SENT_BYTES if run.parallel.num_workers > 1 else 0,
             0 if run.purpose.only_reads else _tied_gradients(run, train_spec, pipeline_rank),
         ),
@@ -344,6 +344,15 @@ def _matrix_state(run: RunConfig, trained: Mapping[str, nn.Parameter], policies:
             states = (rule.matrix_state(matrix.shape).values() for matrix in matrices_of(parameter, config))
             found += 4 * sum(math.prod(shape) for each in states for shape in each)
     return found // (run.world_size // run.parallel.pipeline_model_parallel_size)
+
+
+def _quantized_at_a_time(run: RunConfig, weights: Sequence[nn.Parameter]) -> int:
+    """Bytes that a rank makes to quantize its part of a matrix of ``weights``: multiples of it, and codes. By blocks
+    also their scales, spread over it, and rows around it.
+    """
+    wide, by_blocks = max(planned_context(run).dtype.itemsize, 4), run.fp8.fp8_recipe == "blockwise"
+    part = min(max((math.prod(each.shape[-2:]) for each in weights), default=0), _of_shards(run, weights))
+    return part * (wide + 1 + (wide + 2) * by_blocks)
 
 
 def _received_gradients(run: RunConfig, trained: int) -> int:

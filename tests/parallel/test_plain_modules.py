@@ -66,21 +66,23 @@ def test_replicas_take_the_steps_of_one_rank(flags: str) -> None:
 
 
 class Reader(nn.Module):
-    """A stack of layers that reads a weight of its first one before that is called, and calls its last one twice."""
+    """A stack of layers that reads weights of two of them before those are called, and calls its last one twice."""
 
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(3)
-        self.layers = nn.ModuleList([nn.Linear(8, 8), nn.Linear(8, 8)])
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(5))
         self.last = nn.Linear(8, 2)
 
     @override
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
         """The mean loss of a batch."""
-        first, second = self.layers
-        assert isinstance(first, nn.Linear)
-        hidden = first((x @ first.weight).relu()).relu()
-        return cross_entropy(self.last(second(second(hidden).relu())), y)
+        first, *between, second, third = self.layers
+        assert isinstance(first, nn.Linear) and isinstance(second, nn.Linear)
+        hidden = first((x @ first.weight @ second.weight).relu()).relu()
+        for layer in between:
+            hidden = layer(hidden)
+        return cross_entropy(self.last(third(third(second(hidden)).relu())), y)
 
 
 def read_early(context: ParallelContext, strategy: str) -> Trained:
@@ -88,9 +90,13 @@ def read_early(context: ParallelContext, strategy: str) -> Trained:
 
 
 def test_gradients_that_come_after_their_layer_are_summed() -> None:
-    """With ZeRO 2 they stayed on the rank that had them, and were taken for gradients of the next step."""
+    """With ZeRO 2 they stayed on the rank that had them, and were taken for gradients of the next step. With copies the
+    layer's other gradients have been summed over them by then.
+    """
     (alone, weights), *_ = run_ranks(read_early, "no_shard")
-    for losses, state in run_ranks(read_early, "optim_grads", dp=2):
+    copies = "optim_grads --overlap-grad-reduce --num-distributed-optimizer-instances 2"
+    found = [*run_ranks(read_early, "optim_grads", dp=2), *run_ranks(read_early, copies, dp=4, copies=2)]
+    for losses, state in found:
         assert losses == pytest.approx(alone, rel=1e-5)
         for name, value in state.items():
             torch.testing.assert_close(value, weights[name], rtol=1e-4, atol=1e-5)
@@ -183,6 +189,53 @@ def showing(context: ParallelContext) -> Trained:
 def test_a_weight_that_numpy_has_seen() -> None:
     """torch's own words are about a storage that isn't resizable, and name no layer."""
     check_refusals(run_ranks(refusal, showing, dp=2), "layers.0", "weight.detach().clone().numpy()")
+
+
+class Keeping(nn.Linear):
+    """A layer that keeps a part of its weight, and multiplies by it in later calls."""
+
+    kept: Tensor | None = None
+
+    @override
+    def forward(self, x: Tensor) -> Tensor:
+        """``[n, 8] -> [n, 8]``."""
+        weight, self.kept = self.weight if self.kept is None else self.kept, self.weight.data[:]
+        return super().forward(x) + linear(x, weight.detach())
+
+
+class Kept(Reader):
+    """A stack whose second layer multiplies by what the first one keeps, if it ``shares`` that."""
+
+    def __init__(self, *, shares: bool) -> None:
+        super().__init__()
+        self.layers, self._shares = nn.ModuleList([Keeping(8, 8), nn.Linear(8, 8)]), shares
+
+    @override
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        """The mean loss of a batch."""
+        first, second = self.layers
+        assert isinstance(first, Keeping) and isinstance(second, nn.Linear)
+        hidden = first(x)
+        assert first.kept is not None and first.kept.shape == (8, 8), "facts stay readable"
+        if self._shares:
+            hidden = hidden @ first.kept
+        return cross_entropy(self.last(second(hidden)), y)
+
+
+def kept(context: ParallelContext, strategy: str, shares: bool) -> Trained:
+    return trained(context, Kept(shares=shares), Points(), f"--data-parallel-sharding-strategy {strategy}")
+
+
+def test_what_a_module_keeps_of_a_weight_is_guarded() -> None:
+    """With ZeRO 3 torch crashed without a word where another layer read ``weight.data`` that one had kept. In the
+    layer's own calls it is there.
+    """
+    (alone, weights), *_ = run_ranks(kept, "no_shard", False)
+    for losses, state in run_ranks(kept, "optim_grads_params", False, dp=2):
+        assert losses == pytest.approx(alone, rel=1e-5)
+        for name, value in state.items():
+            torch.testing.assert_close(value, weights[name], rtol=1e-4, atol=1e-5)
+    check_refusals(run_ranks(refusal, kept, "optim_grads_params", True, dp=2), "layers.0.weight", "while layers.0 is")
 
 
 class Again(nn.Module):

@@ -15,6 +15,8 @@ from torch import Tensor, UntypedStorage
 from torch.utils._python_dispatch import TorchDispatchMode
 from typing_extensions import override
 
+from megatron.core.distributed.levels import Levels
+from megatron.core.parallel.collectives import reduce_scatter_into_async
 from megatron.core.parallel.context import ParallelContext
 from megatron.errors import ParallelError
 from megatron.training.checkpoints.loading import load
@@ -277,3 +279,36 @@ def test_layers_that_are_computed_again_are_whole_together() -> None:
     for number in (1, 2):
         found = run_ranks(layers_in_memory, f"{recomputed} {number}", dp=2)
         assert max(len(whole) for seen in found for whole in seen["forward"]) == number
+
+
+def sums_in_order(context: ParallelContext, flags: str) -> list[str]:
+    """The sums of gradients of a step of two microbatches, inside of copies and over them, as they begin."""
+    run, seen = sharded_run(context, "optim_grads_params", f"--num-layers 4 --global-batch-size 8 {flags}"), list[str]()
+
+    def noted(name: str, begin: Any) -> Any:
+        def begin_noted(*args: Any, **more: Any) -> Any:
+            seen.append(name)
+            return begin(*args, **more)
+
+        return begin_noted
+
+    inside = "megatron.core.distributed.unit_memory.reduce_scatter_into_async"
+    with (
+        mock.patch(inside, noted("inside", reduce_scatter_into_async)),
+        mock.patch.object(Levels, "start_sum", noted("over", Levels.start_sum)),
+    ):
+        train_step(run, next(run.data.training_batches(0)))
+    return seen
+
+
+def test_sums_over_copies_hide_behind_the_backward_pass() -> None:
+    """They came at the end of a step, when nothing is computed that a slow network between nodes could hide behind."""
+    flags = "--num-distributed-optimizer-instances 2 --micro-batch-size 1"
+    for seen in run_ranks(sums_in_order, flags, dp=4, copies=2):
+        count = seen.count("over")
+        assert seen == [*["inside"] * 2 * count, *["over"] * count], "after all reductions of both microbatches"
+    for seen in run_ranks(sums_in_order, f"{flags} --overlap-grad-reduce", dp=4, copies=2):
+        assert seen.count("over") == count and seen.count("inside") == 2 * count
+        assert "over" not in seen[: count + 2], "sums of the first microbatch aren't whole"
+        last = len(seen) - seen[::-1].index("inside")
+        assert seen[:last].count("over") >= count - 4, seen

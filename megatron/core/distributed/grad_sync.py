@@ -123,9 +123,9 @@ class GradSync:
         One block a step, or with pipeline schedules one for each chunk, and two where weight gradients come later than
         the rest. Gradients that arrive between two blocks are added and not counted.
         """
-        self._counting = self._counted = self._overlap
+        self._counting = self._counted = self.units.is_last = self._overlap
         yield
-        self._counting = False
+        self._counting = self.units.is_last = False
 
     def finish(self) -> None:
         """Make gradients whole: sum over data, over partial gradients, over shared rows, over tied copies.

@@ -66,16 +66,21 @@ def _buckets(unit: Unit, homes: dict[nn.Parameter, _Home]) -> list[_Home]:
 
 
 class UnitGradients:
-    """Sums gradients of the buckets that have memory by unit into this rank's shards, after each backward pass.
+    """Sums gradients of the buckets that have memory by unit into this rank's shards, after each backward pass, and
+    shards over their copies: as soon as their unit is complete in the last pass, where ``is_last`` tells of it.
 
     ``in_flight``: reductions that may be under way while the backward pass goes on; 0 waits for each.
     ``sums_in_fp32``: see ``GradSync``.
     """
 
+    is_last = False
+
     def __init__(self, buffers: Iterable[FlatBuffer], mesh: Mesh, *, in_flight: int, sums_in_fp32: bool) -> None:
         self._mesh, self._in_flight, self._sums_in_fp32 = mesh, in_flight, sums_in_fp32
         self._homes = _homes(buffer for buffer in buffers if buffer.divides_grads)
         self._pending = deque[_Summing]()
+        self._lasting = deque[_Home]()  # reduced in the last pass, in this order, and not yet summed over copies
+        self._over_copies: dict[_Home, Handle[Tensor]] = {}
 
     def forget(self) -> None:
         """Free all sums, before the first backward pass of a step."""
@@ -85,8 +90,7 @@ class UnitGradients:
     def open(self, bucket: Bucket) -> None:
         """Have zeros for the bucket's gradients in memory, unless there are gradients that aren't being summed."""
         assert bucket.grads is not None, "the bucket's gradients rest"
-        while any(pending.home.bucket is bucket for pending in self._pending):
-            self.settle(keep=len(self._pending) - 1)
+        self._settle_one(bucket)
         if bucket.grads.allocate():
             bucket.grads.flat.zero_()
 
@@ -94,6 +98,10 @@ class UnitGradients:
         """Start to sum the unit's gradients over the ranks. A collective, also where this rank has none."""
         for home in _buckets(unit, self._homes):
             self._reduce(home)
+            if self.is_last and home.buffer.levels.num_copies > 1:
+                self._lasting.append(home)
+        while len(self._lasting) > self._in_flight:  # all ranks begin these at the same place among the reductions
+            self._sum_copies(self._lasting.popleft())
 
     def finish(self) -> None:
         """Complete all sums of the step: also of gradients that came when their unit was complete, as those of a
@@ -104,17 +112,22 @@ class UnitGradients:
             if home.grads.is_allocated:
                 self._reduce(home)
         self.settle()
-        homes = dict.fromkeys(self._homes.values())
-        for home in homes:
+        for home in dict.fromkeys(self._homes.values()):
             if home.sums.allocate():
                 home.sums.flat.zero_()
-        over_copies = [
-            home.buffer.levels.start_sum(home.sums.flat, self._mesh, in_fp32=self._sums_in_fp32)
-            for home in homes
-            if home.buffer.levels.num_copies > 1
-        ]
-        for handle in over_copies:
+            if home.buffer.levels.num_copies > 1:
+                self._sum_copies(home)
+        self._lasting.clear()
+        for handle in self._over_copies.values():
             handle.wait()
+        self._over_copies.clear()
+
+    def _sum_copies(self, home: _Home) -> None:
+        """Start to sum this rank's shard over its copies, unless that has begun."""
+        if home in self._over_copies:
+            return
+        self._settle_one(home.bucket)
+        self._over_copies[home] = home.buffer.levels.start_sum(home.sums.flat, self._mesh, in_fp32=self._sums_in_fp32)
 
     def _reduce(self, home: _Home) -> None:
         self.settle(keep=self._in_flight - 1)
@@ -124,8 +137,18 @@ class UnitGradients:
         narrow = self._sums_in_fp32 and own.dtype.itemsize < 4
         start = reduce_scatter_in_fp32_async if narrow else reduce_scatter_into_async
         handle = start(own, home.grads.flat, self._mesh, *home.buffer.levels.inner)
+        if (begun := self._over_copies.pop(home, None)) is not None:  # gradients that come after the others were summed
+            begun.wait()
+            handle.wait()
+            self._over_copies[home] = home.buffer.levels.start_sum(own, self._mesh, in_fp32=self._sums_in_fp32)
+            self._over_copies[home].wait()
         self._pending.append(_Summing(home, handle, is_first))
         self.settle(keep=self._in_flight)
+
+    def _settle_one(self, bucket: Bucket) -> None:
+        """Wait for reductions of a bucket, and those before them."""
+        while any(pending.home.bucket is bucket for pending in self._pending):
+            self.settle(keep=len(self._pending) - 1)
 
     def settle(self, *, keep: int = 0) -> None:
         """Wait for all reductions but the ``keep`` last; their memory is free then."""

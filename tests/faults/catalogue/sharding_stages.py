@@ -59,6 +59,22 @@ FAULTS = (
         first=(_HELD,),
     ),
     Fault(
+        "what_modules_keep_is_not_guarded",
+        "megatron/core/distributed/transient.py",
+        old="                self._guard_aliases()\n",
+        new="                pass\n",
+        suffers="With ZeRO 3 torch crashes where a module reads weight.data that another kept.",
+        first=("parallel/test_plain_modules.py::keeps_of",),
+    ),
+    Fault(
+        "what_modules_keep_stays_unreadable",
+        "megatron/core/distributed/transient.py",
+        old="            alias.__class__ = alias.class_while_open",
+        new="            alias.class_while_open",
+        suffers="With ZeRO 3 a layer that keeps a view of its weight can't read it in its next call.",
+        first=("parallel/test_plain_modules.py::keeps_of",),
+    ),
+    Fault(
         "prefetch_goes_the_wrong_way",
         _UNITS,
         old="zip([None, *near[:-1]], near, [*near[1:], None])",

@@ -27,10 +27,26 @@ FAULTS = (
     Fault(
         "units_are_summed_in_one_copy",
         "megatron/core/distributed/unit_memory.py",
-        old="            if home.buffer.levels.num_copies > 1\n",
-        new="            if home.buffer.levels.divides_state\n",
+        old="            if home.buffer.levels.num_copies > 1:\n",
+        new="            if home.buffer.levels.divides_state:\n",
         suffers="With ZeRO 2 or 3 and several copies each of them trains a model of its own.",
         first=(_TABLE,),
+    ),
+    Fault(
+        "late_gradients_stay_in_their_copy",
+        "megatron/core/distributed/unit_memory.py",
+        old="home.buffer.levels.start_sum(own, self._mesh,",
+        new="home.buffer.levels.start_sum(own.clone(), self._mesh,",
+        suffers="With several copies the gradient of a weight that is read before its layer differs between them.",
+        first=("parallel/test_plain_modules.py::come_after",),
+    ),
+    Fault(
+        "every_microbatch_is_summed_over_copies",
+        "megatron/core/distributed/unit_memory.py",
+        old="            if self.is_last and home.buffer.levels.num_copies > 1:\n",
+        new="            if home.buffer.levels.num_copies > 1:\n",
+        suffers="With several copies the network between nodes carries shards for every microbatch.",
+        first=("parallel/test_sharding_stages.py::hide_behind",),
     ),
     Fault(
         "copies_count_twice_in_the_norm",

@@ -301,6 +301,7 @@ def test_other_dashes_are_meant_as_flags(typed: str) -> None:
         ("--retro-add-retriever", []),
         ("--img-h 224", []),
         ("--grpo-group-size 4", []),
+        ("--qk-clip-alpha 0.5", ["--qk-layernorm"]),
     ],
 )
 def test_refused_by_name(changes: str, instead: list[str]) -> None:

@@ -77,6 +77,10 @@ SHARDED = {
         (3, "scores", 2, 1, "--torch-fsdp2-no-reshard-after-forward --use-torch-fsdp2"),
     )
 }
+SHARDED["ZeRO 1, a step in 8 bits"] = (
+    f"--use-distributed-optimizer --num-layers 4 --hidden-size 128 --num-attention-heads 4 --seq-length 8 {LLAMA} "
+    f"{QUIET} --micro-batch-size 1 --vocab-size 499 --bf16 {FP8} --fp8-param-gather"
+)
 CASES |= SHARDED
 STEPS = {
     f"a step of {rule}, ZeRO {stage}": (
@@ -124,8 +128,8 @@ def test_each_stage_takes_what_is_estimated(case: str, counted: dict[str, list[t
     """A run that was said to fit could run out of memory on its last stage: in fp32 the loss made logits twice, and
     messages between stages, the sum of tied gradients and scores under dropout were left out. With ZeRO 2 and 3 what is
     whole at different times was added up, 9 % too much; those are within 2 %. Gradients of hidden states that the loss
-    makes existed twice. Copies that a step of Muon makes were left out, and those of other rules known by the names of
-    Adam's state.
+    makes existed twice. Copies that a step of Muon makes were left out, those of a step that quantizes weights, and
+    those of other rules known by the names of Adam's state.
     """
     for task, found in counted[case]:
         estimate = rank_peak(task.config, GPT, found.pipeline_rank)
