@@ -223,7 +223,7 @@ def test_fp8_of_outputs_and_of_tensors(model_folder: Folder, tmp_path: Path) -> 
 
 Q = "model.layers.0.self_attn.q_proj"
 BAD_SETTINGS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
-    "nvfp4": (compressed("nvfp4-pack-quantized", **INT4), ("nvfp4-pack-quantized", "pack-quantized")),
+    "mxfp6": (compressed("mxfp6-pack-quantized", **INT4), ("mxfp6-pack-quantized", "pack-quantized")),
     "three bits": (compressed("pack-quantized", **{**INT4, "num_bits": 3}), ("3 bits", "2, 4, 8 bits")),
     "no group size": (compressed("pack-quantized", **{**INT4, "group_size": 0}), ("group_size 0",)),
     "dense": ({**COMPRESSED["int4"], "quantization_status": "frozen"}, ("quantization_status", "'frozen'")),
