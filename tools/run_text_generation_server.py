@@ -41,6 +41,7 @@ def main(argv: Sequence[str]) -> int:
                 f"the server needs the library {error.name}: pip install starlette uvicorn prometheus_client jinja2, "
                 "or this project's extra serve"
             ) from None
+    from megatron.training.checkpoints.several_adapters import named_folders
     from megatron.training.checkpoints.trained_model import trained_model
     from megatron.training.evaluation.generating import exactness, generation_engine
     from tools.generation.families import GENERATIVE
@@ -60,7 +61,11 @@ def main(argv: Sequence[str]) -> int:
         if engine is not None and listener is not None:  # else another rank, whose work is done
             print(exactness(trained, inference, is_invariant=engine.is_batch_invariant), file=sys.stderr, flush=True)
             model = serving.served_model(
-                trained, server, max_length=engine.limits.max_length, quantization=engine.quantization
+                trained,
+                server,
+                max_length=engine.limits.max_length,
+                quantization=engine.quantization,
+                adapters=named_folders(inference.lora_modules),
             )
             serving.serve(engine, model, server, listener, keys=keys)
     return 0

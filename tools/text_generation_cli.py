@@ -67,6 +67,7 @@ def main(argv: Sequence[str]) -> int:
         )
         check_ways(config, local)
         prompts = prompts_of(config)
+    from megatron.training.checkpoints.several_adapters import named_folders
     from megatron.training.checkpoints.trained_model import trained_model
     from megatron.training.evaluation.generating import exactness, generation_engine
     from tools.generation.batch import answer_file
@@ -82,7 +83,7 @@ def main(argv: Sequence[str]) -> int:
         together = len(prompts_of(config)) > 1 or local.input_jsonl is not None
         line = exactness(trained, inference, together=together, is_invariant=engine.is_batch_invariant)
         print(line, file=sys.stderr, flush=True)
-        generator = Generator(trained, engine, config, local)
+        generator = Generator(trained, engine, config, local, named_folders(inference.lora_modules))
         if local.input_jsonl is not None and local.output_jsonl is not None:
             answer_file(generator, Path(local.input_jsonl), Path(local.output_jsonl))
         elif local.chat:

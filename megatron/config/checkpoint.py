@@ -62,6 +62,12 @@ class CheckpointConfig(Settings):
         "this model.",
         default=None,
     )
+    load_peft: str | None = flag(
+        "PEFT folder with adapters (LoRA) beside the model of --load-hf, to train further: rank, alpha and targets are "
+        "those of the folder.",
+        default=None,
+        aliases=("--adapter-name-or-path",),
+    )
     load_hf_proof: Literal["auto", "required", "off"] = flag(
         "Before training from --load-hf, compare logits with those of transformers. auto: if transformers or memory is "
         "missing, print a remark instead; required: stop with an error then.",

@@ -179,7 +179,8 @@ class FlagResolver:
             self._take_architecture(saved, f"checkpoint {path}")
         elif hf is not None:
             assert published is not None, "a command with --load-hf passes published_config"
-            self._take_architecture(published(hf, self.groups), f"{hf}/config.json", is_published=True)
+            settings = published(hf, self.groups, self.value("load_peft"))
+            self._take_architecture(settings, f"{hf}/config.json", is_published=True)
         elif path is None:
             taker = "this command" if self.given["use_checkpoint_args"].rank == COMMAND else "--use-checkpoint-args"
             sentence = f"{taker} takes the architecture from a checkpoint: name its folder with --load"

@@ -46,6 +46,11 @@ class InferenceConfig(Settings):
         "Compute each prompt from its beginning, instead of using cached keys and values of an equal beginning.",
         off="--no-inference-dynamic-batching-prefix-caching",
     )
+    lora_modules: tuple[str, ...] = flag(
+        "Adapters (LoRA) beside the model, NAME=FOLDER each: PEFT folders, or checkpoints of adapters. Each text has "
+        "one of them by its name, or none.",
+        default=(),
+    )
     num_speculative_tokens: int = flag(
         "Speculative decoding: tokens that are guessed for each text and verified in one step; texts stay the same. "
         "Guesses come from --draft-load, or repeat what followed the last tokens earlier in the text.",

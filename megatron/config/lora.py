@@ -9,7 +9,16 @@ from typing import Any, ClassVar
 from typing_extensions import override
 
 from megatron.config.family import PartConfig, Rule
-from megatron.config.flags import architecture_flag, architecture_switch, flag, group_name, subject
+from megatron.config.flags import (
+    architecture_flag,
+    architecture_switch,
+    flag,
+    flag_of,
+    flags_of,
+    group_name,
+    subject,
+    words,
+)
 from megatron.config.parameter_names import matches
 from megatron.config.rules.sentence import changed_flags
 from megatron.config.run import RunConfig
@@ -71,7 +80,7 @@ class LoraConfig(PartConfig):
     lora_rank_stabilized: bool = architecture_switch(
         "Multiply what adapters add by --lora-alpha / sqrt(--lora-rank) (rsLoRA, arXiv:2312.03732).",
     )
-    lora_dropout: float = flag("Dropout on what adapters read.", default=0.0, at_least=0, below=1)
+    lora_dropout: float = flag("Dropout on what adapters read.", default=0.0, at_least=0, below=1, from_checkpoint=True)
 
     @property
     def is_on(self) -> bool:
@@ -97,6 +106,15 @@ class LoraConfig(PartConfig):
     def targets(self) -> tuple[str, ...]:
         """Names of layers with adapters, as they were given."""
         return self.lora_targets
+
+    def differences(self, other: LoraConfig) -> list[str]:
+        """What adapters of ``other`` settings have another value of, with theirs."""
+        own = {spec.field: getattr(self, spec.field) for spec in flags_of(type(self)) if spec.options.architecture}
+        return [
+            f"{flag_of(field)} {words(value)} ({words(getattr(other, field))} there)"
+            for field, value in own.items()
+            if value != getattr(other, field)
+        ]
 
     @classmethod
     def is_in(cls, saved: Mapping[str, Any]) -> bool:

@@ -38,8 +38,8 @@ def parse_run(
     ``owner_of(spelling)`` names the kind of run that has a flag which this one lacks, or returns None.
     ``checkpoint_config(load, step)`` reads the ``to_json()`` stored in a checkpoint, or returns None when there is
     none; it is called only with ``--use-checkpoint-args`` or ``--load-hf``.
-    ``published_config(folder, groups)`` gives those of the Hugging Face model of ``--load-hf``, whose family must
-    have these ``groups`` of settings.
+    ``published_config(folder, groups, adapter)`` gives those of the Hugging Face model of ``--load-hf``, whose family
+    must have these ``groups`` of settings, with adapters of the PEFT folder ``adapter``.
     ``defaults``: the command's own defaults by field, which replace those of its flags.
     Raises ConfigError with every failure at once. ``--help`` prints and exits with code 0.
     """

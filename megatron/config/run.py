@@ -33,7 +33,7 @@ from megatron.small_files import as_kind, check_kinds
 Group = TypeVar("Group")
 Part = TypeVar("Part", bound=PartConfig)
 CheckpointReader = Callable[[str, "int | None"], "Mapping[str, Any] | None"]
-PublishedReader = Callable[[str, Sequence[type]], "Mapping[str, Any]"]
+PublishedReader = Callable[[str, Sequence[type], "str | None"], "Mapping[str, Any]"]
 FlagOwner = Callable[[str], "str | None"]
 
 

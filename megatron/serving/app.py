@@ -197,11 +197,12 @@ class Server:
         return json_response(tokenizer_info(self.model))
 
     async def _models(self, request: HttpRequest) -> ASGIApp:
-        return json_response({"object": "list", "data": [self.model.listed()]})
+        return json_response({"object": "list", "data": [self.model.listed(name) for name in self.model.names]})
 
     async def _one_model(self, request: HttpRequest) -> ASGIApp:
-        self.model.check_name(request.path_params["model"])
-        return json_response(self.model.listed())
+        name = request.path_params["model"]
+        self.model.check_name(name)
+        return json_response(self.model.listed(name))
 
     async def _health(self, request: HttpRequest) -> ASGIApp:
         silent = time.monotonic() - self.engine.last_report

@@ -99,7 +99,11 @@ MESSAGES: Schema = {
 }
 _STOPS = {"type": "string", "minLength": 1, "maxLength": 1024}
 
-MODEL = Field("model", _WORD, "Name of the served model, as /v1/models lists it; may be left out; another is a 404.")
+MODEL = Field(
+    "model",
+    _WORD,
+    "Name of the served model or of one of its adapters, as /v1/models lists them; may be left out; another is a 404.",
+)
 _MAX_TOKENS = (
     "Maximum number of tokens to generate; prompt and text together must fit into the model's context. Default: "
 )

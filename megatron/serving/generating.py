@@ -89,6 +89,7 @@ def api_call(
             logprobs=_logprobs_of(fields, ranked=choices > fields["n"]),
             prompt_logprobs=_prompt_logprobs_of(fields),
             beams=beams,
+            adapter=model.adapter(fields["model"]),
         )
         for number, ids in enumerate(map(tuple, checked))
         for choice in range(choices)
@@ -250,7 +251,7 @@ class Answer(ABC):
             "id": f"{self.prefix}-{self.call.fields['request_id'] or self.call.id}",
             "object": kind,
             "created": self.created,
-            "model": self.model.name,
+            "model": self.call.fields["model"] or self.model.name,
             "choices": choices,
             "system_fingerprint": self.model.fingerprint,
             "seed": self.call.seed,

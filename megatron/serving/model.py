@@ -9,6 +9,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from megatron.config.flags import plural_s
+from megatron.core.inference.limits import NamedFolder
 from megatron.core.inference.request import Request
 from megatron.core.inference.sampling import ForbiddenAfter
 from megatron.core.tokenizers.base import Tokenizer
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from megatron.serving.templates import Templates
 
 
+_MOST_NAMES = 10  # that an error lists
 _LONGEST_CUT = 1 << 20  # characters of a prompt of which only the end is kept
 
 
@@ -29,7 +31,8 @@ class ServedModel:
 
     ``fingerprint``: says which checkpoint and tokenizer the answers come from. ``end_ids``: tokens that end a text.
     ``templates``: None where no chat template is known. ``decoder_start``: what texts of an encoder-decoder model begin
-    with, whose encoder reads the prompt; None for a model whose texts continue their prompts.
+    with, whose encoder reads the prompt; None for a model whose texts continue their prompts. ``adapters``: those of
+    which a request may name one in place of the model, in the order of their numbers.
     """
 
     name: str
@@ -39,6 +42,7 @@ class ServedModel:
     end_ids: frozenset[int]
     templates: Templates | None = None
     decoder_start: int | None = None
+    adapters: tuple[NamedFolder, ...] = ()
     created: int = field(default_factory=lambda: int(time.time()))
 
     @cached_property
@@ -51,24 +55,35 @@ class ServedModel:
         )
 
     def check_name(self, name: str | None) -> None:
-        """Raise ApiError (404) for another model than this one; None is this one."""
-        if name not in (None, self.name):
+        """Raise ApiError (404) for another model than this one or one of its adapters; None is this one."""
+        if name not in (None, *self.names):
+            has = ", ".join(map(repr, self.names[:_MOST_NAMES])) + ", ..." * (len(self.names) > _MOST_NAMES)
             raise ApiError(
-                f"the model {name[:100]!r} does not exist here; this server has {self.name!r}",
+                f"the model {name[:100]!r} does not exist here; this server has {has}",
                 status=404,
                 param="model",
                 code="model_not_found",
             )
 
-    def listed(self) -> dict[str, Any]:
-        """The model as /v1/models lists it."""
+    @cached_property
+    def names(self) -> tuple[str, ...]:
+        """What requests may name: the model, and its adapters."""
+        return (self.name, *(each.name for each in self.adapters))
+
+    def adapter(self, name: str | None) -> int:
+        """The number of the adapter that a checked name means; 0 for the model itself."""
+        return 0 if name is None else self.names.index(name)
+
+    def listed(self, name: str | None = None) -> dict[str, Any]:
+        """The model, or its adapter of this name, as /v1/models lists it."""
+        number = self.adapter(name)
         return {
-            "id": self.name,
+            "id": self.names[number],
             "object": "model",
             "created": self.created,
             "owned_by": "megatron",
-            "root": self.name,
-            "parent": None,
+            "root": self.adapters[number - 1].folder if number else self.name,
+            "parent": self.name if number else None,
             "max_model_len": self.max_length,
             "is_encoder_decoder": self.decoder_start is not None,
         }

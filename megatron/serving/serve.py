@@ -17,6 +17,7 @@ from types import FrameType
 
 from megatron.core.inference.constrained import Constraint, ConstraintCompiler, Vocabulary
 from megatron.core.inference.engine import Engine
+from megatron.core.inference.limits import NamedFolder
 from megatron.core.tokenizers.end_tokens import end_ids
 from megatron.errors import ConfigError, ParallelError
 from megatron.serving.engine_loop import EngineLoop
@@ -47,11 +48,23 @@ def bound_socket(config: ServerConfig) -> socket.socket:
 
 
 def served_model(
-    trained: TrainedModel, config: ServerConfig, *, max_length: int, quantization: str | None = None
+    trained: TrainedModel,
+    config: ServerConfig,
+    *,
+    max_length: int,
+    quantization: str | None = None,
+    adapters: Sequence[NamedFolder] = (),
 ) -> ServedModel:
-    """What the server serves; raises ConfigError and DataError for a template that can't be used."""
+    """What the server serves; raises ConfigError and DataError for a template that can't be used, and for an adapter
+    with the model's name.
+    """
     tokenizer = trained.tokenizer
     name = config.served_model_name or Path(str(trained.config.checkpoint.load)).resolve().name
+    if any(each.name == name for each in adapters):
+        raise ConfigError(
+            f"--lora-modules names an adapter {name}, and so is the model called: name it otherwise, or the model with "
+            "--served-model-name"
+        )
     template = template_of(trained, config.chat_template)
     templates = None if template is None else Templates(template.source, template.tokens)
     suffix = (f"-{quantization}" if quantization else "") + "-fp32" * trained.is_upcast
@@ -63,6 +76,7 @@ def served_model(
         end_ids=end_ids(tokenizer, trained.chat, config.end_tokens),
         templates=templates,
         decoder_start=decoder_start(trained),
+        adapters=tuple(adapters),
     )
 
 

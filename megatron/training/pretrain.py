@@ -170,10 +170,10 @@ def _saved_config(load: str, step: int | None) -> Mapping[str, Any] | None:
     return saved_config(load, step)
 
 
-def _published_config(folder: str, groups: Sequence[type]) -> Mapping[str, Any]:
+def _published_config(folder: str, groups: Sequence[type], adapter: str | None) -> Mapping[str, Any]:
     from megatron.training.checkpoints.published import published_config
 
-    return published_config(folder, groups)
+    return published_config(folder, groups, adapter)
 
 
 def launch_on_ranks(

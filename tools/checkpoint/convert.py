@@ -20,6 +20,7 @@ import signal
 import textwrap
 from collections.abc import Sequence
 from itertools import zip_longest
+from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from megatron.config.flags import COUNT, Settings, flag, switch
@@ -89,7 +90,19 @@ class ConvertConfig(Settings):
         "with --from gguf also a file.",
         default=None,
     )
-    target: Program | None = flag("Format of --save.", name="--to", default=None)
+    target: Program | None = flag(
+        "Format of --save; peft: a folder with the adapters (LoRA) of --from megatron alone.", name="--to", default=None
+    )
+    load_peft: str | None = flag(
+        "PEFT folder with adapters (LoRA) for the model of --load: kept beside its weights with --to megatron, merged "
+        "into them for other formats.",
+        default=None,
+    )
+    peft_base: str | None = flag(
+        "Name of the model that --to peft names as the base of the adapters, such as ORG/NAME; the published model "
+        "that the run started from unless given.",
+        default=None,
+    )
     save: str | None = flag("New folder for the converted model.", default=None)
     ckpt_step: int | None = flag("Iteration to convert instead of the newest.", default=None, at_least=0)
     load_ema: bool = switch("Convert the moving average of the weights that a run with --ema-decay saved.")
@@ -195,11 +208,13 @@ def job_of(config: ConvertConfig) -> Conversion:
     target: Program = config.target or _their_name("--saver", config.saver, SAVERS, "--to")
     load = path_of(_given("--load", config.load, config.load_dir))
     save = path_of(_given("--save", config.save, config.save_dir))
+    if target == "peft" and source != "megatron":
+        raise ConfigError(f"--to peft: only --from megatron has adapters of its own, and --from is {source}")
     if source == "megatron-lm" and is_ours(load):
         if config.source is not None:
             raise ConfigError(f"--from megatron-lm: {load} is a checkpoint of this project; give --from megatron")
         source = "megatron"
-    if source == target and config.quantize is None:
+    if source == target and config.quantize is None and config.load_peft is None:
         instead = "; --quantize writes such a model in few bits" if target == "hf" else ""
         raise ConfigError(f"--from {source} --to {target}: source and target formats are the same{instead}")
     _check_effect(config, source, target)
@@ -231,6 +246,8 @@ def job_of(config: ConvertConfig) -> Conversion:
         family=None if config.model_type is None else family_titled(config.model_type).title,
         rounding=rounding,
         layout=Layout(config.target_tensor_parallel_size or 1, config.target_pipeline_parallel_size or 1),
+        adapter=None if config.load_peft is None else Path(config.load_peft),
+        base_name=config.peft_base,
     )
 
 
@@ -270,6 +287,8 @@ def _check_effect(config: ConvertConfig, source: Source, target: Program) -> Non
             config.quantize is not None,
             "names layers for --quantize to leave out",
         ),
+        ("--peft-base", config.peft_base, target == "peft", "is for --to peft"),
+        ("--load-peft", config.load_peft, target != "peft", "would be merged into the model, and adapters are written"),
         ("--ckpt-format", config.ckpt_format, target == "megatron-lm", "is for --to megatron-lm"),
     )
     for name, value, has_effect, why in effects:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property, partial
 
 from megatron.core.inference.engine import Engine
+from megatron.core.inference.limits import NamedFolder
 from megatron.core.inference.request import Request, StopRules, Update
 from megatron.core.inference.sampling import Sampling
 from megatron.core.tokenizers.conversations import ChatTemplate
@@ -22,8 +23,19 @@ from tools.generation.settings import DEFAULT_SEED, GenerateConfig, LocalConfig
 class Generator:
     """Prompts in, texts out, on rank 0."""
 
-    def __init__(self, trained: TrainedModel, engine: Engine, config: GenerateConfig, local: LocalConfig) -> None:
-        """Raises ConfigError and DataError for settings and templates that can't be used."""
+    def __init__(
+        self,
+        trained: TrainedModel,
+        engine: Engine,
+        config: GenerateConfig,
+        local: LocalConfig,
+        adapters: Sequence[NamedFolder] = (),
+    ) -> None:
+        """Raises ConfigError and DataError for settings and templates that can't be used. ``adapters``: those of the
+        engine, in the order of their numbers.
+        """
+        self.adapters = {each.name: each for each in adapters}
+        self._adapter = self.number_of(local.lora_module, what="--lora-module")
         self.tokenizer, self.engine, self.folder = trained.tokenizer, engine, trained.folder
         self.is_upcast = trained.is_upcast
         self._config, self._local, self._trained = config, local, trained
@@ -41,6 +53,15 @@ class Generator:
                 "neither the checkpoint nor its tokenizer has a chat template; give one with --chat-template FILE"
             )
         return found
+
+    def number_of(self, name: str | None, *, what: str) -> int:
+        """The number of an adapter by its name, 0 for None. ``what``: names it. Raises ConfigError for another."""
+        if name is None:
+            return 0
+        if name not in self.adapters:
+            has = f"there are {', '.join(self.adapters)}" if self.adapters else "none was given"
+            raise ConfigError(f"{what} {name} is no adapter of --lora-modules; {has}")
+        return 1 + [*self.adapters].index(name)
 
     def ids_of_conversation(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
         """Token ids up to the beginning of the next answer. Raises ConfigError and DataError of the template."""
@@ -61,6 +82,7 @@ class Generator:
             sampling=self._sampling,
             stop=self._stop,
             seed=seed + number,
+            adapter=self._adapter,
         )
 
     def answer(self, prompts: Sequence[str]) -> None:

@@ -35,7 +35,7 @@ SAMPLING = (
     "frequency_penalty",
     "min_tokens",
 )
-HONOURED = ("max_tokens", *SAMPLING, "stop", "seed")
+HONOURED = ("max_tokens", *SAMPLING, "stop", "seed", "model")
 """Fields of a line that replace flags; ranges and meaning are those of /v1/completions."""
 _CARRIED = ("prompt", "messages", "user", "metadata", "request_id")
 _SCHEMAS = {field.name: field.schema for field in (*COMPLETION, *CHAT)} | {
@@ -77,6 +77,9 @@ def read_questions(generator: Generator, path: Path) -> list[Question]:
         except MegatronError as error:
             raise DataError(f"{where}: {error}") from None
         asked = dataclasses.asdict(dataclasses.replace(request, id=""))
+        # Where there is none, fingerprints are those of versions without adapters.
+        if number := asked.pop("adapter"):
+            asked["adapter"] = dataclasses.astuple([*generator.adapters.values()][number - 1])
         fingerprint = fingerprint_of(
             [
                 f"{checkpoint}{generator.engine.quantization or ''}{'fp32' * generator.is_upcast}",
@@ -131,6 +134,7 @@ def _request(generator: Generator, record: dict[str, Any], *, number: int) -> Re
     if "top_k" in sampling:
         sampling["top_k"] = max(0, sampling["top_k"])
     stop = own.get("stop", request.stop.strings)
+    adapter = generator.number_of(own["model"], what="model") if "model" in own else request.adapter
     most, settings = own.get("max_tokens", request.max_tokens), dataclasses.replace(request.sampling, **sampling)
     if settings.min_tokens > most:
         raise DataError(f"min_tokens {settings.min_tokens} is more than max_tokens {most}")
@@ -138,6 +142,7 @@ def _request(generator: Generator, record: dict[str, Any], *, number: int) -> Re
         request,
         max_tokens=most,
         seed=own.get("seed", request.seed),
+        adapter=adapter,
         sampling=settings,
         stop=dataclasses.replace(request.stop, strings=(stop,) if isinstance(stop, str) else tuple(stop)),
     )

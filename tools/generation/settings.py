@@ -75,6 +75,10 @@ class LocalConfig(Settings):
         "tokenizer's own end always does, too.",
         default=(),
     )
+    lora_module: str | None = flag(
+        "Adapter of --lora-modules with which prompts are answered; a line of --input-jsonl may name another as model.",
+        default=None,
+    )
     chat: bool = switch("Hold a conversation in the terminal, written with the chat template.")
     system: str | None = flag("System message of the conversation.", default=None)
     chat_template: str | None = flag(

@@ -289,6 +289,11 @@ RULES: tuple[Rule, ...] = (
         "name weights to start from; keep one",
         lambda run: run.checkpoint.load_hf and run.checkpoint.pretrained_checkpoint,
     ),
+    rule(
+        "--load-peft {run.checkpoint.load_peft} is beside a published model: name its base with --load-hf, or make one "
+        "checkpoint of both with tools/checkpoint/convert.py --load-peft",
+        lambda run: run.checkpoint.load_peft is not None and run.checkpoint.load_hf is None,
+    ),
     published_weights_are_the_start,
     published_weights_are_for_pretraining,
     exports_are_at_checkpoints,

@@ -16,11 +16,11 @@ from megatron.core.files.remote_path import AnyPath
 from megatron.errors import CheckpointError
 
 
-def read_average(root: AnyPath, *, step: int | None = None) -> PortableModel:
+def read_average(root: AnyPath, *, step: int | None = None, merges: bool = True) -> PortableModel:
     """The model of a checkpoint with the moving average of its weights, rounded to their type; raises CheckpointError
     as ``read_native``, and where there is no average.
     """
-    return averaged([(str(root), read_native(root, step=step, averaged=True))], [1.0])
+    return averaged([(str(root), read_native(root, step=step, averaged=True, merges=merges))], [1.0])
 
 
 def averaged(named: Sequence[tuple[str, PortableModel]], shares: Sequence[float]) -> PortableModel:

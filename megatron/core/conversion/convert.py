@@ -14,6 +14,7 @@ from torch import Tensor
 
 from megatron.core.checkpointing.streamed import SourceError
 from megatron.core.conversion import proof
+from megatron.core.conversion.adapters import merged
 from megatron.core.conversion.averaging import read_average
 from megatron.core.conversion.gguf.number_types import library
 from megatron.core.conversion.gguf.proof import gguf_file, own_type, prove_reading, prove_writing
@@ -30,10 +31,13 @@ from megatron.core.conversion.megatron_lm.known_arguments import not_handed_on
 from megatron.core.conversion.megatron_lm.layer_arguments import notes_for_training
 from megatron.core.conversion.megatron_lm.reading import read_megatron_lm
 from megatron.core.conversion.megatron_lm.writing import write_megatron_lm
-from megatron.core.conversion.native import read_native, write_native
+from megatron.core.conversion.native import read_native, training_of, write_native
 from megatron.core.conversion.onnx.graph import onnx_format
 from megatron.core.conversion.onnx.proof import prove_onnx
 from megatron.core.conversion.onnx.writing import check_packages, write_onnx
+from megatron.core.conversion.peft.proof import answer_beside, peft_is_there
+from megatron.core.conversion.peft.reading import with_peft
+from megatron.core.conversion.peft.writing import write_peft
 from megatron.core.conversion.portable import LazyTensor, PortableModel
 from megatron.core.conversion.programs import TITLES, GgufType, Program, Source
 from megatron.core.conversion.quantized_proof import check_readers, prove_quantized
@@ -58,7 +62,9 @@ class Conversion:
     ``dist``: write Megatron-LM's torch_dist format, else its torch format. ``true_vocab_size``: words of a Megatron-LM
     vocabulary before padding, where its tokenizer is missing. ``ignored``: arguments saved in a Megatron-LM source that
     are read as if they weren't there. ``family``: the title of the only one that is accepted. ``rounding``: how weights
-    of a Hugging Face or TensorRT-LLM target are quantized. ``layout``: ranks of a TensorRT-LLM target.
+    of a Hugging Face or TensorRT-LLM target are quantized. ``layout``: ranks of a TensorRT-LLM target. ``adapter``: a
+    PEFT folder beside the source. ``base_name``: of the model beside which a PEFT target's adapters are; the published
+    model that the run started from unless given.
     """
 
     source: Source
@@ -76,6 +82,8 @@ class Conversion:
     family: str | None = None
     rounding: Rounding | None = None
     layout: Layout = field(default_factory=Layout)
+    adapter: Path | None = None
+    base_name: str | None = None
 
 
 def convert(job: Conversion, say: Callable[[str], None]) -> proof.Proof | None:
@@ -94,6 +102,8 @@ def convert(job: Conversion, say: Callable[[str], None]) -> proof.Proof | None:
 
 def _convert(job: Conversion, say: Callable[[str], None]) -> proof.Proof | None:
     check_target(job.save)
+    if not job.skip_proof and (job.adapter is not None or job.target == "peft"):
+        peft_is_there()
     if not job.skip_proof and "hf" in (job.source, job.target):
         proof.transformers_version()
         if job.rounding is not None and job.target == "hf":
@@ -105,6 +115,8 @@ def _convert(job: Conversion, say: Callable[[str], None]) -> proof.Proof | None:
     with _at_hand(job, say) as (place, step), tempfile.TemporaryDirectory(prefix="megatron-tokenizer-") as scratch:
         with _reading(job.load):
             portable = _read(job, place, step=step, scratch=Path(scratch, "tokenizer"))
+            if job.adapter is not None:
+                portable = with_peft(portable, job.adapter)
         tensors = {name: _guarded(tensor, job.load) for name, tensor in portable.tensors.items()}
         portable = dataclasses.replace(portable, tensors=tensors)
         title = family_of(portable.groups).title
@@ -166,7 +178,7 @@ def _read(job: Conversion, place: AnyPath, *, step: int | None, scratch: Path) -
         case "hf":
             return read_huggingface(_folder(place))
         case "megatron":
-            return (read_average if job.averaged else read_native)(place, step=step)
+            return (read_average if job.averaged else read_native)(place, step=step, merges=job.target != "peft")
         case "gguf":
             return read_gguf(_folder(place), scratch=scratch)
         case "megatron-lm":
@@ -207,6 +219,8 @@ def check_target(save: AnyPath) -> None:
 
 
 def _write(job: Conversion, portable: PortableModel, aside: Path, say: Callable[[str], None]) -> None:
+    if job.target not in ("megatron", "peft"):
+        portable = merged(portable)
     match job.target:
         case "hf":
             write_huggingface(portable, aside, max_shard_size=job.max_shard_size, rounding=job.rounding)
@@ -221,6 +235,9 @@ def _write(job: Conversion, portable: PortableModel, aside: Path, say: Callable[
             write_tensorrt_llm(portable, aside, layout=job.layout, rounding=job.rounding, say=say)
         case "onnx":
             write_onnx(portable, aside, say=say)
+        case "peft":
+            training = training_of(job.load, portable, step=job.step)
+            write_peft(portable, aside, base=job.base_name or training.base, others=training.others)
 
 
 def _prove(
@@ -234,10 +251,18 @@ def _prove(
 ) -> proof.Proof:
     """Compare the logits of the files read with those of the files written."""
     question, words = question_for(portable.model, portable.groups), portable.model.vocab_size or 0
-    if job.source == "gguf":
+    if job.target == "peft":
+        others = training_of(job.load, portable, step=job.step).others
+        after = answer_beside(portable, aside, question, others=others)
+        return _compared(portable, proof.portable_answer(portable, question), after)
+    if job.source == "gguf" and job.adapter is None:
         return prove_reading(gguf_file(_folder(place)), _answer(job.target, aside, question), question, words=words)
     with _reading(job.load):
-        before = _answer(job.source, place, question, step=step, averaged=job.averaged, ignored=job.ignored)
+        if job.adapter is not None:
+            before = answer_beside(portable, job.adapter, question)
+            portable = merged(portable)
+        else:
+            before = _answer(job.source, place, question, step=step, averaged=job.averaged, ignored=job.ignored)
     if job.target == "gguf":
         kind = job.gguf_type or own_type(portable)
         return prove_writing(gguf_file(aside), portable, before, question, kind=kind, say=say)
@@ -279,5 +304,5 @@ def _answer(
             return proof.native_answer(place, question, step=step, averaged=averaged)
         case "megatron-lm":
             return megatron_lm_answer(_folder(place), question, step=step, ignored=ignored)
-        case "gguf" | "tensorrt-llm" | "onnx":
+        case "gguf" | "tensorrt-llm" | "onnx" | "peft":
             raise AssertionError("these are proven in ways of their own")

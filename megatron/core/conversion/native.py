@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import torch
 
 from megatron.config.data import DataConfig
+from megatron.config.lora import is_adapter
 from megatron.config.precision import PrecisionConfig
 from megatron.config.quantization_training import QuantizationTrainingConfig
 from megatron.config.run import RunConfig
@@ -54,8 +56,11 @@ from megatron.errors import CheckpointError
 PREFIX = "model."
 
 
-def read_native(root: AnyPath, *, step: int | None = None, averaged: bool = False) -> PortableModel:
-    """The model of a checkpoint; of its tensors only the table of contents is read now. Adapters are merged.
+def read_native(
+    root: AnyPath, *, step: int | None = None, averaged: bool = False, merges: bool = True
+) -> PortableModel:
+    """The model of a checkpoint; of its tensors only the table of contents is read now. Adapters are merged, unless
+    ``merges`` is off.
 
     ``averaged``: with the moving average of the weights in place of those that were trained, in its own type, which is
     wider; ``read_average`` rounds it.
@@ -99,7 +104,27 @@ def read_native(root: AnyPath, *, step: int | None = None, averaged: bool = Fals
             *(() if quantization is None else notes_about(quantization)),
         ),
     )
-    return merged(portable)
+    return merged(portable) if merges else portable
+
+
+@dataclass(frozen=True)
+class Training:
+    """What trained the adapters of a checkpoint. ``base``: the published model (``--load-hf``) beside which it did;
+    None where there was none. ``others``: names of the parameters that were trained beside the adapters.
+    """
+
+    base: str | None
+    others: frozenset[str]
+
+
+def training_of(root: AnyPath, portable: PortableModel, *, step: int | None = None) -> Training:
+    """What trained the adapters of the checkpoint that ``portable`` was read from."""
+    folder = find_checkpoint(root, step=step, verify=False)
+    state = read_run_state(folder)
+    run = saved_run(state["config"], name=state[MODEL_NAME], where=str(folder.path))
+    trained = run.optimizer.trained
+    others = frozenset(name for name in portable.tensors if name in trained and not is_adapter(name))
+    return Training(run.checkpoint.load_hf, others)
 
 
 def companions_of(folder: CheckpointFolder, tokenizer: TokenizerConfig) -> dict[str, AnyPath]:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Literal
 
-Program = Literal["hf", "megatron", "megatron-lm", "gguf", "tensorrt-llm", "onnx"]
-"""Names of ``--to``: Hugging Face, this project, Megatron-LM, llama.cpp, TensorRT-LLM, onnxruntime."""
+Program = Literal["hf", "megatron", "megatron-lm", "gguf", "tensorrt-llm", "onnx", "peft"]
+"""Names of ``--to``: Hugging Face, this project, Megatron-LM, llama.cpp, TensorRT-LLM, onnxruntime, adapters alone."""
 Source = Literal["hf", "megatron", "megatron-lm", "gguf"]
 """Names of ``--from``: formats that are read."""
 TITLES: dict[Program, str] = {
@@ -15,6 +15,7 @@ TITLES: dict[Program, str] = {
     "gguf": "GGUF",
     "tensorrt-llm": "TensorRT-LLM's",
     "onnx": "ONNX",
+    "peft": "PEFT",
 }
 GgufType = Literal["f32", "f16", "bf16", "q8_0", "q4_0", "q4_1", "q5_0", "q5_1", "q4_k_m", "q5_k_m", "q6_k"]
 """Values of ``--gguf-type``."""

@@ -127,6 +127,7 @@ class Engine:
             vocabulary=runner.limits.vocabulary,
             max_encoder_length=runner.limits.max_encoder_length,
             has_tokenizer=tokenizer is not None,
+            num_adapters=runner.limits.num_adapters,
         )
         self._answers: dict[str, _Answer] = {}
         self._edits: Edits | None = None  # of the latest request: its prompt's other choices share them

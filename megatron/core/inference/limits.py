@@ -9,12 +9,21 @@ from megatron.core.inference.request import BeamSearch, Request
 from megatron.errors import DataError
 
 
+@dataclass(frozen=True)
+class NamedFolder:
+    """An adapter that requests may name: its ``name``, and the ``folder`` it is in."""
+
+    name: str
+    folder: str
+
+
 @dataclass(frozen=True, kw_only=True)
 class EngineLimits:
     """Limits of a generation engine. ``max_requests``: texts that are generated at once. ``context_length``: tokens
     that the model sees, those of a text's prompt included. ``num_blocks`` of ``block_size`` tokens: the cache.
     ``vocabulary``: number of ids. ``max_encoder_length``: tokens of an encoder's prompt, 0 without an encoder.
-    ``has_tokenizer``: whether tokens become text, in which stop strings are looked for.
+    ``has_tokenizer``: whether tokens become text, in which stop strings are looked for. ``num_adapters``: how many
+    adapters requests may name, by numbers from 1 on.
     """
 
     max_requests: int
@@ -24,6 +33,7 @@ class EngineLimits:
     vocabulary: int
     max_encoder_length: int
     has_tokenizer: bool
+    num_adapters: int = 0
 
     @property
     def room(self) -> int:
@@ -41,6 +51,8 @@ class EngineLimits:
         total = len(prompt) + request.max_tokens
         if not prompt:
             raise DataError("the prompt has no tokens; a prompt needs at least one token")
+        if not 0 <= request.adapter <= self.num_adapters:
+            raise DataError(f"the request names adapter {request.adapter}, and this engine has {self.num_adapters}")
         begins, shorten = "the prompt has", "shorten the prompt, or "
         if self.max_encoder_length:  # which reads what users call the prompt
             begins, shorten = "a text of this model begins with", ""

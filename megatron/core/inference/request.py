@@ -50,6 +50,7 @@ class Request:
     ``prompt_logprobs``: the same for the tokens of the prompt. ``encoder_prompt``: what an encoder-decoder model
     encodes; its ``prompt`` begins the decoder's text. ``skip_special_tokens``: whether those are left out of the text.
     ``beams``: how to search for the likeliest answers; then nothing is sampled, and the settings for it have no effect.
+    ``adapter``: number of the adapter that the model has for this text, from 1 on; 0: none.
     """
 
     id: str
@@ -65,6 +66,7 @@ class Request:
     encoder_prompt: tuple[int, ...] = ()
     skip_special_tokens: bool = False
     beams: BeamSearch | None = None
+    adapter: int = 0
 
     @property
     def width(self) -> int:

@@ -20,6 +20,7 @@ from megatron.core.parallel.collectives import Handle
 from megatron.core.parallel.context import ParallelContext
 from megatron.core.parallel.model_context import ModelContext
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, ReplicatedLinear, RowParallelLinear
+from megatron.core.tensor_parallel.low_rank import AdaptersOfTokens
 from megatron.core.transformer.output_layer import OutputLayer, VocabularyOutput
 from megatron.errors import ConfigError
 
@@ -79,9 +80,11 @@ class CachedRunner:
         is_batch_invariant: bool | None = None,
         form: Form | None = None,
         stored: Mapping[int, StoredForm] | None = None,
+        adapters: AdaptersOfTokens | None = None,
     ) -> None:
         """Prepare a model for generation. ``model``: a :class:`GenerativeModel`, a stage of the pipeline or all of it.
-        ``form``: of its weights. ``stored``: of those whose codes were chosen before, by id. Raises ConfigError for a
+        ``form``: of its weights. ``stored``: of those whose codes were chosen before, by id.
+        ``adapters``: which tokens have which adapter, where the model has several. Raises ConfigError for a
         model of which layers need whole texts.
         """
         assert isinstance(model, GenerativeModel), f"{type(model).__name__} doesn't generate text"
@@ -95,6 +98,7 @@ class CachedRunner:
         self.limits, self.device = limits, context.device
         self.logits_dtype = torch.promote_types(context.dtype, torch.float32)
         self._model, self._config, self._context = model, config, context
+        self._adapters = adapters
         self._has_cache = len(states.paged) > 0
         self._cache = KeyValueCache(
             states.paged, limits, dtype=context.dtype, device=context.device, slotted=states.slotted
@@ -194,10 +198,25 @@ class CachedRunner:
         backend = self._config.attention_backend
         cache = CachedStep(self._cache, StepPlan(tuple(rows)), backend, in_tiles=self._is_batch_invariant)
         tensors = [both] if hidden is None else [both, hidden]
-        if self._records and all(len(row.tokens) == 1 and row.num_logits == 1 for row in rows):
+        adapted = self._choose_adapters(rows)
+        if self._records and not adapted and all(len(row.tokens) == 1 and row.num_logits == 1 for row in rows):
             return self._recorded(cache, tensors)
         output = self._continued(cache, tensors)
         return self._logits(output, rows) if isinstance(output, VocabularyOutput) else output
+
+    def _choose_adapters(self, rows: Sequence[PlanRow]) -> bool:
+        """Tell the layers which tokens have which adapter. Whether any has one."""
+        if self._adapters is None:
+            return False
+        places, first = dict[int, list[int]](), 0
+        for row in rows:
+            if row.adapter:
+                places.setdefault(row.adapter, []).extend(range(first, first + len(row.tokens)))
+            first += len(row.tokens)
+        self._adapters.tokens = {
+            number: torch.tensor(tokens, device=self.device) for number, tokens in sorted(places.items())
+        }
+        return bool(places)
 
     def _continued(self, cache: TextCache, tensors: Sequence[Tensor]) -> VocabularyOutput | Tensor:
         """What the model makes of tokens and positions ``[2, t]``, and after the first stage of hidden states."""

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from megatron.core.parallel.collectives import Handle
 
-_ROW_FIELDS = 8
+_ROW_FIELDS = 9
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,6 +28,7 @@ class PlanRow:
     prompt of the slot's request, which has no blocks and no logits; decoder rows of the slot follow in later plans.
     ``copies``: a block whose content is copied to the one of position ``start``, before any row writes; 0 for none.
     ``drafts``: how many of the last tokens are guesses. The states of fixed size that are kept are those before them.
+    ``adapter``: number of the request's adapter, 0 for none.
     """
 
     slot: int
@@ -38,6 +39,7 @@ class PlanRow:
     encoder: bool = False
     copies: int = 0
     drafts: int = 0
+    adapter: int = 0
 
     @property
     def num_logits(self) -> int:
@@ -67,7 +69,7 @@ class StepPlan:
         return sum(row.num_logits for row in self.rows)
 
     def to_array(self) -> NDArray[np.int64]:
-        """The plan as one flat array: the numbers of rows and of copies; eight numbers for each row; two for each copy;
+        """The plan as one flat array: the numbers of rows and of copies; nine numbers for each row; two for each copy;
         all tokens; all block tables.
         """
         header = [len(self.rows), len(self.state_copies)]
@@ -75,7 +77,16 @@ class StepPlan:
         blocks: list[int] = []
         for row in self.rows:
             counts = (len(row.tokens), len(row.blocks))
-            header += (row.slot, row.start, row.logits_from, int(row.encoder), row.copies, row.drafts, *counts)
+            header += (
+                row.slot,
+                row.start,
+                row.logits_from,
+                int(row.encoder),
+                row.copies,
+                row.drafts,
+                row.adapter,
+                *counts,
+            )
             tokens += row.tokens
             blocks += row.blocks
         copies = [slot for pair in self.state_copies for slot in pair]
@@ -88,8 +99,8 @@ class StepPlan:
         ends = range(2, _ROW_FIELDS * numbers[0] + 3, _ROW_FIELDS)
         fields = [numbers[start : start + _ROW_FIELDS] for start in ends[:-1]]
         slots = numbers[ends[-1] : ends[-1] + 2 * numbers[1]]
-        token_ends = list(accumulate((row[6] for row in fields), initial=ends[-1] + len(slots)))
-        block_ends = list(accumulate((row[7] for row in fields), initial=token_ends[-1]))
+        token_ends = list(accumulate((row[7] for row in fields), initial=ends[-1] + len(slots)))
+        block_ends = list(accumulate((row[8] for row in fields), initial=token_ends[-1]))
         return cls(
             tuple(
                 PlanRow(
@@ -101,8 +112,9 @@ class StepPlan:
                     encoder=bool(encoder),
                     copies=copies,
                     drafts=drafts,
+                    adapter=adapter,
                 )
-                for number, (slot, start, logits_from, encoder, copies, drafts, _, _) in enumerate(fields)
+                for number, (slot, start, logits_from, encoder, copies, drafts, adapter, _, _) in enumerate(fields)
             ),
             tuple(zip(slots[::2], slots[1::2])),
         )
@@ -116,7 +128,7 @@ class RunnerLimits:
     ``max_requests``: slots. ``max_length``: tokens of a text, prompt included; ``max_encoder_length``: of an encoder
     prompt, 0 for a model without encoder. ``vocabulary``: ids, and columns of the logits. ``has_states``: whether
     layers of the model have states of a fixed size, which are in slots; ``num_snapshots``: slots after those of
-    requests, for states at the end of a prefix that others may use again.
+    requests, for states at the end of a prefix that others may use again. ``num_adapters``: how many the model has.
     """
 
     num_blocks: int
@@ -127,6 +139,7 @@ class RunnerLimits:
     max_encoder_length: int = 0
     has_states: bool = False
     num_snapshots: int = 0
+    num_adapters: int = 0
 
     @property
     def num_slots(self) -> int:

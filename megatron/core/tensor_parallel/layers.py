@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch.nn.functional as F
 from torch import Tensor, nn
 from typing_extensions import override
@@ -15,7 +17,7 @@ from megatron.core.parallel.sharding import Sharding, SharedRows, StackedPart, s
 from megatron.core.tensor_parallel.fp8_linear import Fp8Linear, fp8_linear
 from megatron.core.tensor_parallel.initialize import Constant, Initialization
 from megatron.core.tensor_parallel.linear import is_in_8_bits, linear
-from megatron.core.tensor_parallel.low_rank import LowRankAdapter
+from megatron.core.tensor_parallel.low_rank import AdaptersOfTokens, LowRankAdapter, SeveralAdapters
 from megatron.core.tensor_parallel.regions import enter, leave
 
 
@@ -41,15 +43,25 @@ class LinearBase(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.lora: LowRankAdapter | None = None
+        self.lora: LowRankAdapter | SeveralAdapters | None = None
 
     def adapt(self, settings: LoraConfig, place: str, parts: frozenset[str]) -> None:
         """Add an adapter. ``place``: of the layer in the model. ``parts``: of its matrices, "" for all."""
         self.lora = LowRankAdapter(self.weight, settings, self._context, place=place, parts=parts, make=make_parameter)
 
+    def adapt_tokens(self, adapters: Mapping[int, tuple[LoraConfig, frozenset[str]]], choice: AdaptersOfTokens) -> None:
+        """Add adapters by number, each for the tokens of its own. ``adapters``: their settings, and matrices of this
+        layer, "" for all.
+        """
+        made = {
+            number: LowRankAdapter(self.weight, settings, self._context, place="", parts=parts, make=make_parameter)
+            for number, (settings, parts) in adapters.items()
+        }
+        self.lora = SeveralAdapters(made, choice)
+
     def with_adapter(self, out: Tensor, x: Tensor) -> Tensor:
         """The layer's output ``out``, before it leaves its region, and what the adapter adds to it for input ``x``."""
-        return out if self.lora is None else out + self.lora(x)
+        return out if self.lora is None else self.lora.added_to(out, x)
 
 
 class ColumnParallelLinear(LinearBase):

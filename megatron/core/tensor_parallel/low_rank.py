@@ -131,6 +131,10 @@ class LowRankAdapter(nn.ModuleDict):
         whole = found[0] if len(found) == 1 else torch.cat(found, dim=-1)
         return whole if self._order is None else whole.index_select(-1, self._order)
 
+    def added_to(self, out: Tensor, x: Tensor) -> Tensor:
+        """The layer's output ``out``, before it leaves its region, with what is added to it for input ``x``."""
+        return out + self(x)
+
     def _multiply(self, x: Tensor, weight: Tensor) -> Tensor:
         return linear(x, weight, None, self._context)
 
@@ -155,6 +159,31 @@ class LowRankAdapter(nn.ModuleDict):
         outputs = sum(sharding_of(pair.b.weight).shape[0] for pair in self._pairs.values())
         flops = 2.0 * self.rank * (self._inputs * len(self) + outputs) * workload.all_tokens
         return Costs(flops, kept)
+
+
+class AdaptersOfTokens:
+    """Which tokens of a step have which adapter: all layers of a stage share one of these.
+
+    ``tokens``: [n], places in the step of those that have an adapter, by its number.
+    """
+
+    def __init__(self) -> None:
+        self.tokens: Mapping[int, Tensor] = {}
+
+
+class SeveralAdapters(nn.ModuleDict):
+    """Adapters of a linear layer by their numbers, each for its own tokens; for generation."""
+
+    def __init__(self, adapters: Mapping[int, LowRankAdapter], choice: AdaptersOfTokens) -> None:
+        super().__init__({str(number): adapter for number, adapter in adapters.items()})
+        self._adapters, self._choice = dict(adapters), choice
+
+    def added_to(self, out: Tensor, x: Tensor) -> Tensor:
+        """The layer's output ``[t, 1, out]``, to which each token's adapter adds what it has for input [t, 1, in]."""
+        for number, places in self._choice.tokens.items():
+            if (adapter := self._adapters.get(number)) is not None:
+                out = out.index_add(0, places, adapter(x.index_select(0, places)))
+        return out
 
 
 def check_parts(parts: Collection[str], matrices: Collection[str], place: str) -> None:

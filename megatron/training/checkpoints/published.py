@@ -29,6 +29,7 @@ from megatron.core.conversion.huggingface.hub import model_folder
 from megatron.core.conversion.huggingface.reading import CONFIG, read_huggingface
 from megatron.core.conversion.kept_tokenizer import files_to_keep
 from megatron.core.conversion.native import boxes_of, state_of
+from megatron.core.conversion.peft.reading import with_peft
 from megatron.core.conversion.portable import PortableModel, fill, fitted
 from megatron.core.conversion.questions import question_for
 from megatron.core.files.durable import write_durably
@@ -46,12 +47,13 @@ BASE = "base"
 """Folder in ``--save`` with the published weights beside which adapters are trained."""
 
 
-def published_config(folder: str, groups: Sequence[type]) -> dict[str, Any]:
+def published_config(folder: str, groups: Sequence[type], adapter: str | None = None) -> dict[str, Any]:
     """The settings of the model in ``folder`` as a checkpoint would have them, for a command with these ``groups``.
+    ``adapter``: a PEFT folder beside it.
 
     Raises CheckpointError as ``read_huggingface``, and for a model of another family than the command's.
     """
-    portable = read_published(folder)
+    portable = read_published(folder, adapter)
     family, own = family_of(portable.groups), [kind.name for kind in groups if issubclass(kind, FamilyConfig)]
     if family.name not in own:
         raise CheckpointError(f"--load-hf {folder} holds a {family.title}: start it with pretrain_{family.name}.py")
@@ -69,13 +71,34 @@ def folder_of(load_hf: str) -> Path:
     return folder
 
 
-def read_published(load_hf: str) -> PortableModel:
-    """The model of ``--load-hf``; of its weights only names, shapes and types are read now."""
-    folder = folder_of(load_hf)
+def read_published(load_hf: str, adapter: str | None = None) -> PortableModel:
+    """The model of ``--load-hf``; of its weights only names, shapes and types are read now.
+
+    ``adapter``: the PEFT folder of ``--load-peft``, with whose adapters it is read.
+    """
+    folder, flag = folder_of(load_hf), "--load-hf"
     try:
-        return read_gguf(folder, scratch=_tokenizer_place(folder)) if is_gguf(folder) else read_huggingface(folder)
+        base = read_gguf(folder, scratch=_tokenizer_place(folder)) if is_gguf(folder) else read_huggingface(folder)
+        flag = "--load-peft"
+        return base if adapter is None else with_peft(base, Path(adapter))
     except CheckpointError as error:
-        raise CheckpointError(f"--load-hf: {error}", exit_code=error.exit_code) from error
+        raise CheckpointError(f"{flag}: {error}", exit_code=error.exit_code) from error
+
+
+def _start_of(config: RunConfig) -> PortableModel:
+    """What a run starts from: the published model, with the adapters of ``--load-peft``.
+
+    Raises CheckpointError as ``read_published``, and for adapters of other settings than the run's.
+    """
+    checkpoint, own = config.checkpoint, config.part(LoraConfig)
+    found = read_published(checkpoint.load_hf or "", checkpoint.load_peft)
+    lora = LoraConfig.among(found.groups)
+    if lora.is_on and (wrong := own.differences(lora)):
+        raise CheckpointError(
+            f"{', '.join(wrong)}: these come from the PEFT folder of --load-peft {checkpoint.load_peft}; leave the "
+            "flags out"
+        )
+    return found
 
 
 def _tokenizer_place(place: Path) -> Path:
@@ -101,7 +124,7 @@ def weights_for(config: RunConfig, published: PortableModel) -> PortableModel:
 def describe_published(config: RunConfig) -> str:
     """What the run starts from, in words; raises CheckpointError as ``read_published`` and ``weights_for``."""
     folder = config.checkpoint.load_hf or ""
-    published = read_published(folder)
+    published = _start_of(config)
     before, after = published.model.vocab_size or 0, weights_for(config, published).model.vocab_size or 0
     resized = f", without the last {before - after:,} of {before:,} rows of the vocabulary" if after < before else ""
     if after > before:
@@ -110,7 +133,10 @@ def describe_published(config: RunConfig) -> str:
     dtype = str(published.dtype).removeprefix("torch.")
     at = folder_of(folder)
     of = "" if at == Path(folder) else f" (revision {at.name}, in {at})"
-    return f"the published weights in {folder}{of}, {published.num_parameters:,} parameters in {dtype}{resized}"
+    adapter = config.checkpoint.load_peft
+    beside = "" if adapter is None else f", with the adapters in {adapter}"
+    count = f"{published.num_parameters:,} parameters"
+    return f"the published weights in {folder}{of}{beside}, {count} in {dtype}{resized}"
 
 
 def load_published(run: Run) -> None:
@@ -127,10 +153,11 @@ def load_published(run: Run) -> None:
     run.reporter.say(f"  {prove(config, run.context)}")
 
     def read() -> PortableModel:
-        published = read_published(folder)
+        published = _start_of(config)
         portable = weights_for(config, published)
         entries = chain(run.model_state(), run.optimizer.master_entries())
-        fill((entry for entry in entries if not is_adapter(entry.name)), portable, mesh)
+        has_adapters = LoraConfig.among(published.groups).is_on
+        fill((entry for entry in entries if has_adapters or not is_adapter(entry.name)), portable, mesh)
         return published
 
     published = run_on_all(read, mesh)
@@ -151,8 +178,9 @@ def _keep_base(run: Run) -> AnyPath:
     tokenizer = run.tokenizer
 
     def write() -> AnyPath:
-        portable = weights_for(run.config, read_published(run.config.checkpoint.load_hf or ""))
-        portable = dataclasses.replace(portable, groups=without_adapters(run.config.extra))
+        portable = weights_for(run.config, _start_of(run.config))
+        plain = {name: tensor for name, tensor in portable.tensors.items() if not is_adapter(name)}
+        portable = dataclasses.replace(portable, tensors=plain, groups=without_adapters(run.config.extra))
         settings = run.config.tokenizer
         state = state_of(portable, settings, name=tokenizer.name, fingerprint=tokenizer.fingerprint)
         return save_streamed(place, 0, boxes_of(portable), state, files=files_to_keep(settings))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -24,6 +25,7 @@ from megatron.core.parallel.messages import Messages
 from megatron.core.pipeline_parallel.settings import PipelineSettings
 from megatron.core.tokenizers.conversations import OWN, ChatTemplate, load_template, own_template, template_tokens
 from megatron.errors import ConfigError
+from megatron.training.checkpoints.several_adapters import FLAG, load_adapters, named_folders
 from megatron.training.checkpoints.trained_model import PlacedModel, TrainedModel, another_trained_model
 from megatron.training.evaluation.evaluate import Evaluator
 from megatron.training.evaluation.stored_weights import stored_weights
@@ -46,13 +48,18 @@ def generation_engine(
         with _whole_text_engine(trained, config, needs) as engine:
             yield engine
         return
+    adapters = None
+    if named := named_folders(config.lora_modules):
+        if any(isinstance(model, EncoderDecoder) for model in trained.models):
+            raise ConfigError(f"{FLAG} is for models that continue texts, and this one has an encoder: leave it out")
+        adapters = load_adapters(trained, named)
     form = weights_form(trained, config)
     stored = stored_weights(trained) if config.quantization == "stored" else None
     mesh = trained.context.mesh
     models = [trained]
     if config.draft_load is not None:
         models.append(draft_model(trained, config.draft_load, length=_longest_text(trained, config)))
-    limits = limits_of(models, config)
+    limits = dataclasses.replace(limits_of(models, config), num_adapters=len(named))
     invariant = config.batch_invariant or (costs_little(trained.context) and not needs.bytes_per_text)
     stages = [
         CachedRunner(
@@ -63,6 +70,7 @@ def generation_engine(
             is_batch_invariant=invariant if each is trained else None,  # texts don't depend on drafts
             form=form,
             stored=stored.forms if stored is not None and each is trained else None,
+            adapters=adapters if each is trained else None,
         )
         for each in models
     ]
@@ -118,6 +126,7 @@ def _whole_text_engine(trained: TrainedModel, config: InferenceConfig, needs: Te
         "--draft-load": config.draft_load is not None,
         "--quantization": config.quantization is not None,
         "--batch-invariant": config.batch_invariant,
+        FLAG: bool(config.lora_modules),
     }
     if flags := [flag for flag, is_given in given.items() if is_given]:
         raise ConfigError(

@@ -6,6 +6,38 @@ from tests.faults.fault import Fault
 
 FAULTS = (
     Fault(
+        "prefix_of_another_adapter",
+        "megatron/core/inference/scheduler.py",
+        old='before = str(self.request.adapter).encode() if self.request.adapter else b""',
+        new='before = b""',
+        suffers="A text goes on from keys and values that another adapter has computed for an equal prompt.",
+        first=("parallel/test_several_adapters.py::own_adapter",),
+    ),
+    Fault(
+        "adapter_of_the_first_text",
+        "megatron/core/inference/runner.py",
+        old="                places.setdefault(row.adapter, []).extend(range(first, first + len(row.tokens)))\n",
+        new="                places.setdefault(row.adapter, []).extend(range(len(row.tokens)))\n",
+        suffers="In a batch, what an adapter adds goes to the tokens of the first text.",
+        first=("parallel/test_several_adapters.py::own_adapter",),
+    ),
+    Fault(
+        "peft_ranks_on_top_of_each_other",
+        "megatron/core/conversion/peft/writing.py",
+        old="        first += rank\n",
+        new="        first += 0\n",
+        suffers="In an exported PEFT folder, keys of a fused matrix have the adapter of queries.",
+        first=("unit/conversion/test_peft.py::peft_computes",),
+    ),
+    Fault(
+        "peft_alpha_pattern_skipped",
+        "megatron/core/conversion/peft/reading.py",
+        old="b * (settings.scale_of(module) / settings.scale)",
+        new="b * 1.0",
+        suffers="Modules of a PEFT folder whose alpha or rank differs add another amount than in peft.",
+        first=("unit/conversion/test_peft.py::mean_the_same",),
+    ),
+    Fault(
         "adapter_sees_a_part_of_the_sequence",
         "megatron/core/tensor_parallel/low_rank.py",
         old="            narrow = enter(narrow, context)\n",

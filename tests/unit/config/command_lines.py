@@ -37,7 +37,7 @@ def parse(changes: str = "", *, without: str = "", ranks: int = 1, **options: An
     readers: dict[str, Any] = {
         "extra_groups": (GPTConfig,),
         "checkpoint_config": lambda load, step: None,
-        "published_config": lambda folder, groups: run_of().to_json(),
+        "published_config": lambda folder, groups, adapter: run_of().to_json(),
     }
     given = words(changes, without=without)
     return parse_run(given, world_size=ranks, owner_of=owner_of, **{**readers, **options})

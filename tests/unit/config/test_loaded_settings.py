@@ -12,7 +12,7 @@ def test_settings_of_a_loaded_model_are_no_flags_without_effect() -> None:
     saved = run_of(model={"mtp_loss_scaling_factor": 0.3, "position_embedding_type": "rope"}).to_json()
     readers: dict[str, Any] = {
         "checkpoint_config": lambda load, step: saved,
-        "published_config": lambda folder, groups: saved,
+        "published_config": lambda folder, groups, adapter: saved,
     }
     without = "--num-layers --hidden-size --num-attention-heads --seq-length"
     for source in ("--use-checkpoint-args --load runs/a", "--load-hf models/llama --seq-length 32"):

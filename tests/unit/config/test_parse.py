@@ -262,7 +262,7 @@ def test_checkpoint_args_need_a_checkpoint() -> None:
 def published(model: dict[str, Any], calls: list[str]) -> Any:
     """A reader of Hugging Face models; ``calls`` receives their folders."""
 
-    def read(folder: str, groups: Sequence[type]) -> dict[str, Any]:
+    def read(folder: str, groups: Sequence[type], adapter: str | None) -> dict[str, Any]:
         calls.append(folder)
         return run_of(model=model).to_json()
 
@@ -346,7 +346,7 @@ def test_ids_as_numbers_for_a_model_with_a_tokenizer() -> None:
     saved["tokenizer"] = {"tokenizer_type": "HuggingFaceTokenizer", "tokenizer_model": "folder", "vocab_size": 100}
     for given in ("--use-checkpoint-args --load a", "--load-hf hf"):
         readers: Any = {"checkpoint_config": reader(saved if "--load a" in given else None, [])}
-        readers["published_config"] = lambda folder, groups: saved
+        readers["published_config"] = lambda folder, groups, adapter: saved
         run = parse(f"{given} --tokenizer-type NullTokenizer", without="--vocab-size", **readers)
         assert (run.tokenizer.tokenizer_type, run.model.vocab_size) == ("NullTokenizer", 100)
         run = parse(f"{given} --vocab-file v --merge-file m", without="--vocab-size", **readers)

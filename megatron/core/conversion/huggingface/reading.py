@@ -249,6 +249,11 @@ def tensors_in(folder: Path) -> dict[str, LazyTensor]:
     )
 
 
+def tensors_of(path: Path) -> dict[str, LazyTensor]:
+    """The tensors of one weight file, in safetensors or a pickle of torch's, by name."""
+    return dict(safetensors_in(path) if path.suffix == ".safetensors" else _torch_bin(path))
+
+
 def homes_of_tensors(folder: Path, single: str) -> dict[str, str]:
     """The file of each tensor, as the index of the parts of the weight file ``single`` says; none without an index."""
     index = folder / f"{single}.index.json"
