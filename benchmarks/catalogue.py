@@ -54,6 +54,7 @@ CATALOGUE = {
     "hybrid_generation": Benchmark("transformers' generate of Nemotron-H", "speed over its", at_least=1.3),
     "hybrid_step": Benchmark("transformers' Nemotron-H at its best", "speed of a training step over its", at_least=1.6),
     "index_building": Benchmark("megatron-core's compiled helper", "time over its target", at_most=1.0),
+    "lora": Benchmark("peft", "speed of a step with adapters over its", at_least=1.2),
     "muon": Benchmark("torch.optim.Muon", "time of an update over its", at_most=0.25),
     "overlap": Benchmark("the same run without overlap", "time of a step on slow links over its", at_most=1.0),
     "parallel_efficiency": Benchmark("one rank of two threads", "efficiency of data parallelism", at_least=0.9),

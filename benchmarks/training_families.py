@@ -357,6 +357,41 @@ class Experts:
         return Case(self.ours, {"transformers-grouped_mm": self.theirs}, {}, self.dense)
 
 
+RANK, ALPHA = 16, 32.0  # of adapters on all linear layers
+
+
+def our_adapters(model_type: str, shape: Shape, config: ModelConfig, context: ModelContext) -> tuple[nn.Module, Loss]:
+    """GPTModel of the published type with adapters beside frozen weights, whatever ``config`` says."""
+    import dataclasses
+
+    from megatron.config.lora import LoraConfig, is_adapter
+    from megatron.core.conversion.huggingface.formats import model_from_config
+    from megatron.core.models.gpt.layer_kinds import decoder_stack
+
+    described = model_from_config(published_settings(model_type, shape).to_dict(), where=model_type)
+    described = dataclasses.replace(described, attention_dropout=0.0, hidden_dropout=0.0)
+    lora = LoraConfig(lora_rank=RANK, lora_alpha=ALPHA)
+    model, loss = our_gpt(shape, described, context, stack=decoder_stack(described, (lora,)))
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(is_adapter(name))
+    return model, loss
+
+
+def peft_adapters(model_type: str, shape: Shape) -> tuple[nn.Module, Loss]:
+    """The published type in transformers, with peft's adapters."""
+    import warnings
+
+    import peft
+
+    model: Any = transformers_published(model_type, "sdpa", shape)[0]
+    settings = peft.LoraConfig(r=RANK, lora_alpha=int(ALPHA), target_modules="all-linear", task_type="CAUSAL_LM")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of a name in transformers
+        adapted: Any = peft.get_peft_model(model, settings)
+    tokens, _ = random_batch(shape)
+    return adapted, lambda: adapted(input_ids=tokens, labels=tokens).loss
+
+
 ORIGINAL_T5 = {
     "position_embedding_type": "relative", "softmax_scale": 1.0, "normalization": "RMSNorm", "norm_epsilon": 1e-6,
     "add_bias_linear": False, "activation": "relu",
@@ -372,6 +407,7 @@ CASES = {
     ),
     "gemma2": published("gemma2", "eager"),  # its soft cap exists in eager attention alone
     "olmo2": published("olmo2", "sdpa", "eager"),
+    "qwen2-adapters": Case(partial(our_adapters, "qwen2"), {"peft": partial(peft_adapters, "qwen2")}, {}),
     "mixtral-8-experts": Experts(8, 2, 2).case,
     "mixtral-64-experts": Experts(64, 8, 0.5).case,
 }

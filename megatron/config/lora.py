@@ -17,6 +17,7 @@ from megatron.config.flags import (
     flags_of,
     group_name,
     subject,
+    switch,
     words,
 )
 from megatron.config.parameter_names import matches
@@ -81,6 +82,11 @@ class LoraConfig(PartConfig):
         "Multiply what adapters add by --lora-alpha / sqrt(--lora-rank) (rsLoRA, arXiv:2312.03732).",
     )
     lora_dropout: float = flag("Dropout on what adapters read.", default=0.0, at_least=0, below=1, from_checkpoint=True)
+
+    lora_quantized_base: bool = switch(
+        "Keep frozen weights of a quantized checkpoint (tools/quantize.py) in their bits, and make numbers of them "
+        "while they are multiplied (QLoRA, arXiv:2305.14314)."
+    )
 
     @property
     def is_on(self) -> bool:
@@ -184,7 +190,36 @@ def _recomputed_inside(run: RunConfig) -> str | None:
     )
 
 
+def _quantized_base_is_read_alone(run: RunConfig) -> str | None:
+    """What needs the numbers of frozen weights beside the products."""
+    if not run.part(LoraConfig).lora_quantized_base:
+        return None
+    checkpoint = run.checkpoint
+    if checkpoint.load_hf is not None:
+        return (
+            f"--lora-quantized-base with --load-hf {checkpoint.load_hf}: the base is a quantized checkpoint; make one "
+            "with tools/checkpoint/convert.py or tools/quantize.py, and give it as --pretrained-checkpoint"
+        )
+    given = {
+        "--zero-stage 3": run.parallel.zero_stage == 3,
+        "--fp8-format": run.fp8.is_on,
+        "--log-params-norm": run.reporting.log_params_norm,
+        "--check-weight-hash-across-dp-replicas-interval": bool(
+            run.training.check_weight_hash_across_dp_replicas_interval
+        ),
+        f"--save-hf {checkpoint.save_hf}": checkpoint.save_hf is not None,
+    }
+    wrong = [flag for flag, is_given in given.items() if is_given]
+    if not wrong:
+        return None
+    return (
+        f"{subject(wrong, 'reads', 'read')} the numbers of frozen weights, which --lora-quantized-base keeps only as "
+        "codes: leave one of them out (tools/checkpoint/convert.py merges adapters afterwards)"
+    )
+
+
 RULES: tuple[Rule, ...] = (
+    _quantized_base_is_read_alone,
     _settings_need_a_rank,
     _frozen_weights_are_trained_ones,
     _absorbed_matrices_have_none,

@@ -32,6 +32,7 @@ from megatron.errors import CheckpointError, ConfigError
 from megatron.planning.parameter_patterns import FreezingChange
 from megatron.small_files import check_kinds
 from megatron.training.checkpoints.published import load_published
+from megatron.training.run.quantized_base import hold_in_few_bits
 from megatron.training.run.run import Progress, Run
 
 
@@ -144,6 +145,7 @@ def _load_from(run: Run, folder: CheckpointFolder, *, weights_only: bool) -> Non
             run.context.rng.seed = state["random_seed"]
     run.loaded_from = str(folder.path)
     run.base = base_for(run, folder.path, is_base=starts_adapters)
+    hold_in_few_bits(run, folder)
     run.reporter.say(f"  successfully loaded checkpoint from {folder.path} at iteration {run.progress.iteration}")
 
 

@@ -5,20 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
-from megatron.core.checkpointing.boxes import boxes
 from megatron.core.checkpointing.stored_tensors import StoredTensors
-from megatron.core.conversion.portable import LazyScales
 from megatron.core.conversion.quantized_checkpoints import read_quantization
 from megatron.core.inference.products import StoredForm
-from megatron.core.inference.stored_weights import Room, StoredScales, stored_form
-from megatron.core.parallel.mesh import Mesh
-from megatron.core.parallel.sharding import Sharding, sharded_parameters
-from megatron.core.quantization.grid import Grid
+from megatron.core.inference.stored_weights import Room, stored_form
+from megatron.core.parallel.sharding import sharded_parameters
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, ReplicatedLinear, RowParallelLinear
 from megatron.errors import ConfigError
+from megatron.training.checkpoints.stored_parts import part_of
 from megatron.training.checkpoints.trained_model import TrainedModel
 
 FLAG = "--quantization stored"
@@ -83,23 +79,3 @@ def stored_weights(trained: TrainedModel) -> StoredWeights:
 
 def _layers(models: Iterable[nn.Module]) -> list[nn.Module]:
     return [module for model in models for module in model.modules() if isinstance(module, _LAYERS)]
-
-
-def part_of(scales: LazyScales, grid: Grid, weight: Tensor, sharding: Sharding, mesh: Mesh) -> StoredScales:
-    """The scales of this rank's part ``weight`` [out, in] of a weight."""
-    outputs, inputs = weight.shape
-    factors, zeros = scales.factors.make(), None if scales.zeros is None else scales.zeros.make()
-    grid = Grid(grid.kind, grid.bits, (1, grid.block[1]), grid.symmetric)  # scales have a row for each output
-    rows, first = torch.zeros(outputs, dtype=torch.long), 0
-    for box in boxes(sharding, mesh):
-        at, count = box.start // inputs, box.sizes[0]
-        rows[at : at + count] = torch.arange(box.offsets[0], box.offsets[0] + count)
-        first = box.offsets[1]
-    places = None if scales.groups is None else scales.groups.make().long()[first : first + inputs]
-    if places is None and factors.shape[1] > 1:
-        group = grid.block[1]
-        columns = slice(first // group, -(-(first + inputs) // group))
-        factors, zeros = factors[:, columns], None if zeros is None else zeros[:, columns]
-        if first % group:
-            places = torch.arange(first, first + inputs) // group - first // group
-    return StoredScales(grid, factors[rows].contiguous(), None if zeros is None else zeros[rows].contiguous(), places)

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
+from megatron.config.lora import LoraConfig
 from megatron.config.quantization_training import QuantizationTrainingConfig
 from megatron.config.run import RunConfig
 from megatron.core.conversion.portable import parameters_of
@@ -14,18 +15,20 @@ from megatron.core.parallel.mesh import Mesh
 from megatron.core.parallel.operands import Operands
 from megatron.core.quantization.fake import FakeQuantized
 from megatron.core.quantization.scheme import scheme_named
+from megatron.core.quantization.stored import StoredWeights
 from megatron.core.quantization.targets import is_quantized
 from megatron.errors import ConfigError
 
 
 def trained_operands(config: RunConfig, mesh: Mesh) -> Operands:
-    """What layers of the run multiply: rounded operands with ``--quantization-aware-training``.
+    """What layers of the run multiply: rounded operands with ``--quantization-aware-training``, frozen weights in their
+    bits with ``--lora-quantized-base``.
 
     Raises ConfigError for a ``--qat-group-size`` that doesn't divide the inputs of a weight.
     """
     rounding = config.part(QuantizationTrainingConfig).rounding
     if rounding is None:
-        return Operands()
+        return StoredWeights() if config.part(LoraConfig).lora_quantized_base else Operands()
     name, group = rounding
     scheme = scheme_named(name, group_size=group)
     for weight, sharding in parameters_of(config.model, config.extra).items():

@@ -9,6 +9,7 @@ from functools import partial
 import torch
 from torch import nn
 
+from megatron.config.lora import LoraConfig
 from megatron.config.run import RunConfig
 from megatron.core.distributed.buffers import FlatBuffer, build_buffers, counted_weights, frozen_parts
 from megatron.core.distributed.grad_sync import GradSync
@@ -73,6 +74,9 @@ def build_training_state(config: RunConfig, models: Sequence[nn.Module], context
         low_precision=context.low_precision,
     )
     memory = ShardedUnits(weights, grad_sync.units)
+    frozen_weights = counted_weights(frozen)
+    if stage < 3 and not config.part(LoraConfig).lora_quantized_base:  # whose numbers are given up
+        frozen_weights = frozen_parts(named, policies, context)
     optimizer = Optimizer(
         buffers,
         config.optimizer,
@@ -80,7 +84,7 @@ def build_training_state(config: RunConfig, models: Sequence[nn.Module], context
         context,
         sharded=stage > 0,
         count_zeros=config.reporting.log_num_zeros_in_grad,
-        frozen=counted_weights(frozen) if stage == 3 else frozen_parts(named, policies, context),
+        frozen=frozen_weights,
         low_precision=context.low_precision,
         units=weights,
     )

@@ -23,9 +23,10 @@ from megatron.core.quantization.grid import codes_of, scales_of, values_of_codes
 from megatron.core.quantization.scheme import Scheme, scheme_named
 from megatron.core.quantization.targets import is_quantized
 from megatron.errors import ConfigError
+from megatron.training.checkpoints.stored_parts import part_of
 from megatron.training.checkpoints.trained_model import TrainedModel, trained_model
 from megatron.training.evaluation.generating import generation_engine
-from megatron.training.evaluation.stored_weights import part_of, stored_weights
+from megatron.training.evaluation.stored_weights import stored_weights
 from tests.harness.evaluation import small_gpt2
 from tests.harness.sentences import check_sentence, expect_error
 
