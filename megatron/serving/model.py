@@ -56,7 +56,7 @@ class ServedModel:
 
     def check_name(self, name: str | None) -> None:
         """Raise ApiError (404) for another model than this one or one of its adapters; None is this one."""
-        if name not in (None, *self.names):
+        if name is not None and name not in self.names:
             has = ", ".join(map(repr, self.names[:_MOST_NAMES])) + ", ..." * (len(self.names) > _MOST_NAMES)
             raise ApiError(
                 f"the model {name[:100]!r} does not exist here; this server has {has}",

@@ -116,10 +116,10 @@ def test_a_run_beside_codes_goes_on_from_its_checkpoint(bases: dict[str, Path], 
     }.items():
         with expect_error(ConfigError, *facts):
             load(tiny_run(ParallelContext.single(), f"--mock-data {MODEL} {flags}"))
-    for flags, facts in {
+    for flags, named in {
         f"{LORA} --lora-quantized-base --pretrained-checkpoint some --zero-stage 3": ("--zero-stage 3",),
         f"{LORA} --lora-quantized-base --pretrained-checkpoint some --log-params-norm": ("--log-params-norm",),
         "--lora-quantized-base": ("--lora-quantized-base", "--lora-rank"),
     }.items():
-        with expect_error(ConfigError, *facts):
+        with expect_error(ConfigError, *named):
             tiny_run(ParallelContext.single(), f"--mock-data {flags}")

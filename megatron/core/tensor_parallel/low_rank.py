@@ -133,7 +133,8 @@ class LowRankAdapter(nn.ModuleDict):
 
     def added_to(self, out: Tensor, x: Tensor) -> Tensor:
         """The layer's output ``out``, before it leaves its region, with what is added to it for input ``x``."""
-        return out + self(x)
+        added: Tensor = self(x)
+        return out + added
 
     def _multiply(self, x: Tensor, weight: Tensor) -> Tensor:
         return linear(x, weight, None, self._context)
