@@ -109,6 +109,11 @@ class LoraConfig(PartConfig):
         return self.lora_dropout
 
     @property
+    def has_quantized_base(self) -> bool:
+        """Whether frozen weights stay in the bits of their checkpoint."""
+        return self.lora_quantized_base
+
+    @property
     def targets(self) -> tuple[str, ...]:
         """Names of layers with adapters, as they were given."""
         return self.lora_targets

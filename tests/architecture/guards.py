@@ -109,6 +109,7 @@ KNOWS_FACTS = (
     "megatron/config/rules/moe.py",
     "megatron/training/reporting/hybrid_flops.py",  # a formula of Megatron-LM
     "megatron/config/computed_flags.py",  # what flags of other programs mean
+    "megatron/core/conversion/peft/",  # PEFT's names of settings, which are also ours
     "megatron/config/model.py",  # names the other lengths that positions follow
 )
 CUDA_CODE = "megatron/core/device.py"

@@ -69,6 +69,11 @@ class Request:
     adapter: int = 0
 
     @property
+    def adapter_key(self) -> bytes:
+        """What keys of the text's blocks begin with: those of another adapter are other blocks."""
+        return str(self.adapter).encode() if self.adapter else b""
+
+    @property
     def width(self) -> int:
         """Number of texts that are generated at once for this request."""
         return 1 if self.beams is None else self.beams.width

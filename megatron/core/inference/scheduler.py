@@ -104,17 +104,15 @@ class ScheduledText:
 
     def has_prompt_of(self, other: ScheduledText) -> bool:
         """Whether both have one prompt, the same object, as choices have, and one adapter."""
-        mine, theirs = self.request, other.request
-        is_same = mine.prompt is theirs.prompt and mine.encoder_prompt is theirs.encoder_prompt
-        return is_same and mine.adapter == theirs.adapter
+        mine, its = self.request, other.request
+        return mine.prompt is its.prompt and mine.encoder_prompt is its.encoder_prompt and mine.adapter == its.adapter
 
     def extend_keys(self, block_size: int) -> None:
         """Compute keys of blocks that have become full."""
         if (len(self.keys) + 1) * block_size > len(self.tokens):
             return
         # Decoder keys and values depend on the encoder's text, and all on the adapter.
-        before = str(self.request.adapter).encode() if self.request.adapter else b""
-        parent = self.keys[-1] if self.keys else block_key(before, self.request.encoder_prompt)
+        parent = self.keys[-1] if self.keys else block_key(self.request.adapter_key, self.request.encoder_prompt)
         while (start := len(self.keys) * block_size) + block_size <= len(self.tokens):
             parent = block_key(parent, self.tokens[start : start + block_size])
             self.keys.append(parent)

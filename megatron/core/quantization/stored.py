@@ -5,6 +5,7 @@ A product asks for its weight in both passes; it is then made of codes and scale
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -78,7 +79,7 @@ class StoredWeights(Operands):
     def hold(self, weight: Tensor, stored: StoredWeight) -> None:
         """Keep a weight as its codes, and give up the memory of its numbers."""
         self._held[weight] = stored
-        weight.data = weight.new_full((), torch.nan).expand(weight.shape)
+        weight.data = weight.new_full((), math.nan).expand(weight.shape)
 
     @property
     def nbytes(self) -> int:

@@ -28,7 +28,7 @@ def trained_operands(config: RunConfig, mesh: Mesh) -> Operands:
     """
     rounding = config.part(QuantizationTrainingConfig).rounding
     if rounding is None:
-        return StoredWeights() if config.part(LoraConfig).lora_quantized_base else Operands()
+        return StoredWeights() if config.part(LoraConfig).has_quantized_base else Operands()
     name, group = rounding
     scheme = scheme_named(name, group_size=group)
     for weight, sharding in parameters_of(config.model, config.extra).items():

@@ -25,7 +25,7 @@ def hold_in_few_bits(run: Run, loaded: CheckpointFolder) -> None:
     Raises ConfigError for a base that isn't quantized, and where checkpoints of the run would have to hold its weights.
     """
     operands = run.context.operands
-    if not run.config.part(LoraConfig).lora_quantized_base or not isinstance(operands, StoredWeights):
+    if not run.config.part(LoraConfig).has_quantized_base or not isinstance(operands, StoredWeights):
         return
     base: AnyPath = base_of(loaded.path) or loaded.path
     if run.config.checkpoint.save is not None and run.base is None:

@@ -75,7 +75,7 @@ def build_training_state(config: RunConfig, models: Sequence[nn.Module], context
     )
     memory = ShardedUnits(weights, grad_sync.units)
     frozen_weights = counted_weights(frozen)
-    if stage < 3 and not config.part(LoraConfig).lora_quantized_base:  # whose numbers are given up
+    if stage < 3 and not config.part(LoraConfig).has_quantized_base:  # whose numbers are given up
         frozen_weights = frozen_parts(named, policies, context)
     optimizer = Optimizer(
         buffers,

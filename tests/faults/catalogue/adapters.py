@@ -15,9 +15,9 @@ FAULTS = (
     ),
     Fault(
         "prefix_of_another_adapter",
-        "megatron/core/inference/scheduler.py",
-        old='before = str(self.request.adapter).encode() if self.request.adapter else b""',
-        new='before = b""',
+        "megatron/core/inference/request.py",
+        old='return str(self.adapter).encode() if self.adapter else b""',
+        new='return b""',
         suffers="A text goes on from keys and values that another adapter has computed for an equal prompt.",
         first=("parallel/test_several_adapters.py::own_adapter",),
     ),

@@ -80,7 +80,8 @@ def their_matrices(
                 others[module] = match.ours
                 continue
             held, is_transposed = rows
-            kinds, local = torch.unique(owners[held], return_inverse=True)
+            kinds = torch.tensor(sorted({*owners[held].tolist()}))
+            local = torch.searchsorted(kinds, owners[held])
             inside = [units[number] for number in kinds.tolist()]
             found[module] = TheirMatrix(inside, local, positions[held], match.shape[-1], is_transposed)
     return found, others
