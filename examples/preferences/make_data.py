@@ -23,7 +23,7 @@ def main(folder: Path) -> None:
         thing = choose.choice(THINGS)
         colour = COLOURS[THINGS.index(thing) % len(COLOURS)]
         question = {"role": "user", "content": f"What colour is the {thing}?"}
-        friendly, curt = f"Good question! The {thing} is {colour}.", f"{colour}, obviously."
+        friendly, curt = f"Good question! The {thing} is {colour}.", f"Obviously {colour}."
         both = [{"role": "assistant", "content": text} for text in (friendly, curt)]
         chats.append({"messages": [question, *choose.choices(both, weights=(1, 3))]})
         pairs.append({"prompt": [question], "chosen": both[:1], "rejected": both[1:]})

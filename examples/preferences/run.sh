@@ -17,10 +17,10 @@ $python tools/preprocess_preferences.py --input "$out/pairs.jsonl" --output-pref
 
 $python pretrain_gpt.py --num-layers 2 --hidden-size 64 --num-attention-heads 4 --position-embedding-type rope --swiglu \
     --normalization RMSNorm --attention-dropout 0 --hidden-dropout 0 "${tokenizer[@]}" "${steps[@]}" --data-path "$out/chats" \
-    --split 9,1,0 --sft --packing best-fit --train-iters 100 --lr 3e-3 --lr-warmup-iters 10 --eval-interval 50 \
-    --save "$out/sft" --load "$out/sft" --save-interval 100
+    --split 9,1,0 --sft --packing best-fit --train-iters 200 --lr 3e-3 --lr-warmup-iters 10 --eval-interval 100 \
+    --save "$out/sft" --load "$out/sft" --save-interval 200
 $python pretrain_gpt.py --pretrained-checkpoint "$out/sft" --use-checkpoint-args "${tokenizer[@]}" "${steps[@]}" \
-    --data-path "$out/pairs" --split 9,1,0 --preference-loss dpo --preference-sft-weight 0.2 --train-iters 60 --lr 1e-4 \
+    --data-path "$out/pairs" --split 9,1,0 --preference-loss dpo --preference-sft-weight 1 --train-iters 60 --lr 2e-4 \
     --lr-warmup-iters 5 --eval-interval 30 --save "$out/dpo" --load "$out/dpo" --save-interval 60
 for model in sft dpo; do
     echo "== answers of $model"
