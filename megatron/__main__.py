@@ -32,6 +32,7 @@ PROGRAMS = {
     "average-checkpoints": "tools/checkpoint/average.py",
     "check-widths": "tools/check_widths.py",
     "quantize": "tools/quantize.py",
+    "score-with-teacher": "tools/score_with_teacher.py",
     "evaluate": "tasks/main.py",
     "lm-eval": "tasks/lm_eval.py",
     "generate-text": "tools/text_generation_cli.py",

@@ -32,6 +32,11 @@ class DistillationConfig(ObjectiveConfig):
         aliases=("--export-kd-teacher-load",),
     )
     teacher_step: int | None = flag("Iteration of --teacher-load; the newest unless given.", default=None, at_least=0)
+    teacher_scores: str | None = flag(
+        "Learn from the distributions that tools/score_with_teacher.py has stored in this folder for the samples of "
+        "this run, in place of a teacher that runs beside it.",
+        default=None,
+    )
     distill_share: float = flag(
         "Share of the divergence from the teacher in the loss; the cross entropy of the labels has the rest.",
         default=1.0,
@@ -71,12 +76,17 @@ class DistillationConfig(ObjectiveConfig):
     @override
     def is_chosen(self) -> bool:
         """Whether there is a teacher."""
-        return self.teacher_load is not None
+        return self.teacher_load is not None or self.teacher_scores is not None
 
     @property
     def teacher(self) -> tuple[str, int | None]:
         """Place of the teacher's checkpoint, and its iteration if one is chosen."""
         return self.teacher_load or "", self.teacher_step
+
+    @property
+    def scores(self) -> str:
+        """The folder of stored distributions; none where a teacher runs."""
+        return self.teacher_scores or ""
 
     @property
     def share(self) -> float:
@@ -100,12 +110,12 @@ class DistillationConfig(ObjectiveConfig):
             return ()
         share = f"{self.distill_share:g} of the loss"
         warmth = "" if self.distill_temperature == 1 else f" at temperature {self.distill_temperature:g}"
-        return (f"distilled from {self.teacher_load}, {share}{warmth}",)
+        return (f"distilled from {self.teacher_load or self.teacher_scores}, {share}{warmth}",)
 
     @override
     def rules(self) -> Sequence[Rule]:
         """Settings have a teacher, and something to teach."""
-        return (*super().rules(), _settings_need_a_teacher)
+        return (*super().rules(), _settings_need_a_teacher, _there_is_one_teacher)
 
 
 def _settings_need_a_teacher(run: Any) -> str | None:
@@ -113,6 +123,16 @@ def _settings_need_a_teacher(run: Any) -> str | None:
     if run.part(DistillationConfig).is_chosen or not given:
         return None
     return f"{subject(given, 'has', 'have')} no effect without a teacher; name its checkpoint with --teacher-load"
+
+
+def _there_is_one_teacher(run: Any) -> str | None:
+    part = run.part(DistillationConfig)
+    if part.teacher_load is None or part.teacher_scores is None:
+        return None
+    return (
+        f"--teacher-scores {part.teacher_scores} was made so that --teacher-load {part.teacher_load} need not run: "
+        "leave one of them out"
+    )
 
 
 def modelopt_settings(path: str) -> dict[str, Any]:

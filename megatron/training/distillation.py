@@ -22,21 +22,33 @@ from megatron.core.files.remote_path import path_of
 from megatron.core.models.registry import family_of
 from megatron.core.models.train_spec import TrainSpec
 from megatron.core.objectives.distillation import DistillationObjective, Teacher
+from megatron.core.objectives.stored_teacher import StoredTeacherObjective
+from megatron.core.objectives.taught import TaughtObjective
 from megatron.core.parallel.mesh import Mesh
 from megatron.core.parallel.sharding import ShardedState
 from megatron.core.tokenizers.base import Tokenizer
 from megatron.errors import CheckpointError, ConfigError
 
 
-def build(family: TrainSpec, run: RunConfig) -> DistillationObjective:
-    """The objective of a run with ``--teacher-load``. Raises CheckpointError for a teacher that can't be read."""
+def build(family: TrainSpec, run: RunConfig) -> TaughtObjective:
+    """The objective of a run with ``--teacher-load`` or ``--teacher-scores``.
+
+    Raises CheckpointError for a teacher, and DataError for stored distributions, that can't be read.
+    """
+    settings = run.part(DistillationConfig)
+    if settings.scores:
+        return StoredTeacherObjective(family, settings)
+    return DistillationObjective(family, settings, teacher_of(run))
+
+
+def teacher_of(run: RunConfig) -> Teacher:
+    """The teacher of ``--teacher-load``, computing as the run does."""
     settings = run.part(DistillationConfig)
     portable = read_teacher(settings)
     groups = tuple(_with_own(group, run) for group in portable.groups if not getattr(group, "is_added", False))
     model = dataclasses.replace(_with_own(portable.model, run), mtp_num_layers=0)
     source = _Portable(portable, settings.teacher[0], model, groups)
-    teacher = Teacher(model, groups, family_of(groups).train_spec, source)
-    return DistillationObjective(family, settings, teacher)
+    return Teacher(model, groups, family_of(groups).train_spec, source)
 
 
 def read_teacher(settings: DistillationConfig) -> PortableModel:

@@ -7,9 +7,14 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 
+from megatron.core.datasets.teacher_scores import ScoreArrays, read_header
+from megatron.core.parallel.context import ParallelContext
 from megatron.training.evaluation.parity import Observed
+from megatron.training.teacher_scoring import score
 from tests.equivalence.flags import (
     CP2,
     EP2,
@@ -30,7 +35,9 @@ from tests.equivalence.flags import (
     ZERO_OVERLAPPED,
 )
 from tests.equivalence.test_equivalence import check
-from tests.equivalence.training import EVERY_ROW, train_alone, train_at
+from tests.equivalence.training import EVERY_ROW, at, run_of, train_alone, train_at
+from tests.harness import run_ranks
+from tests.harness.runs import context_of
 from tests.harness.teachers import write_teacher
 from tests.tiers import pairs
 
@@ -108,3 +115,61 @@ def test_layouts_learn_the_same_from_a_teacher(variant: str, layout: str) -> Non
     whose rows were another slice of the sequence, taught each layout something else.
     """
     check(train_at(row_of(variant), LAYOUTS[layout]), [reference(variant)])
+
+
+TOP, STORED = 9, "at a temperature, with labels"
+
+
+def score_on_rank(context: ParallelContext, row: str, layout: str, place: Path) -> None:
+    """This rank's part of the work."""
+    family, config = run_of(row, layout)
+    on, quiet = context_of(config, context), lambda line: None
+    score(config, family.train_spec, on, place, top_k=TOP, log_probs="float64", say=quiet)
+
+
+@functools.cache
+def scores(layout: str = "") -> Path:
+    """What the teacher says of the table's samples, stored in fp64 at a layout."""
+    place, row = Path(PLACE.name) / f"scores{hash(layout)}", row_of(STORED)
+    if layout:
+        run_ranks(score_on_rank, row, layout, place, **at(row, layout))
+    else:
+        score_on_rank(ParallelContext.single(dtype=torch.float64), row, layout, place)
+    return place
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        f"--world-size 4 {TP2} {CP2}",
+        pytest.param(f"--world-size 4 {PP2} --micro-batch-size 1", marks=pytest.mark.slow),
+        pytest.param(f"--world-size 4 {VEE} {TP2} {SP}", marks=pytest.mark.slow),
+    ],
+)
+def test_layouts_store_what_one_rank_does(layout: str) -> None:
+    """A rank that stored its part of the sequence at another place, or the top of its part of the vocabulary, gave
+    every later run a teacher that nobody had trained.
+    """
+    expected, found = scores(), scores(layout)
+    header = read_header(found)
+    assert header == read_header(expected) and header.samples["train"] > 0
+    for data, count in header.samples.items():
+        ours, theirs = (ScoreArrays(place, header, data) for place in (found, expected))
+        for number in range(count):
+            assert ours.seen(number) == theirs.seen(number) != 0
+            for one, other in zip(ours.row(number), theirs.row(number)):
+                np.testing.assert_allclose(one, other, rtol=1e-9)
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        f"--world-size 4 {TP2} {CP2}",
+        pytest.param(f"--world-size 4 {PP2} --zero-stage 2", marks=pytest.mark.slow),
+        pytest.param(f"--world-size 2 {LOOPED} {FULL}", marks=pytest.mark.slow),
+    ],
+)
+def test_layouts_learn_the_same_from_what_was_stored(layout: str) -> None:
+    """Each rank reads the distributions of its samples and of its slice of the sequence."""
+    row = f"{VARIANTS[STORED][0]} --teacher-scores {scores()}"
+    check(train_at(row, layout), [train_alone(row)])

@@ -14,7 +14,8 @@ from megatron.config.moe import MoEConfig
 from megatron.config.pipeline import Stage
 from megatron.config.run import RunConfig
 from megatron.core.datasets.build import DatasetSplits
-from megatron.core.datasets.splits import SplitSizes
+from megatron.core.datasets.samples import SampleDataset
+from megatron.core.datasets.splits import SplitName, SplitSizes
 from megatron.core.models.first_pass import FirstPass
 from megatron.core.models.stage_inputs import hidden_stage_inputs, workload_of
 from megatron.core.moe.layer import describe_metrics, expert_layers, layer_metrics
@@ -123,6 +124,12 @@ class TrainSpec(ABC):
     def state(self) -> Mapping[str, Any]:
         """What checkpoints keep for the run that goes on, as JSON; by default nothing."""
         return {}
+
+    def samples(self, dataset: SampleDataset, split: SplitName, name: str = "") -> SampleDataset:
+        """A data set of ``build_datasets`` with what else a loss reads of its samples. ``name``: among several of a
+        split.
+        """
+        return dataset
 
     def workload(self, run: RunConfig, context: ParallelContext) -> Workload:
         """A microbatch of the run, which costs and attention requests of modules depend on; by default sequences of

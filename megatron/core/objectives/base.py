@@ -12,7 +12,8 @@ from megatron.config.model import ModelConfig
 from megatron.config.pipeline import Stage
 from megatron.config.run import RunConfig
 from megatron.core.datasets.build import DatasetSplits
-from megatron.core.datasets.splits import SplitSizes
+from megatron.core.datasets.samples import SampleDataset
+from megatron.core.datasets.splits import SplitName, SplitSizes
 from megatron.core.models.first_pass import FirstPass
 from megatron.core.models.train_spec import TrainSpec
 from megatron.core.parallel.context import ParallelContext
@@ -98,6 +99,10 @@ class Objective(TrainSpec):
     @override
     def state(self) -> Mapping[str, Any]:
         return self.family.state()
+
+    @override
+    def samples(self, dataset: SampleDataset, split: SplitName, name: str = "") -> SampleDataset:
+        return self.family.samples(dataset, split, name)
 
     @override
     def workload(self, run: RunConfig, context: ParallelContext) -> Workload:

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from typing_extensions import override
 
 from megatron.config.distillation import DistillationConfig
@@ -17,20 +17,16 @@ from megatron.config.model import ModelConfig
 from megatron.config.pipeline import Stage
 from megatron.config.run import RunConfig
 from megatron.core.models.train_spec import TrainSpec
-from megatron.core.objectives.base import Objective
+from megatron.core.objectives.taught import TaughtObjective
 from megatron.core.parallel.context import ParallelContext
 from megatron.core.parallel.costs import Costs, Workload
 from megatron.core.parallel.mesh import Mesh
 from megatron.core.parallel.model_context import ModelContext
 from megatron.core.parallel.sharding import ShardedState, sharded_parameters
 from megatron.core.pipeline_parallel.chunk import CONSTANT, LossSum, Microbatch, StageInputs, TensorSpec
-from megatron.core.tensor_parallel.distillation import Mix
 from megatron.core.tokenizers.base import Tokenizer
 from megatron.core.transformer.block import RecomputePlan
 from megatron.core.transformer.output_layer import VocabularyOutput, distillation_bytes
-
-LOSS = "logits distillation loss"
-"""Name of the divergence in reports, a mean over the tokens of the family's first loss."""
 
 _TEACHER = f"{CONSTANT}teacher "
 
@@ -89,18 +85,13 @@ class _Part:
     stage: Stage
 
 
-class DistillationObjective(Objective):
+class DistillationObjective(TaughtObjective):
     """The divergence from a teacher that runs beside the student, and the family's own loss."""
 
     def __init__(self, family: TrainSpec, settings: DistillationConfig, teacher: Teacher) -> None:
-        super().__init__(family)
-        self._settings, self._teacher = settings, teacher
+        super().__init__(family, settings)
+        self._teacher = teacher
         self._beside = WeakKeyDictionary[nn.Module, _Part]()
-
-    @override
-    def loss_names(self, run: RunConfig) -> tuple[str, ...]:
-        """The family's, and the divergence."""
-        return (*super().loss_names(run), LOSS)
 
     @override
     def fields(self, run: RunConfig, stages: Sequence[Stage]) -> frozenset[str]:
@@ -204,29 +195,6 @@ class DistillationObjective(Objective):
 
     @override
     def loss(self, output: Any, microbatch: Microbatch) -> LossSum:
-        """(1 - share) · cross entropy + share · scale · divergence, and the family's other losses as they are."""
+        """The mix of the family's first loss and the divergence, and its other losses as they are."""
         assert isinstance(output, TaughtOutput)
-        tensors, settings = microbatch.tensors, self._settings
-        share = settings.share
-        sums = output.student.distilled(
-            tensors["labels"],
-            tensors["loss_mask"],
-            output.teacher.head(),
-            mix=Mix(cross_entropy=1.0 - share, divergence=share * settings.scale, temperature=settings.temperature),
-            backward_scale=microbatch.backward_scale,
-        )
-        found = super().loss(dataclasses.replace(output.student, given_loss=sums.total), microbatch)
-        main, count = next(iter(found.parts)), found.count.detach()
-        return dataclasses.replace(
-            found, parts={**found.parts, main: _pair(sums.cross_entropy, count), LOSS: _pair(sums.divergence, count)}
-        )
-
-    @override
-    def counts(self, microbatch: Microbatch, context: ParallelContext) -> Mapping[str, Tensor]:
-        """The family's; the divergence is of the tokens of its first loss."""
-        found = super().counts(microbatch, context)
-        return {**found, LOSS: next(iter(found.values()))} if found else found
-
-
-def _pair(total: Tensor, count: Tensor) -> Tensor:
-    return torch.stack((total, count.to(total.dtype)))
+        return self.taught_loss(output.student, output.teacher.head(), microbatch)

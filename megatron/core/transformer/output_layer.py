@@ -22,7 +22,15 @@ from megatron.core.tensor_parallel.cross_entropy import (
     vocab_parallel_argmax,
     vocab_parallel_token_losses,
 )
-from megatron.core.tensor_parallel.distillation import DistilledSums, Head, Mix, Target, distilled_cross_entropy
+from megatron.core.tensor_parallel.distillation import (
+    DistilledSums,
+    Head,
+    Mix,
+    Target,
+    TopOfDistribution,
+    distilled_cross_entropy,
+    top_of_distribution,
+)
 from megatron.core.tensor_parallel.initialize import Constant
 from megatron.core.tensor_parallel.layers import make_parameter
 from megatron.core.tensor_parallel.linear import added_at_once, read_in_forward_alone
@@ -87,6 +95,10 @@ class VocabularyOutput:
         """What makes a teacher's logits, without gradient."""
         bias = None if self.bias is None else self.bias.detach()
         return Head(hidden=self.hidden.flatten(0, 1).detach(), weight=self.weight.detach(), bias=bias, cap=self.cap)
+
+    def top(self, count: int, *, temperature: float = 1.0) -> TopOfDistribution:
+        """The ``count`` likeliest ids after each token, and all others together; rows are those of ``hidden``."""
+        return top_of_distribution(self.head(), count, vocabulary=self._vocabulary, temperature=temperature)
 
     def distilled(
         self, labels: Tensor, loss_weights: Tensor, target: Target, *, mix: Mix, backward_scale: float = 1.0

@@ -155,6 +155,34 @@ class TrainingData:
             stream.position += training.global_batch_size
             yield batch
 
+    def every_sample(self, split: SplitName, *, samples: int, name: str = "") -> Iterator[Microbatch]:
+        """This rank's microbatches of the first ``samples`` samples, once, and of samples without loss to fill them."""
+        dataset = self._splits.named(split)[name]
+        if not self._fields:
+            sampler = self._sampler(samples)
+            return self._microbatches(_Counting(sampler), split, 0)
+        loader = BatchLoader(
+            self._train_spec.samples(dataset, split, name),
+            self._sampler(samples),
+            num_workers=self._config.data.num_workers,
+        )
+        return self._microbatches(loader, split, 0)
+
+    def _sampler(self, samples: int) -> MicrobatchSampler:
+        mesh, size = self._context.mesh, self._config.training.micro_batch_size
+        return MicrobatchSampler(
+            num_samples=samples,
+            consumed=0,
+            micro_batch_size=size,
+            data_parallel_rank=_replica(mesh),
+            data_parallel_size=mesh.size("dc", "dp"),
+            pad_to=size * mesh.size("dc", "dp"),
+        )
+
+    def sizes(self, split: SplitName) -> dict[str, int]:
+        """Numbers of samples of the data sets of a split, by name."""
+        return {name: len(data) for name, data in self._splits.named(split).items()}
+
     def _read(self, split: SplitName, consumed: int, *, name: str = "") -> Iterator[Microbatch]:
         return self._microbatches(self._loader(split, consumed, name=name), split, consumed)
 
@@ -175,7 +203,8 @@ class TrainingData:
         )
         if not self._fields:
             return _Counting(sampler)
-        return BatchLoader(dataset, sampler, num_workers=config.data.num_workers)
+        samples = self._train_spec.samples(dataset, split, name)
+        return BatchLoader(samples, sampler, num_workers=config.data.num_workers)
 
     def _microbatches(self, loader: Iterable[Batch], split: SplitName, consumed: int) -> Iterator[Microbatch]:
         mesh, size = self._context.mesh, self._config.training.micro_batch_size

@@ -14,6 +14,14 @@ FAULTS = (
         first=("parallel/test_distillation_loss.py",),
     ),
     Fault(
+        "teacher_of_other_data",
+        "megatron/core/datasets/teacher_scores.py",
+        old="if index is not None and self._scores.seen(index) != digest_of_tokens(sample):",
+        new="if index is None and self._scores.seen(0) != digest_of_tokens(sample):",
+        suffers="A run learns what a teacher said of other texts than those that it reads.",
+        first=("unit/training/test_distillation.py::stored",),
+    ),
+    Fault(
         "rest_of_a_stored_top_has_the_top_in_it",
         "megatron/core/tensor_parallel/distillation.py",
         old="    local.scatter_add_(1, columns, -taken)\n",

@@ -11,16 +11,17 @@ from megatron.config.distillation import DistillationConfig
 from megatron.core.checkpointing.find import find_checkpoint
 from megatron.core.checkpointing.stored_tensors import StoredTensors
 from megatron.core.conversion.huggingface.writing import write_huggingface
-from megatron.core.objectives.distillation import LOSS
+from megatron.core.objectives.taught import LOSS
 from megatron.core.parallel.context import ParallelContext
-from megatron.errors import CheckpointError, ConfigError
+from megatron.errors import CheckpointError, ConfigError, DataError
 from megatron.planning.estimate import memory_estimate
 from megatron.training.checkpoints.loading import load
 from megatron.training.checkpoints.saving import Saver
 from megatron.training.reporting.metrics import StepRecord
 from megatron.training.run.run import Run
 from megatron.training.step import train_step
-from tests.harness.runs import TINY_RUN, tiny_config, tiny_run
+from megatron.training.teacher_scoring import score
+from tests.harness.runs import GPT, TINY_RUN, tiny_config, tiny_run
 from tests.harness.sentences import expect_error
 from tests.harness.teachers import random_model, write_teacher
 
@@ -116,6 +117,39 @@ def test_teachers_that_cannot_teach(tmp_path: Path) -> None:
     divided = tiny_config(f"{PLAIN} {LLAMA} --tensor-model-parallel-size 2", ranks=2)
     with expect_error(ConfigError, "heads", "3", "--tensor-model-parallel-size 2"):
         alone.train_spec.check_beside(divided.with_vocab_size(51), alone.tokenizer)
+
+
+def test_what_was_stored_of_a_teacher_teaches_the_same(tmp_path: Path) -> None:
+    """With all ids the divergence is the teacher's own; and what isn't of this run is refused before it starts."""
+    place, folder = teacher_at(tmp_path / "teacher"), tmp_path / "scores"
+    flags = "--distill-share 0.7 --distill-temperature 2 --seed 3"
+    context = ParallelContext.single()
+
+    def scored(place: Path, top: int) -> None:
+        config = tiny_config(f"{PLAIN} {LLAMA} {flags} --teacher-load {tmp_path / 'teacher'}")
+        score(config, GPT.train_spec, context, place, top_k=top, log_probs="float32", say=lambda line: None)
+
+    scored(folder, 51)
+    beside, stored = ready(f"{flags} --teacher-load {place}"), ready(f"{flags} --teacher-scores {folder}")
+    for one, other in zip(steps(beside, 2), steps(stored, 2)):
+        assert one.losses == pytest.approx(other.losses, rel=1e-5) and one.grad_norm == pytest.approx(other.grad_norm)
+    with expect_error(ConfigError, "--top-k", "52", "51"):
+        scored(tmp_path / "more", 52)
+    given = f"{flags} --teacher-scores {folder}"
+    for changed, error, facts in (
+        (f"{given} --seed 4", DataError, ("scores", "0", "train")),
+        (f"{given} --distill-temperature 1", ConfigError, ("scores", "2", "1")),
+        (f"{given} --seq-length 8", ConfigError, ("scores", "16", "8")),
+        (f"{given} --vocab-size 60", DataError, ("scores", "51", "61")),
+        (f"{given} --train-samples 4000", ConfigError, ("scores", "24", "4,000")),
+        (f"{given} --teacher-load t", ConfigError, ("--teacher-scores", "--teacher-load t")),
+        (f"{flags} --teacher-scores {tmp_path}", DataError, (tmp_path.name, "scores.json")),
+    ):
+        with expect_error(error, *facts):
+            steps(ready(changed), 1)
+    (folder / "train.ids.bin").write_bytes(b"short")
+    with expect_error(DataError, "train.ids.bin", "5"):
+        steps(ready(given), 1)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,208 @@
+"""A teacher's distributions, stored once for the samples of a run.
+
+Of each token there are the likeliest ids, and all others as one.
+
+A folder holds ``scores.json`` and, for each data set, arrays with a row a sample: ``ids`` int32 [n, S, k],
+``log_probs`` [n, S, k] and ``rest`` [n, S] of floating type, and ``seen`` uint64 [n], a digest of the sample's tokens.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron.core.datasets.samples import Sample, SampleDataset
+from megatron.errors import DataError
+from megatron.small_files import Between, check_kinds, read_json
+
+FILE = "scores.json"
+FORMAT = 1
+_IDS, _LOG_PROBS, _REST, _SEEN = "ids", "log_probs", "rest", "seen"
+
+TEACHER_IDS, TEACHER_LOG_PROBS, TEACHER_REST = "teacher_ids", "teacher_log_probs", "teacher_rest"
+"""Fields of a sample with what its teacher said: [S, k], [S, k] and [S]."""
+
+NUMBER, SEEN, PLACES = "sample_number", "sample_digest", "sample_places"
+"""Fields of a sample that is being scored: its number and digest [1], and the places of its tokens [S]."""
+
+_Size = Annotated[int, Between(1, 2**31 - 1)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScoresHeader:
+    """What was scored, by what, and how. ``samples``: how many of each data set, ``SPLIT`` or ``SPLIT-NAME``.
+
+    ``teacher``: its place and a digest of its files. ``tokenizer``: the fingerprint of the run's. ``log_probs``: type
+    of the stored logarithms.
+    """
+
+    teacher: str
+    fingerprint: str
+    tokenizer: str
+    vocab_size: int
+    seq_length: int
+    top_k: int
+    temperature: float
+    log_probs: str
+    samples: Mapping[str, int]
+
+    def write(self, folder: Path) -> None:
+        """Write it beside its arrays, last of all: a folder without it is not complete."""
+        (folder / FILE).write_text(json.dumps({"format": FORMAT, **asdict(self)}, indent=1) + "\n", encoding="utf-8")
+
+
+def read_header(folder: Path) -> ScoresHeader:
+    """The header of a folder; DataError for one that is missing, incomplete or of another format."""
+    where = f"--teacher-scores {folder}"
+    if not (folder / FILE).is_file():
+        raise DataError(f"{where} has no {FILE}: write it with tools/score_with_teacher.py, and let that end")
+    found: dict[str, Any] = read_json(folder / FILE, dict[str, Any], error=DataError)
+    texts = dict.fromkeys(("teacher", "fingerprint", "tokenizer", "log_probs"), str)
+    sizes = dict.fromkeys(("format", "vocab_size", "seq_length", "top_k"), _Size)
+    kinds = {**texts, **sizes, "temperature": float, "samples": dict[str, int]}
+    if lacking := [name for name in kinds if name not in found]:
+        raise DataError(f"{where}/{FILE} lacks {lacking[0]}, so it is damaged: score the data again")
+    check_kinds(found, kinds, where=f"{where}/{FILE}", error=DataError)
+    if found.pop("format") != FORMAT or found["log_probs"] not in ("float16", "float32", "float64"):
+        raise DataError(f"{where}/{FILE} was written by another version: score the data again")
+    return ScoresHeader(**found)
+
+
+class ScoreArrays:
+    """The arrays of one data set, mapped from their files. ``create``: make them, of zeros."""
+
+    def __init__(self, folder: Path, header: ScoresHeader, data: str, *, writes: bool = False) -> None:
+        self.header, self.data = header, data
+        rows = header.samples[data]
+        shapes = _shapes(header, rows)
+        self._arrays = dict[str, NDArray[Any]]()
+        for name, (shape, dtype) in shapes.items():
+            path = folder / f"{data}.{name}.bin"
+            wanted, there = int(np.prod(shape)) * dtype.itemsize, path.stat().st_size if path.is_file() else 0
+            if wanted != there:
+                raise DataError(
+                    f"--teacher-scores {path} has {there:,} bytes and {wanted:,} were written: score the data again"
+                )
+            self._arrays[name] = np.memmap(path, dtype=dtype, mode="r+" if writes else "r", shape=shape)
+
+    def row(self, number: int) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any]]:
+        """Ids, their log-probabilities, and the rest, of one sample."""
+        return self._arrays[_IDS][number], self._arrays[_LOG_PROBS][number], self._arrays[_REST][number]
+
+    def seen(self, number: int) -> int:
+        """The digest of the tokens that were scored as this sample."""
+        return int(self._arrays[_SEEN][number])
+
+    def store(
+        self, number: int, digest: int, places: NDArray[Any], ids: NDArray[Any], logs: NDArray[Any], rest: NDArray[Any]
+    ) -> None:
+        """Store the distributions of some ``places`` of a sample."""
+        self._arrays[_IDS][number, places] = ids
+        self._arrays[_LOG_PROBS][number, places] = logs
+        self._arrays[_REST][number, places] = rest
+        self._arrays[_SEEN][number] = digest
+
+    def flush(self) -> None:
+        """Write what was stored to the files."""
+        for array in self._arrays.values():
+            assert isinstance(array, np.memmap)
+            array.flush()
+
+
+def make_files(folder: Path, header: ScoresHeader) -> None:
+    """Files of the right size for all data sets, of zeros."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for data, rows in header.samples.items():
+        for name, (shape, dtype) in _shapes(header, rows).items():
+            with (folder / f"{data}.{name}.bin").open("wb") as file:
+                file.truncate(int(np.prod(shape)) * dtype.itemsize)
+
+
+def _shapes(header: ScoresHeader, rows: int) -> dict[str, tuple[tuple[int, ...], np.dtype[Any]]]:
+    length, top, logs = header.seq_length, header.top_k, np.dtype(header.log_probs)
+    return {
+        _IDS: ((rows, length, top), np.dtype(np.int32)),
+        _LOG_PROBS: ((rows, length, top), logs),
+        _REST: ((rows, length), logs),
+        _SEEN: ((rows,), np.dtype(np.uint64)),
+    }
+
+
+def data_name(split: str, name: str) -> str:
+    """What a data set of a split is called in files."""
+    return f"{split}-{name}" if name else split
+
+
+def digest_of_tokens(sample: Sample) -> int:
+    """A number that tells samples apart, not 0."""
+    tokens = np.ascontiguousarray(sample["tokens"], dtype=np.int64)
+    return int.from_bytes(hashlib.blake2b(tokens.tobytes(), digest_size=8).digest(), "little") or 1
+
+
+class NumberedSamples:
+    """Samples that are to be scored: with their numbers, digests and places. A sample that fills a batch is -1."""
+
+    def __init__(self, dataset: SampleDataset) -> None:
+        self._dataset = dataset
+
+    @property
+    def digest(self) -> str:
+        """The data set's digest."""
+        return self._dataset.digest
+
+    def __len__(self) -> int:
+        return len(self._dataset)
+
+    def __getitem__(self, index: int | None) -> Sample:
+        sample = self._dataset[index]
+        number = np.array([-1 if index is None else index], dtype=np.int64)
+        digest = np.array([digest_of_tokens(sample)], dtype=np.uint64).view(np.int64)
+        places = np.arange(len(sample["tokens"]), dtype=np.int64)
+        return {**sample, NUMBER: number, SEEN: digest, PLACES: places}
+
+    def origin(self, index: int) -> str:
+        """Where a sample's tokens are stored."""
+        return self._dataset.origin(index)
+
+
+class ScoredSamples:
+    """Samples with what the teacher said of them. Raises DataError for a sample that was not scored, or is another."""
+
+    def __init__(self, dataset: SampleDataset, scores: ScoreArrays, *, where: str) -> None:
+        self._dataset, self._scores, self._where = dataset, scores, where
+        for number in {0, min(len(dataset), scores.header.samples[scores.data]) - 1}:
+            self[number]
+
+    @property
+    def digest(self) -> str:
+        """The data set's digest."""
+        return self._dataset.digest
+
+    def __len__(self) -> int:
+        return len(self._dataset)
+
+    def __getitem__(self, index: int | None) -> Sample:
+        sample, header = self._dataset[index], self._scores.header
+        if index is not None and index >= header.samples[self._scores.data]:
+            raise DataError(
+                f"{self._where} has the first {header.samples[self._scores.data]:,} samples of {self._scores.data}, "
+                f"and this run reads sample {index:,}: score them with the flags of this run"
+            )
+        if index is not None and self._scores.seen(index) != digest_of_tokens(sample):
+            raise DataError(
+                f"{self._where} was made of other data: sample {index:,} of {self._scores.data} has other tokens there "
+                f"than in {self._dataset.origin(index)}; score the data of this run, with its flags"
+            )
+        ids, logs, rest = self._scores.row(index or 0)
+        return {**sample, TEACHER_IDS: ids, TEACHER_LOG_PROBS: logs, TEACHER_REST: rest}
+
+    def origin(self, index: int) -> str:
+        """Where a sample's tokens are stored."""
+        return self._dataset.origin(index)
