@@ -45,6 +45,7 @@ CATALOGUE = {
     "checkpoints": Benchmark("torch.save and torch.load", "throughput over theirs", at_least=0.8),
     "communication": Benchmark("the textbook", "bytes sent over its figure", at_most=COUNTED),
     "context_parallel": Benchmark("the textbook", "bytes sent over its figure", at_most=COUNTED),
+    "distillation": Benchmark("a plain step and the teacher's forward pass", "time of a step over theirs", at_most=1.6),
     "estimate": Benchmark("a rehearsal on a pretended GPU", "counted over estimated, or inverse", at_most=1.02),
     "evaluation": Benchmark("transformers, as written and at its best", "speed over its", at_least=1.0),
     "experts": Benchmark("transformers' Mixtral block", "speed over its", at_least=1.1),

@@ -171,6 +171,10 @@ class NumberedSamples:
         """Where a sample's tokens are stored."""
         return self._dataset.origin(index)
 
+    def describe(self) -> list[str]:
+        """The data set's sources."""
+        return self._dataset.describe()
+
 
 class ScoredSamples:
     """Samples with what the teacher said of them. Raises DataError for a sample that was not scored, or is another."""
@@ -206,3 +210,7 @@ class ScoredSamples:
     def origin(self, index: int) -> str:
         """Where a sample's tokens are stored."""
         return self._dataset.origin(index)
+
+    def describe(self) -> list[str]:
+        """The data set's sources."""
+        return self._dataset.describe()
