@@ -5,7 +5,7 @@
 # Layout    heads and groups of each layer over 4 GPUs (tensor and sequence parallelism), and 8 replicas.
 # Memory    29.42 GB on a GPU, of which 13.34 GB are activations.
 # Time      9.3e20 FLOPs: 0.8 days at 32 x 400 TFLOP/s, a good speed of an H100.
-# Fewer     NODES=1: 38.45 GB; four times as long.
+# Fewer     NODES=1: 38.53 GB; four times as long.
 # Data      DATA_PATH: prefix of a data set that tools/preprocess_data.py made; TOKENIZER_MODEL: folder of tokenizer.json.
 # Paths     Megatron-LM's, all or none, before the flags, or variables of these names:
 #           CHECKPOINT_PATH TENSORBOARD_LOGS_PATH TOKENIZER_MODEL DATA_PATH

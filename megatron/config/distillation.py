@@ -44,7 +44,7 @@ class DistillationConfig(ObjectiveConfig):
         at_most=1,
     )
     distill_temperature: float = flag(
-        "Divide the logits of both models by this temperature in the divergence, KL(teacher || student).",
+        "Divide the logits of both models by this temperature in the divergence, KL(teacher, student).",
         default=1.0,
         above=0,
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import time
 import warnings
@@ -16,6 +17,8 @@ import torch.distributed as dist
 from megatron.core.parallel.context import ParallelContext
 from tests.harness import RanksError, ranks, run_ranks
 from tests.harness.ranks import RanksTimeoutError
+
+TESTS = Path(__file__).parents[1]
 
 
 def coordinates(context: ParallelContext, label: str) -> tuple[str, int, int, torch.dtype, bool]:
@@ -189,3 +192,18 @@ def test_a_function_that_ranks_cannot_import_is_refused() -> None:
     """A lambda cannot travel by name; say so instead of failing in the child."""
     with pytest.raises(TypeError, match="by name"):
         run_ranks(lambda context: None)
+
+
+def test_no_test_leaves_a_constant_of_a_module_changed() -> None:
+    """A rank takes further calls, and what one sets in a module is there for the next: a run would differ from another
+    of the same flags. ``mock.patch.object`` sets it back.
+    """
+    found = [
+        f"{path.relative_to(TESTS)}:{node.lineno}: {ast.unparse(target)}"
+        for path in TESTS.rglob("test_*.py")
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Assign)
+        for target in node.targets
+        if isinstance(target, ast.Attribute) and isinstance(target.value, ast.Name) and target.attr.isupper()
+    ]
+    assert found == []

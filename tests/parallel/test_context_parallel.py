@@ -72,9 +72,9 @@ def options(
     return asked, backend
 
 
+@mock.patch.object(chunked, "_BLOCK", 5)
 def on_slices(context: ParallelContext, way: dict[str, Any], call: dict[str, Any]) -> list[float]:
     """How far a rank's result and gradients are from its slices of those of one rank."""
-    chunked._BLOCK = 5
     call = dict(call)
     groups, keys = call.pop("groups", HEADS), call.get("keys", LENGTH)
     whole, upstream = inputs(groups=groups, keys=keys)

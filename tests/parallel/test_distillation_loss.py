@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -18,9 +19,9 @@ from tests.harness.ranks import run_ranks
 ROWS, WIDTH = 23, 6
 
 
+@mock.patch.object(cross_entropy, "_CPU_CHUNK", 512)  # several chunks
 def compute(mesh: Mesh, vocab: int, padded: int) -> dict[str, Tensor]:
     """Sums and gradients of a rank, against a whole teacher and against the top of its distributions."""
-    cross_entropy._CPU_CHUNK = 512  # several chunks
     generator = torch.Generator().manual_seed(5)
     draw: dict[str, Any] = {"dtype": torch.float64, "generator": generator}
     size = padded // mesh.size("tp")

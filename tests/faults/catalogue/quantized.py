@@ -85,7 +85,7 @@ FAULTS = (
     ),
     Fault(
         "scales_of_the_first_rank",
-        "megatron/training/evaluation/stored_weights.py",
+        "megatron/training/checkpoints/stored_parts.py",
         old="torch.arange(box.offsets[0], box.offsets[0] + count)",
         new="torch.arange(count)",
         suffers="At two ranks, outputs of the second are multiplied by scales of the first.",

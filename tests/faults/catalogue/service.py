@@ -31,8 +31,8 @@ FAULTS = (
     Fault(
         "encoder_left_out_of_the_key",
         "megatron/core/inference/scheduler.py",
-        old='block_key(b"", self.request.encoder_prompt)',
-        new='block_key(b"", ())',
+        old="block_key(self.request.adapter_key, self.request.encoder_prompt)",
+        new="block_key(self.request.adapter_key, ())",
         suffers="T5 answers a question with the cached answer to another one.",
         first=("unit/inference/test_scheduler.py::other_questions",),
     ),

@@ -11,6 +11,7 @@ from megatron.config.flags import flags_of
 from megatron.config.legacy_flags import LEGACY_FLAGS, legacy_flag
 from megatron.config.lora import LoraConfig
 from megatron.config.moe import MoEConfig
+from megatron.config.quantization_training import QuantizationTrainingConfig
 from megatron.config.run import CORE_GROUPS
 from megatron.config.typed_spellings import as_typed, errors_as_typed
 from megatron.core.models.registry import owner_of
@@ -23,7 +24,7 @@ from tests.unit.config.command_lines import parse
 KNOWN = (Path(__file__).parents[2] / "golden" / "megatron_flags.txt").read_text().split()
 OURS = {
     spelling
-    for group in (*CORE_GROUPS, MoEConfig, LoraConfig, CommandConfig)
+    for group in (*CORE_GROUPS, MoEConfig, LoraConfig, QuantizationTrainingConfig, CommandConfig)
     for spec in flags_of(group)
     for spelling in spec.spellings()
 }

@@ -292,7 +292,8 @@ def test_weights_gathered_in_fp8() -> None:
     """One byte of each weight and this rank's shard in bf16, and in a step a copy; one rank alone saves nothing."""
     fp8 = {"fp8_format": "hybrid", "fp8_recipe": "tensorwise"}
     run = run_with(LLAMA, {"bf16": True})
-    weights = sum(each.numel() for name, each in build(run).named_parameters() if "layers." in name and each.dim() == 2)
+    sizes = [each.numel() for name, each in build(run).named_parameters() if "layers." in name and each.dim() == 2]
+    weights, quantized = sum(sizes), 5 * max(sizes)  # a matrix in fp32, and its codes
     for ranks in (1, 4):
         training = dataclasses.replace(run.training, global_batch_size=ranks * run.training.micro_batch_size)
         parallel = dataclasses.replace(run.parallel, use_distributed_optimizer=True)
@@ -304,7 +305,7 @@ def test_weights_gathered_in_fp8() -> None:
         else:
             assert off.weights - on.weights == weights - 2 * weights // ranks
             assert off.copies - on.copies == weights == on.copies
-            assert (off.updating, on.updating) == (0, 2 * weights - on.copies)  # made whole for a checkpoint
+            assert (off.updating, on.updating) == (0, 2 * weights - on.copies + quantized)  # whole for a checkpoint
 
 
 def test_activations_in_fp8_with_wide_gradients_of_weights() -> None:
