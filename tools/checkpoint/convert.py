@@ -21,9 +21,9 @@ import textwrap
 from collections.abc import Sequence
 from itertools import zip_longest
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, get_args
 
-from megatron.config.flags import COUNT, Settings, flag, switch
+from megatron.config.flags import COUNT, Settings, flag, one_of, switch
 from megatron.config.legacy_flags import legacy_table
 from megatron.config.parse import parse_groups
 from megatron.core.checkpointing.manifest import MANIFEST
@@ -310,9 +310,7 @@ def is_ours(load: AnyPath) -> bool:
 
 
 def _their_name(flag: str, name: str | None, known: dict[str, str], ours: str) -> Source:
-    names = "hf, megatron, megatron-lm or gguf"
-    if ours == "--to":
-        names = names.replace(" or gguf", ", gguf, onnx or tensorrt-llm")
+    names = one_of(get_args(Program if ours == "--to" else Source))
     if name is None:
         raise ConfigError(f"missing: {ours} ({names})")
     format_name = known.get(name.removeprefix("loader_").removeprefix("saver_"))

@@ -12,7 +12,7 @@ import torch
 pytest.importorskip("transformers", reason="quantized folders are proven by transformers")
 pytest.importorskip("compressed_tensors", reason="transformers reads quantized folders with compressed-tensors")
 
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from megatron.core.conversion.huggingface.micro_scales import MICRO_FORMATS
 from megatron.core.conversion.huggingface.quantizing import Rounding
@@ -89,6 +89,25 @@ def test_files_that_others_wrote(source: Path, tmp_path: Path) -> None:
     path.write_text(json.dumps(config))
     with expect_error(CheckpointError, "group_size is 16", "mxfp4-pack-quantized", "32"):
         read_huggingface(tmp_path / "few")
+
+
+def test_scales_of_inputs(source: Path, tmp_path: Path) -> None:
+    """Most published NVFP4 folders (W4A4) say how inputs are rounded: their scales were refused as unknown tensors."""
+    do("hf", source, "hf", tmp_path / "few", rounding=rounding("nvfp4"), skip_proof=True)
+    plain = read_huggingface(tmp_path / "few").tensors
+    held = load_file(tmp_path / "few/model.safetensors")
+    ends = ".weight_global_scale"
+    inputs = {name.replace(ends, ".input_global_scale"): torch.full((1,), 9.0) for name in held if name.endswith(ends)}
+    save_file({**held, **inputs}, tmp_path / "few/model.safetensors", {"format": "pt"})
+    path = tmp_path / "few/config.json"
+    config = json.loads(path.read_text())
+    group = config["quantization_config"]["config_groups"]["group_0"]
+    group["input_activations"] = {**group["weights"], "dynamic": "local"}
+    path.write_text(json.dumps(config))
+    found = read_huggingface(tmp_path / "few")
+    assert any("activations aren't rounded" in note for note in found.notes)
+    assert found.tensors.keys() == plain.keys()
+    assert all(torch.equal(tensor.make(), plain[name].make()) for name, tensor in found.tensors.items())
 
 
 def test_experts_that_have_no_reader(tmp_path: Path) -> None:

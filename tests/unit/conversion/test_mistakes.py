@@ -433,7 +433,7 @@ def test_our_safetensors_are_the_librarys(tmp_path: Path) -> None:
 
 COMMANDS: list[tuple[str, list[str]]] = [
     ("--load x --save y", ["--from", "hf", "megatron", "megatron-lm"]),
-    ("--from hf --load x --save y", ["--to", "hf", "megatron", "megatron-lm"]),
+    ("--from hf --load x --save y", ["--to", "hf", "megatron", "megatron-lm", "peft"]),
     ("--from hf --to hf --load x --save y", ["--from hf --to hf"]),
     ("--from hf --to megatron --save y", ["--load"]),
     ("--from hf --to megatron --load x --load-dir y --save z", ["--load", "--load-dir"]),

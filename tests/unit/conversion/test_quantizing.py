@@ -6,6 +6,7 @@ import dataclasses
 import json
 import weakref
 from collections.abc import Callable
+from fnmatch import fnmatchcase
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -116,6 +117,17 @@ def test_settings_of_fp8_lie_beside_it(model_folder: Folder, tmp_path: Path) -> 
     )
     found = json.loads((tmp_path / "few" / "hf_quant_config.json").read_text())["quantization"]
     assert found["quant_algo"] == "FP8_PER_CHANNEL_PER_TOKEN" and found["exclude_modules"] == ["lm_head"]
+
+
+def test_modelopt_patterns_match_what_is_not_quantized() -> None:
+    r"""The file said ``*\.gate``, whose backslash its readers take as it is: they looked for scales of routers."""
+    ignored = ["lm_head", r"re:.*\.gate$", r"re:.*\.dense_4h\-to\-h$"]
+    found = stored_codes.modelopt_config(scheme_named("fp8"), ignored)
+    assert found is not None
+    modules = ("lm_head", "model.layers.0.mlp.gate", "model.layers.1.dense_4h-to-h")
+    for module, pattern in zip(modules, found["quantization"]["exclude_modules"], strict=True):
+        assert fnmatchcase(module, pattern), pattern
+        assert not fnmatchcase("model.layers.0.mlp.gate_proj", pattern), pattern
 
 
 def test_layers_that_a_user_leaves_out(model_folder: Folder, tmp_path: Path) -> None:

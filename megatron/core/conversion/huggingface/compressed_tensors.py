@@ -31,6 +31,7 @@ BESIDE = (
     "weight_shape",
     "weight_g_idx",
     "input_scale",
+    "input_global_scale",
     "input_zero_point",
 )
 """Tensors beside a quantized weight."""

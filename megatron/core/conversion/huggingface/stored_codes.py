@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
@@ -86,8 +87,15 @@ def modelopt_config(scheme: Scheme, ignored: list[str], *, has_cache: bool = Fal
     found: dict[str, Any] = {"quant_algo": _MODELOPT[scheme.name], "kv_cache_quant_algo": cache}
     if is_block(scheme):
         found |= {"group_size": scheme.weights.block[1]}
-    names = [each.removeprefix("re:").replace(".*", "*").rstrip("$") for each in ignored]
+    names = [_wildcards(each) for each in ignored]
     return {"producer": {"name": "pretrain-megatron"}, "quantization": {**found, "exclude_modules": names}}
+
+
+def _wildcards(ignored: str) -> str:
+    """A name, or a pattern ``re:...``, as the pattern of file names (fnmatch) that programs of ModelOpt match."""
+    if not ignored.startswith("re:"):
+        return ignored
+    return re.sub(r"\\(.)", r"\1", ignored.removeprefix("re:").replace(".*", "*").removesuffix("$"))
 
 
 def stored(
