@@ -9,11 +9,9 @@ import pytest
 from megatron.config.command import CommandConfig
 from megatron.config.flags import flags_of
 from megatron.config.legacy_flags import LEGACY_FLAGS, legacy_flag
-from megatron.config.lora import LoraConfig
-from megatron.config.moe import MoEConfig
-from megatron.config.quantization_training import QuantizationTrainingConfig
 from megatron.config.run import CORE_GROUPS
 from megatron.config.typed_spellings import as_typed, errors_as_typed
+from megatron.core.models.gpt.config import GROUPS
 from megatron.core.models.registry import owner_of
 from megatron.core.tokenizers.build import build_tokenizer
 from megatron.errors import ConfigError, DataError
@@ -24,7 +22,7 @@ from tests.unit.config.command_lines import parse
 KNOWN = (Path(__file__).parents[2] / "golden" / "megatron_flags.txt").read_text().split()
 OURS = {
     spelling
-    for group in (*CORE_GROUPS, MoEConfig, LoraConfig, QuantizationTrainingConfig, CommandConfig)
+    for group in (*CORE_GROUPS, *GROUPS, CommandConfig)
     for spec in flags_of(group)
     for spelling in spec.spellings()
 }
