@@ -54,7 +54,7 @@ LAYERS: dict[str, tuple[str, str]] = {
 }
 """Hugging Face's and Megatron Bridge's names of matrices, each as the linear layer that holds it and its part there."""
 
-_ABSORBED = "linear_kv_up_proj"
+ABSORBED = "linear_kv_up_proj"
 
 
 class LoraConfig(PartConfig):
@@ -177,10 +177,10 @@ def _frozen_weights_are_trained_ones(run: RunConfig) -> str | None:
 def _absorbed_matrices_have_none(run: RunConfig) -> str | None:
     """Generation multiplies the matrix that makes keys and values of latents into queries and results."""
     lora = run.part(LoraConfig)
-    if not lora.is_on or _ABSORBED not in lora.lora_targets:
+    if not lora.is_on or ABSORBED not in lora.lora_targets:
         return None
     return (
-        f"--lora-targets {_ABSORBED}: generation never multiplies by this matrix itself, so an adapter beside it would "
+        f"--lora-targets {ABSORBED}: generation never multiplies by this matrix itself, so an adapter beside it would "
         "be left out there; leave it out, and take linear_kv_down_proj"
     )
 

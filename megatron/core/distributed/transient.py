@@ -99,9 +99,10 @@ class TransientTensor:
         situation = torch.is_grad_enabled(), _uses(self._storage)
         if situation in self._harmless:
             return
-        found = [each for each in _tensors_in(self._storage) if each is not self.flat and each not in self._parameters]
-        if not found:
+        others = [each for each in _tensors_in(self._storage) if each is not self.flat and each not in self._parameters]
+        if not others:
             self._harmless.add(situation)
+        found = [each for each in others if not isinstance(each, (ReleasedParameter, ReleasedTensor))]  # freed twice
         for alias in found:
             alias.class_while_open = type(alias)  # type: ignore[attr-defined]
             alias.missing = (  # type: ignore[attr-defined]
@@ -117,7 +118,7 @@ class TransientTensor:
                     f"is released: {_INSTEAD}",
                     exit_code=RESTART_CANNOT_HELP,
                 ) from error
-        self._aliases = [weakref.ref(each) for each in found]
+        self._aliases += [weakref.ref(each) for each in found]
 
     def _name_at(self, offset: int) -> str:
         """The parameter that has the element with this number, or the first one."""

@@ -201,6 +201,20 @@ def files_seen(load_hf: str) -> str:
     return hashlib.sha256(repr((sizes, settings)).encode()).hexdigest()
 
 
+def digest_of_files(place: str) -> str:
+    """A digest of a published model's or an adapter's settings and weights, which reads all of them."""
+    folder = folder_of(place)
+    files = sorted(folder.iterdir()) if folder.is_dir() else (folder,)
+    found = hashlib.sha256()
+    for path in files:
+        if path.name in (CONFIG, "adapter_config.json") or path.suffix in (".safetensors", ".bin", ".gguf"):
+            found.update(path.name.encode())
+            with path.open("rb") as file:
+                while read := file.read(1 << 24):
+                    found.update(read)
+    return found.hexdigest()
+
+
 def _check_same_everywhere(load_hf: str, mesh: Mesh) -> None:
     """Raise ParallelError when nodes have different files under one name. A collective."""
     everyone = gather_from_all(lambda: files_seen(load_hf), mesh)

@@ -13,7 +13,7 @@ from megatron.core.checkpointing.base import fingerprint_of
 from megatron.core.files.remote_path import path_of
 from megatron.core.models.first_pass import FirstPass
 from megatron.core.parallel.rng import StreamKey
-from megatron.training.checkpoints.published import files_seen
+from megatron.training.checkpoints.published import digest_of_files
 from megatron.training.evaluation.evaluate import evaluate
 from megatron.training.run.run import Run
 
@@ -41,10 +41,11 @@ def before_training(run: Run) -> Sequence[str]:
 
 def origin_of(run: Run) -> str:
     """A digest of what the run's weights were loaded from, or of the settings that initial ones follow from."""
-    published = run.config.checkpoint.load_hf
+    published, adapter = run.config.checkpoint.load_hf, run.config.checkpoint.load_peft
     if run.loaded_from is None:
         model = (dataclasses.asdict(run.config.model), run.config.training.seed)
         return hashlib.sha256(repr(model).encode()).hexdigest()
     if published is not None and run.loaded_from == published:
-        return files_seen(published)
+        found = [digest_of_files(published), *([] if adapter is None else [digest_of_files(adapter)])]
+        return hashlib.sha256(repr(found).encode()).hexdigest()
     return fingerprint_of(path_of(run.loaded_from))

@@ -212,6 +212,9 @@ def test_adapters_that_peft_would_leave_out_are_refused(base: Base, tmp_path: Pa
         write_peft(adapted(mixed, ("linear_fc1", "linear_fc2")), tmp_path / "peft", base=None)
     with expect_error(CheckpointError, "--lora-rank"):
         write_peft(mixed, tmp_path / "peft", base=None)
+    write_peft(adapted(mixed, ("linear_kv_up_proj",)), tmp_path / "absorbed", base=None)
+    with expect_error(CheckpointError, "kv_b_proj", "merge_and_unload"):  # generation would leave them out
+        with_peft(mixed, tmp_path / "absorbed")
     stacked = read_huggingface(base("gpt_oss"))
     with expect_error(CheckpointError, "gpt_oss", "linear_fc1"):
         write_peft(adapted(stacked, ("linear_fc1",)), tmp_path / "peft", base=None)

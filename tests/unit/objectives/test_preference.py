@@ -16,6 +16,7 @@ from megatron.core.models.registry import FAMILIES
 from megatron.core.parallel.context import ParallelContext
 from megatron.core.parallel.rng import StreamKey
 from megatron.errors import CheckpointError, ConfigError, DataError
+from megatron.training.checkpoints.published import digest_of_files
 from megatron.training.evaluation.first_pass import before_training
 from megatron.training.loop import train_from_start_to_end
 from megatron.training.run.run import Run, build_run
@@ -130,6 +131,20 @@ def test_log_probabilities_of_another_model_are_refused(base: Path, tmp_path: Pa
     other = flags_of(base, place).replace(f"{base}/saved", f"{tmp_path}/saved")
     with expect_error(ConfigError, f"{tmp_path}/scores.npz", "--preference-reference"):
         train(other)
+
+
+def test_published_weights_of_the_same_sizes_are_another_model(tmp_path: Path) -> None:
+    """Scores of one fine-tuned model were taken for those of another of the same architecture, or of one with an
+    adapter.
+    """
+    folders = [tmp_path / name for name in ("one", "other", "copy")]
+    for folder, weights in zip(folders, (b"1234", b"4321", b"1234")):
+        folder.mkdir()
+        (folder / "config.json").write_text("{}")
+        (folder / "model.safetensors").write_bytes(weights)
+        (folder / "README.md").write_text(folder.name)  # no part of the model
+    one, other, copy = (digest_of_files(str(folder)) for folder in folders)
+    assert one == copy != other
 
 
 def test_a_checkpoint_is_one_of_the_family(base: Path, tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from megatron.config.lora import LAYERS, LoraConfig, is_adapter, without_adapters
+from megatron.config.lora import ABSORBED, LAYERS, LoraConfig, is_adapter, without_adapters
 from megatron.config.model import ModelConfig
 from megatron.core.checkpointing.manifest import listed
 from megatron.core.conversion.huggingface.formats import format_of
@@ -101,6 +101,11 @@ def read_peft(folder: Path, model: ModelConfig, groups: Sequence[object], model_
     of_units = _by_unit(pairs.values())
     rank = max((len(a) for a, _ in of_units.values()), default=settings.rank)
     lora = _lora(settings, rank, of_units)
+    if ABSORBED in lora.lora_targets:
+        raise CheckpointError(
+            f"{path} has adapters beside kv_b_proj: generation never multiplies by it itself, so they would be "
+            "left out there; merge them with peft's merge_and_unload(), and load the merged model"
+        )
     layouts = parameters_of(model, (*without_adapters(groups), lora))
     expected = {name: layout.shape for name, layout in layouts.items() if is_adapter(name)}
     tensors = {name: torch.zeros(shape) for name, shape in expected.items()}
