@@ -19,6 +19,8 @@ from typing import Literal
 from megatron.config.distillation import DistillationConfig
 from megatron.config.flags import Settings, flag
 from megatron.config.typed_spellings import errors_as_typed
+from megatron.core.files.remote_path import RemotePath, path_of
+from megatron.core.files.writable import try_to_write
 from megatron.core.models.registry import family_of
 from megatron.core.parallel.environment import errors_once_per_node, launch_environment
 from megatron.errors import ConfigError, run_command
@@ -36,12 +38,11 @@ class ScoreConfig(Settings):
 def main(argv: Sequence[str]) -> int:
     """Score, and say what was stored."""
     config = parse_any_family(argv, ScoreConfig, prog="score_with_teacher.py", about=__doc__ or "")
-    asked, place = config.group(ScoreConfig), Path(config.group(ScoreConfig).scores)
+    asked = config.group(ScoreConfig)
     with errors_once_per_node(), errors_as_typed(config):
         if not config.part(DistillationConfig).teacher[0]:
             raise ConfigError("there is no teacher; name its checkpoint with --teacher-load")
-        if place.exists() and any(place.iterdir()):
-            raise ConfigError(f"--scores {place} exists; name a new folder, nothing is overwritten")
+        place = _new_folder(asked.scores)
     from megatron.core.parallel.launch import parallel_context
     from megatron.training.teacher_scoring import score
 
@@ -55,6 +56,25 @@ def main(argv: Sequence[str]) -> int:
     size = sum(path.stat().st_size for path in place.iterdir()) / 1e6 if launch.rank == 0 else 0.0
     say(f"wrote {place}, {size:,.1f} MB, {header.top_k:,} ids a token: train with --teacher-scores {place}")
     return 0
+
+
+def _new_folder(scores: str) -> Path:
+    """The folder that --scores names, of this machine's file systems, into which files can be written."""
+    place = path_of(scores)
+    if isinstance(place, RemotePath):
+        raise ConfigError(
+            f"--scores {scores} is in object storage, where runs cannot read parts of a file as they need them; name a "
+            "folder of a disk"
+        )
+    try:
+        if place.exists() and any(place.iterdir()):
+            raise ConfigError(f"--scores {place} exists; name a new folder, nothing is overwritten")
+        try_to_write(place, make=False)
+    except OSError as error:
+        raise ConfigError(
+            f"--scores {place} cannot be written: {error.filename}: {error.strerror}; name a new folder"
+        ) from None
+    return place
 
 
 if __name__ == "__main__":

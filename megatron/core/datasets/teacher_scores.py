@@ -19,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron.core.datasets.samples import Sample, SampleDataset
+from megatron.core.files.durable import write_errors
 from megatron.errors import DataError
 from megatron.small_files import Between, check_kinds, read_json
 
@@ -117,12 +118,13 @@ class ScoreArrays:
 
 
 def make_files(folder: Path, header: ScoresHeader) -> None:
-    """Files of the right size for all data sets, of zeros."""
-    folder.mkdir(parents=True, exist_ok=True)
-    for data, rows in header.samples.items():
-        for name, (shape, dtype) in _shapes(header, rows).items():
-            with (folder / f"{data}.{name}.bin").open("wb") as file:
-                file.truncate(int(np.prod(shape)) * dtype.itemsize)
+    """Files of the right size for all data sets, of zeros; raises DataError where they can't be written."""
+    with write_errors(folder, remedy="give --scores another folder"):
+        folder.mkdir(parents=True, exist_ok=True)
+        for data, rows in header.samples.items():
+            for name, (shape, dtype) in _shapes(header, rows).items():
+                with (folder / f"{data}.{name}.bin").open("wb") as file:
+                    file.truncate(int(np.prod(shape)) * dtype.itemsize)
 
 
 def _shapes(header: ScoresHeader, rows: int) -> dict[str, tuple[tuple[int, ...], np.dtype[Any]]]:

@@ -37,7 +37,8 @@ from megatron.core.datasets.pairs import (
 )
 from megatron.core.datasets.splits import SplitSizes
 from megatron.core.files.remote_path import AnyPath, path_of
-from megatron.core.models.first_pass import FirstPass
+from megatron.core.files.writable import try_to_write
+from megatron.core.models.first_pass import FirstPass, OnFirst
 from megatron.core.models.train_spec import TrainSpec
 from megatron.core.objectives.base import Objective
 from megatron.core.objectives.preference_losses import Answers, preference_losses, rewards
@@ -47,7 +48,7 @@ from megatron.core.parallel.context import ParallelContext
 from megatron.core.pipeline_parallel.chunk import LossSum, Microbatch
 from megatron.core.tokenizers.base import Tokenizer
 from megatron.core.transformer.output_layer import VocabularyOutput
-from megatron.errors import CheckpointError
+from megatron.errors import CheckpointError, ConfigError
 
 CHOSEN_LOSS = "chosen lm loss"
 REPORTED = ("rewards/chosen", "rewards/rejected", "rewards/margins", "rewards/accuracies")
@@ -139,8 +140,8 @@ class PreferenceObjective(Objective):
     def before_training(self, first: FirstPass) -> Sequence[str]:
         """Compute the log-probabilities of the initial model, or take them from their file.
 
-        Raises ConfigError for a file of another model or other pairs, CheckpointError for one that a run that goes on
-        needs and that is missing or another one.
+        Raises ConfigError for a file of another model or other pairs, and, before anything is computed, for one that
+        can't be written; CheckpointError for one that a run that goes on needs and that is missing or another one.
         """
         if not self._settings.has_reference:
             return ()
@@ -156,6 +157,8 @@ class PreferenceObjective(Objective):
             found = stored
             found.check(path, model=first.model, sources=sources)
         else:
+            if given:
+                _check_writable(path_of(given), first.on_first)
             found, path = self._computed(first, sources), None
         if place is not None and path != place:
             first.on_first(partial(found.write, place))
@@ -180,6 +183,17 @@ class PreferenceObjective(Objective):
             scores[dataset.scores.digest] = np.full_like(dataset.scores.values, np.nan)
             scores[dataset.scores.digest][numbers] = whole[numbers]
         return Reference(first.model, scores)
+
+
+def _check_writable(path: AnyPath, on_first: OnFirst) -> None:
+    """Make the folder of a file that will be written; raises ConfigError where it can't be. A collective."""
+    try:
+        on_first(partial(try_to_write, path.parent))
+    except CheckpointError as error:
+        raise ConfigError(
+            f"--preference-reference {path} cannot be written: {error}; name a file in a folder that can be written",
+            exit_code=error.exit_code,
+        ) from error
 
 
 def _same_as_before(stored: Reference | None, path: AnyPath | None, saved: str) -> Reference:

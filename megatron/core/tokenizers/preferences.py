@@ -4,6 +4,9 @@
 |---|---|
 | prompt and two answers | ``prompt``, ``chosen``, ``rejected``: texts, or lists of messages; ``tools`` beside them |
 | two conversations | ``chosen`` and ``rejected`` alone, whose common beginning is the prompt |
+
+An answer as messages may begin with the prompt, which is taken off each by itself. From texts it is taken off where
+both begin with it: one alone may be an answer that repeats the question.
 """
 
 from __future__ import annotations
@@ -34,9 +37,9 @@ class Preference:
 def read_preference(record: Mapping[str, Any]) -> Preference:
     """The two answers of a record. Raises DataError for one that lacks a side, and for a field that is wrong."""
     sides = [_side(record, name) for name in _SIDES]
-    if sides[0] == sides[1]:
-        raise DataError("chosen and rejected are the same, so there is nothing to prefer")
     prompt, answers, form = _divided(record.get("prompt"), *sides)
+    if answers[0] == answers[1]:
+        raise DataError("chosen and rejected are the same, so there is nothing to prefer")
     others = {name: record[name] for name in FIELDS[3:] if name in record}
     found = []
     for name, answer in zip(_SIDES, answers):
@@ -69,14 +72,18 @@ def _divided(prompt: Any, chosen: str | list[Any], rejected: str | list[Any]) ->
         raise DataError(f"prompt is {shown(prompt)}; it must be a text or a list of messages")
     if isinstance(chosen, str) and isinstance(rejected, str) and not isinstance(prompt, list):
         if prompt is not None:
-            return prompt, (chosen, rejected), "prompt and two answers"
+            start = len(prompt) if chosen.startswith(prompt) and rejected.startswith(prompt) else 0
+            return prompt, (chosen[start:], rejected[start:]), "prompt and two answers"
         end = _common(chosen, rejected)
         return chosen[:end], (chosen[end:], rejected[end:]), "two texts"
     answers = tuple(_messages(each, name, "assistant") for name, each in zip(_SIDES, (chosen, rejected)))
     before = _messages(prompt, "prompt", "user") if prompt else []
-    if before and all(each[: len(before)] != before for each in answers):
-        return before, (answers[0], answers[1]), "messages as prompt and two answers"
-    end = next(n for n, (a, b) in enumerate(zip(*(each + [None] for each in answers))) if a != b)
+    starts = [len(before) if each[: len(before)] == before else 0 for each in answers]
+    if before and not all(starts):
+        chosen, rejected = (each[start:] for each, start in zip(answers, starts))
+        return before, (chosen, rejected), "messages as prompt and two answers"
+    differing = (n for n, (a, b) in enumerate(zip(*(each + [None] for each in answers))) if a != b)
+    end = next(differing, len(answers[0]))
     return answers[0][:end], (answers[0][end:], answers[1][end:]), "two conversations"
 
 

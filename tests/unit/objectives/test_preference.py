@@ -13,6 +13,7 @@ from torch.nn.functional import logsigmoid
 from megatron.core.datasets.indexed_dataset import IndexedDataset, IndexedDatasetWriter
 from megatron.core.models.gpt.model import GPTModel
 from megatron.core.models.registry import FAMILIES
+from megatron.core.objectives.preference import PreferenceObjective
 from megatron.core.parallel.context import ParallelContext
 from megatron.core.parallel.rng import StreamKey
 from megatron.errors import CheckpointError, ConfigError, DataError
@@ -145,6 +146,20 @@ def test_published_weights_of_the_same_sizes_are_another_model(tmp_path: Path) -
         (folder / "README.md").write_text(folder.name)  # no part of the model
     one, other, copy = (digest_of_files(str(folder)) for folder in folders)
     assert one == copy != other
+
+
+def test_log_probabilities_have_a_place_before_they_are_computed(
+    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Hours of scoring were lost when the file couldn't be written in the end, for want of its folder, too."""
+    file = tmp_path / "file"
+    file.touch()
+    with monkeypatch.context() as without_scoring:
+        without_scoring.setattr(PreferenceObjective, "_computed", None)
+        with expect_error(ConfigError, f"--preference-reference {file}/ref.npz", file):
+            train(flags_of(base, f"--train-iters 1 --preference-reference {file}/ref.npz"))
+    train(flags_of(base, f"--train-iters 1 --preference-reference {tmp_path}/new/folder/ref.npz"))
+    assert [each.name for each in (tmp_path / "new" / "folder").iterdir()] == ["ref.npz"]
 
 
 def test_a_checkpoint_is_one_of_the_family(base: Path, tmp_path: Path) -> None:

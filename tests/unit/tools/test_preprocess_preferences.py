@@ -32,12 +32,16 @@ FORMS: dict[str, dict[str, Any]] = {
         "chosen": [ASKED, BROWN],
         "rejected": [ASKED, LAZY],
     },
+    "texts that begin with their prompt": {"prompt": "quick", "chosen": "quick brown", "rejected": "quick lazy dog"},
+    "a conversation, and an answer": {"prompt": [ASKED], "chosen": [ASKED, BROWN], "rejected": [LAZY]},
+    "an answer, and a conversation": {"prompt": "quick?", "chosen": "brown", "rejected": [ASKED, LAZY]},
     "messages, and texts": {"prompt": [ASKED], "chosen": "brown", "rejected": "lazy dog"},
 }
 BAD: dict[str, tuple[Any, tuple[str, ...]]] = {
     "one side": ({"prompt": "a", "chosen": "b"}, ("rejected", "missing")),
     "empty": ({"prompt": "a", "chosen": "b", "rejected": " "}, ("rejected", "empty")),
     "the same": ({"prompt": "a", "chosen": "b", "rejected": "b"}, ("the same",)),
+    "the same behind the prompt": ({"prompt": [ASKED], "chosen": [ASKED, LAZY], "rejected": [LAZY]}, ("the same",)),
     "a number": ({"prompt": "a", "chosen": 5, "rejected": "b"}, ("chosen", "5")),
     "a prompt of another type": ({"prompt": 5, "chosen": "a", "rejected": "b"}, ("prompt", "5")),
     "a label": ({"prompt": "a", "completion": "b", "label": True}, ("label",)),
@@ -74,7 +78,16 @@ def test_answers_of_all_forms(tmp_path: Path, tokenizer_folder: Path, tokenizer:
             learned = tokenizer.detokenize(ids[marks > 0].tolist())
             assert learned == ("" if is_chat else " ") + answer + end, form
             prompts.append(ids[marks == 0].tolist())
-        assert prompts[0] == prompts[1]
+        assert prompts[0] == prompts[1] and tokenizer.detokenize(prompts[0]).count("quick") == 1, form
+
+
+def test_an_answer_that_repeats_the_question_is_left(
+    tmp_path: Path, tokenizer_folder: Path, tokenizer: RustTokenizer
+) -> None:
+    """Repeating it may be why the answer was rejected."""
+    record = {"prompt": "quick", "chosen": " brown", "rejected": "quick lazy"}
+    texts = IndexedDataset(convert(tmp_path, [record], tokenizer_folder))
+    assert tokenizer.detokenize(texts[1].tolist()).startswith("quickquick lazy")
 
 
 @pytest.mark.parametrize("name", BAD)
