@@ -20,7 +20,8 @@ from megatron.core.conversion.native import write_native
 from megatron.core.conversion.portable import LazyScales, LazyTensor, PortableModel, Quantization
 from megatron.core.conversion.proof import ProofError
 from megatron.core.conversion.tensorrt_llm.architecture import known_architectures
-from megatron.core.conversion.tensorrt_llm.cuts import Layout
+from megatron.core.conversion.tensorrt_llm.cuts import Layout, by_rows
+from megatron.core.conversion.tensorrt_llm.forward import TensorRTModel
 from megatron.core.conversion.tensorrt_llm.pieces import Plan
 from megatron.core.conversion.tensorrt_llm.proof import prove_tensorrt_llm
 from megatron.core.conversion.tensorrt_llm.writing import plan_for, write_tensorrt_llm
@@ -227,6 +228,69 @@ def test_fp8_with_its_scales(kind: str, tmp_path: Path) -> None:
         assert list(found[f"{name}.weights_scaling_factor"].shape) == shape
         assert found[f"{name}.activation_scaling_factor"].tolist() == [0.25]
     assert found[f"{layer}.attention.kv_cache_scaling_factor"].tolist() == [0.75]
+
+
+def louder(model: PortableModel, module: str, rows: Callable[[Tensor], Tensor]) -> PortableModel:
+    """The model in FP8 with some rows of a weight, and their scales, four times as large."""
+    name, quantization = f"decoder.layers.0.{module}.weight", model.quantization
+    assert quantization is not None
+
+    def four_times(tensor: LazyTensor | None) -> LazyTensor:
+        assert tensor is not None
+        made = tensor.make().clone()
+        rows(made).mul_(4)
+        return dataclasses.replace(tensor, make=partial(torch.clone, made))
+
+    held = quantization.scales[name]
+    scales = {**quantization.scales, name: dataclasses.replace(held, factors=four_times(held.factors))}
+    tensors = {**model.tensors, name: four_times(model.tensors[name])}
+    return dataclasses.replace(model, tensors=tensors, quantization=dataclasses.replace(quantization, scales=scales))
+
+
+def test_parts_with_scales_of_their_own(tmp_path: Path) -> None:
+    """Queries, keys and values of published FP8 folders have a scale each, and so have the halves of experts.
+
+    TensorRT-LLM has one for all. The first was written for codes made by others: values four times too small.
+    """
+    model = louder(in_fp8(wide()), "self_attention.linear_qkv", lambda each: each.view(2, 4, 64, -1)[:, 3])
+    model = louder(model, "mlp.linear_fc1", lambda each: each[256:])  # two matrices there, so this one stays exact
+    said = written(model, tmp_path / "theirs", Layout(2, 1))
+    check_line(said[0], "(1, such as", "decoder.layers.0.self_attention.linear_qkv.weight")
+    found = of_rank(tmp_path / "theirs", 1)
+
+    def numbers(name: str) -> Tensor:
+        module = f"transformer.layers.0.{name}"
+        return found[f"{module}.weight"].float() * found[f"{module}.weights_scaling_factor"]
+
+    fused = model.tensors["decoder.layers.0.self_attention.linear_qkv.weight"].make().float().view(2, 4, 64, 256)
+    qkv = numbers("attention.qkv")
+    assert torch.allclose(qkv[192:], fused[1, 3], rtol=0.01) and torch.allclose(qkv[:64], fused[1, 0], 0.07, 1e-3)
+    gate = model.tensors["decoder.layers.0.mlp.linear_fc1.weight"].make().float()[384:]
+    assert torch.allclose(numbers("mlp.gate"), gate, rtol=0.01)
+    experts = louder(in_fp8(wide("mixtral", num_local_experts=3)), "mlp.experts.linear_fc1", lambda each: each[1, 1])
+    written(experts, tmp_path / "experts", Layout(2, 1))
+
+
+def test_learned_positions_are_those_of_config_json(tmp_path: Path) -> None:
+    """With a window config.json says fewer positions, and trtllm-build refused the whole table."""
+    model = ModelConfig(**CLASSIC, activation="gelu_tanh", window_size=(7, 0))
+    written(portable(model, random_tensors(model)), tmp_path / "theirs", ONE)
+    config = json.loads((tmp_path / "theirs/config.json").read_text())
+    table = of_rank(tmp_path / "theirs", 0)["transformer.position_embedding.weight"]
+    assert (config["max_position_embeddings"], len(table)) == (8, 8)
+    (tmp_path / "theirs/config.json").write_text(json.dumps({**config, "max_position_embeddings": 9}))
+    with expect_error(CheckpointError, "8 positions", "max_position_embeddings", "9"):
+        TensorRTModel(tmp_path / "theirs").logits(torch.zeros(1, 4, dtype=torch.long))
+
+
+def test_ranks_that_do_not_divide_experts() -> None:
+    """The width of experts is their own: ranks had parts of several sizes, and config.json said one."""
+    model = from_transformers(random_model("mixtral", {**_WIDE, "intermediate_size": 90, "num_local_experts": 3}))
+    wider = dataclasses.replace(model, model=dataclasses.replace(model.model, ffn_hidden_size=256))
+    with expect_error(ConfigError, "--target-tensor-parallel-size 4", "MLP's width 90"):
+        plan_for(wider, Layout(4, 1), None)
+    with expect_error(ConfigError, "--target-tensor-parallel-size 4", "90", "[90, 8]"):
+        by_rows("mlp.fc", 4)(torch.empty(90, 8))
 
 
 def test_a_wrong_cut_is_not_kept(model_folder: Folder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron.config.model import ModelConfig
+from megatron.errors import ConfigError
 
 Parts = Mapping[str, list[Tensor]]
 """Each rank's part, by the names of modules that one tensor of ours makes there."""
@@ -97,4 +98,9 @@ def experts_gated(name: str, ranks: int) -> Cut:
 
 
 def _divided(tensor: Tensor, ranks: int, dim: int) -> list[Tensor]:
+    if tensor.shape[dim] % ranks:
+        raise ConfigError(
+            f"--target-tensor-parallel-size {ranks} doesn't divide the {tensor.shape[dim]} rows or columns of a matrix "
+            f"{list(tensor.shape)}"
+        )
     return list(tensor.tensor_split(ranks, dim))

@@ -27,11 +27,14 @@ _LEAST = 64  # columns and rows of W4A16_AWQ are whole multiples of this, or of 
 
 @dataclass(frozen=True)
 class FewBits:
-    """What is quantized. ``names``: our weights, with their scales; None where they are yet to be chosen."""
+    """What is quantized. ``names``: our weights, with their scales; None where they are yet to be chosen. ``gated``:
+    whether the first layer of an MLP is two matrices.
+    """
 
     scheme: Scheme
     names: Mapping[str, LazyScales | None]
     ignored: tuple[str, ...]
+    gated: bool = False
 
     @property
     def algorithm(self) -> str:
@@ -44,6 +47,32 @@ class FewBits:
         if self.algorithm == "W4A16_AWQ":
             found |= {"group_size": self.scheme.weights.block[1], "has_zero_point": False, "pre_quant_scale": False}
         return found
+
+    def given(self, name: str, shape: tuple[int, ...]) -> Scales | None:
+        """Scales ``[outputs of all experts, groups]`` that a method chose for a weight of ``shape``; None for none.
+
+        FP8 has one scale for each matrix of TensorRT-LLM: the largest of those that it joins, by which codes are made.
+        """
+        if (held := self.names[name]) is None:
+            return None
+        factors = _flat(held.factors.make())
+        if self.algorithm != "FP8":
+            return Scales(factors)
+        matrices = shape[0] if ".experts." in name else 2 if self.gated and "linear_fc1" in name else 1
+        each = factors.reshape(matrices, -1)
+        return Scales(each.amax(-1, keepdim=True).repeat(1, each.shape[1]).reshape(factors.shape))
+
+    def joined(self, tensors: Mapping[str, LazyTensor]) -> list[str]:
+        """The weights of FP8 that are rounded anew, as TensorRT-LLM has one scale for parts that have their own."""
+        if self.algorithm != "FP8":
+            return []
+        held = {name: scales for name, scales in self.names.items() if scales is not None}
+        return [
+            name
+            for name, scales in held.items()
+            if (found := self.given(name, tensors[name].shape)) is not None
+            and not torch.equal(found.factors, _flat(scales.factors.make()))
+        ]
 
 
 def chosen_few_bits(portable: PortableModel, scheme: Scheme | None, ignored: Collection[str]) -> FewBits | None:
@@ -80,7 +109,9 @@ def chosen_few_bits(portable: PortableModel, scheme: Scheme | None, ignored: Col
         )
     if not left:
         raise ConfigError(f"--quantize {kind.name}: nothing is left to quantize; ignore fewer layers")
-    return FewBits(kind, left, tuple(_modules([name for name in linear if name not in left], [*left])))
+    return FewBits(
+        kind, left, tuple(_modules([name for name in linear if name not in left], [*left])), portable.model.gated
+    )
 
 
 def _names(name: str) -> Any:
@@ -149,19 +180,14 @@ def codes_and_scales(weight: Tensor, scales: Scales | None, grid: Grid, dtype: t
 
 def dequantized(name: str, weight: LazyTensor, few_bits: FewBits, dtype: torch.dtype) -> Tensor:
     """The numbers in fp32 that the codes of a weight stand for."""
-    grid, scheme, held = few_bits.scheme.weights, few_bits.scheme, few_bits.names[name]
+    grid, scheme = few_bits.scheme.weights, few_bits.scheme
     number = weight.make()
     if scheme.name == "int8":
         return number.float()
-    codes, factors = codes_and_scales(number, given_scales(held), grid, grid.scales_dtype(dtype))
+    codes, factors = codes_and_scales(number, few_bits.given(name, weight.shape), grid, grid.scales_dtype(dtype))
     flat = codes.reshape(-1, codes.shape[-1])
     values = values_of_codes(flat, Scales(factors.reshape(len(flat), -1)), _rowwise(grid), torch.float32)
     return values.view(number.shape)
-
-
-def given_scales(scales: LazyScales | None) -> Scales | None:
-    """The scales that a method chose, ``[outputs of all experts, groups]``."""
-    return None if scales is None else Scales(_flat(scales.factors.make()))
 
 
 def _flat(factors: Tensor) -> Tensor:

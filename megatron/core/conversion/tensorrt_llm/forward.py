@@ -23,6 +23,7 @@ from megatron.errors import CheckpointError
 from megatron.small_files import read_json
 
 Shard = Mapping[str, Tensor]
+_LONGEST = "max_position_embeddings"
 
 
 class TensorRTModel:
@@ -95,7 +96,10 @@ class TensorRTModel:
             return x * math.sqrt(self.config["hidden_size"])
         x = x * float(self.config.get("embedding_multiplier") or self.config.get("embedding_scale") or 1.0)
         if self.config["position_embedding_type"] == "learned_absolute":
-            x = x + self._shards(0, "transformer.position_embedding.")[0]["weight"][: tokens.shape[1]]
+            table, rows = self._shards(0, "transformer.position_embedding.")[0]["weight"], self.config[_LONGEST]
+            if len(table) != rows:
+                raise CheckpointError(f"the files hold {len(table)} positions, and config.json's {_LONGEST} is {rows}")
+            x = x + table[: tokens.shape[1]]
         return x
 
     def _norm(self, x: Tensor, shard: Shard, name: str) -> Tensor:

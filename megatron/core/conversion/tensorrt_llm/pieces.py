@@ -15,13 +15,12 @@ from megatron.config.model import ModelConfig
 from megatron.core.checkpointing.manifest import listed
 from megatron.core.conversion.portable import LazyTensor, PortableModel
 from megatron.core.conversion.tensorrt_llm import cuts
-from megatron.core.conversion.tensorrt_llm.architecture import Architecture
+from megatron.core.conversion.tensorrt_llm.architecture import Architecture, fields_of
 from megatron.core.conversion.tensorrt_llm.cuts import Cut, Layout
 from megatron.core.conversion.tensorrt_llm.few_bits import (
     FewBits,
     check_parts,
     codes_and_scales,
-    given_scales,
     packed_outputs,
 )
 from megatron.errors import CheckpointError, ConfigError
@@ -73,8 +72,9 @@ class Plan:
             raise ConfigError(f"{tensor} doesn't divide the {model.num_attention_heads} attention heads")
         if groups % ranks and ranks % groups:
             raise ConfigError(f"{tensor} neither divides the {groups} key/value heads nor is a multiple of them")
-        if model.ffn_hidden_size % ranks:
-            raise ConfigError(f"{tensor} doesn't divide the MLP's width {model.ffn_hidden_size}")
+        width = fields_of(model, self.portable.groups, self.architecture)["intermediate_size"]
+        if width % ranks:
+            raise ConfigError(f"{tensor} doesn't divide the MLP's width {width}")
         if self.architecture.splits_words and (model.vocab_size or 0) % ranks:
             raise ConfigError(
                 f"{tensor} doesn't divide the vocabulary of {model.vocab_size}, and TensorRT-LLM divides the word "
@@ -174,7 +174,7 @@ class Plan:
         few_bits = self.few_bits
         assert few_bits is not None, "it is quantized"
         grid, held = few_bits.scheme.weights, few_bits.names[name]
-        given = None if weight.is_meta and held is not None else given_scales(held)
+        given = None if weight.is_meta else few_bits.given(name, tuple(weight.shape))
         codes, factors = codes_and_scales(weight, given, grid, grid.scales_dtype(self.portable.dtype))
         ranks: Ranks = [{} for _ in range(self.layout.tensor)]
         in_groups = few_bits.algorithm == "W4A16_AWQ"

@@ -28,6 +28,7 @@ from megatron.core.conversion.tensorrt_llm.pieces import Plan, by_stage
 from megatron.errors import CheckpointError
 
 _TYPES = {torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float32: "float32"}
+_POSITIONS = "embedding.position_embeddings.weight"
 
 
 def plan_for(portable: PortableModel, layout: Layout, rounding: Rounding | None) -> Plan:
@@ -40,7 +41,10 @@ def plan_for(portable: PortableModel, layout: Layout, rounding: Rounding | None)
         raise CheckpointError(f"TensorRT-LLM has no type {str(portable.dtype).removeprefix('torch.')}")
     scheme, ignored = (None, ()) if rounding is None else (rounding.scheme, rounding.ignored)
     few_bits = chosen_few_bits(portable, scheme, ignored)
-    plan = Plan(dataclasses.replace(portable, model=model), architecture, layout, few_bits)
+    tensors = {**portable.tensors}
+    if (positions := tensors.get(_POSITIONS)) is not None:
+        tensors[_POSITIONS] = _first_rows(positions, model.max_position_embeddings)
+    plan = Plan(dataclasses.replace(portable, model=model, tensors=tensors), architecture, layout, few_bits)
     plan.check()
     return plan
 
@@ -52,6 +56,13 @@ def _without_windows(model: ModelConfig) -> ModelConfig:
     longest = min(model.max_position_embeddings, model.window_size[0] + 1)
     full: Any = dict.fromkeys(("window_size", "window_attn_skip_freq", "rotary_base_local"))
     return dataclasses.replace(model, **full, max_position_embeddings=longest)
+
+
+def _first_rows(table: LazyTensor, rows: int) -> LazyTensor:
+    """The table's first ``rows``: trtllm-build takes no other number than config.json's."""
+    if table.shape[0] == rows:
+        return table
+    return LazyTensor((rows, *table.shape[1:]), table.dtype, lambda: table.make()[:rows])
 
 
 def notes_on(plan: Plan, source: ModelConfig) -> Collection[str]:
@@ -66,6 +77,11 @@ def notes_on(plan: Plan, source: ModelConfig) -> Collection[str]:
         )
     if plan.few_bits is not None and plan.few_bits.algorithm == "W8A16":
         notes.append("note: W8A16: the files hold numbers, and trtllm-build rounds them to int8 while it loads them")
+    if plan.few_bits is not None and (joined := plan.few_bits.joined(plan.portable.tensors)):
+        notes.append(
+            f"note: FP8: weights with several scales where TensorRT-LLM has one ({len(joined)}, such as {joined[0]}) "
+            "are rounded anew by the largest"
+        )
     return notes
 
 
