@@ -10,7 +10,7 @@ from typing_extensions import override
 
 from megatron.config.family import Rule
 from megatron.config.files import read_settings
-from megatron.config.flags import flag, subject
+from megatron.config.flags import REAL, flag, flags_of, subject
 from megatron.config.model import ModelConfig
 from megatron.config.objective import ObjectiveConfig
 from megatron.config.rules.sentence import changed_flags
@@ -66,9 +66,9 @@ class DistillationConfig(ObjectiveConfig):
     def resolved(self, model: ModelConfig, stacks: Sequence[int]) -> Self:
         """The settings with those of ``--distill-cfg``, which they then don't name any more.
 
-        Raises ConfigError for what has no counterpart here.
+        Without a teacher they still do, and a rule refuses it. Raises ConfigError for what has no counterpart here.
         """
-        if self.distill_cfg is None:
+        if self.distill_cfg is None or not self.is_chosen:
             return self
         return dataclasses.replace(self, distill_cfg=None, **modelopt_settings(self.distill_cfg))
 
@@ -115,7 +115,7 @@ class DistillationConfig(ObjectiveConfig):
     @override
     def rules(self) -> Sequence[Rule]:
         """Settings have a teacher, and something to teach."""
-        return (*super().rules(), _settings_need_a_teacher, _there_is_one_teacher)
+        return (*super().rules(), _settings_need_a_teacher, _there_is_one_teacher, _a_file_stands_alone)
 
 
 def _settings_need_a_teacher(run: Any) -> str | None:
@@ -132,6 +132,18 @@ def _there_is_one_teacher(run: Any) -> str | None:
     return (
         f"--teacher-scores {part.teacher_scores} was made so that --teacher-load {part.teacher_load} need not run: "
         "leave one of them out"
+    )
+
+
+def _a_file_stands_alone(run: Any) -> str | None:
+    weights = ("distill_share", "distill_temperature", "distill_scale")
+    given = [spec.positive for spec in flags_of(DistillationConfig) if spec.field in weights and run.given(spec.field)]
+    if not run.given("distill_cfg") or not given:
+        return None
+    it = "it" if len(given) == 1 else "them"
+    return (
+        f"{subject(given, 'is', 'are')} given beside --distill-cfg, whose file says in place of {it} how the losses "
+        f"are weighed: leave {it} out, or leave --distill-cfg out"
     )
 
 
@@ -171,8 +183,8 @@ _MODELOPT: dict[str, tuple[Callable[[Any], bool], str]] = {
         "place of this file",
     ),
     "logit_kl_temperature": (
-        lambda value: isinstance(value, (int, float)) and not isinstance(value, bool) and value > 0,
-        "is no temperature; write a number above 0",
+        lambda value: isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value <= REAL,
+        f"is no temperature; write a number above 0, at most {REAL:g}",
     ),
     "logit_kl_topk": (
         lambda value: value is None,

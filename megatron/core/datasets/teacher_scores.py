@@ -3,7 +3,8 @@
 Of each token there are the likeliest ids, and all others as one.
 
 A folder holds ``scores.json`` and, for each data set, arrays with a row a sample: ``ids`` int32 [n, S, k],
-``log_probs`` [n, S, k] and ``rest`` [n, S] of floating type, and ``seen`` uint64 [n], a digest of the sample's tokens.
+``log_probs`` [n, S, k] and ``rest`` [n, S] of floating type, and ``seen`` uint64 [n], a digest of what the teacher read
+of the sample: its tokens, their positions and their documents.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from megatron.errors import DataError
 from megatron.small_files import Between, check_kinds, read_json
 
 FILE = "scores.json"
-FORMAT = 1
+FORMAT = 2
 _IDS, _LOG_PROBS, _REST, _SEEN = "ids", "log_probs", "rest", "seen"
 
 TEACHER_IDS, TEACHER_LOG_PROBS, TEACHER_REST = "teacher_ids", "teacher_log_probs", "teacher_rest"
@@ -40,7 +41,8 @@ _Size = Annotated[int, Between(1, 2**31 - 1)]
 class ScoresHeader:
     """What was scored, by what, and how. ``samples``: how many of each data set, ``SPLIT`` or ``SPLIT-NAME``.
 
-    ``teacher``: its place and a digest of its files. ``tokenizer``: the fingerprint of the run's. ``log_probs``: type
+    ``teacher``: its place. ``fingerprint``: a digest of its files' names and sizes, and of the small ones' bytes.
+    ``tokenizer``: the fingerprint of the run's. ``log_probs``: type
     of the stored logarithms.
     """
 
@@ -98,7 +100,7 @@ class ScoreArrays:
         return self._arrays[_IDS][number], self._arrays[_LOG_PROBS][number], self._arrays[_REST][number]
 
     def seen(self, number: int) -> int:
-        """The digest of the tokens that were scored as this sample."""
+        """The digest of what was scored as this sample."""
         return int(self._arrays[_SEEN][number])
 
     def store(
@@ -142,10 +144,18 @@ def data_name(split: str, name: str) -> str:
     return f"{split}-{name}" if name else split
 
 
-def digest_of_tokens(sample: Sample) -> int:
-    """A number that tells samples apart, not 0."""
-    tokens = np.ascontiguousarray(sample["tokens"], dtype=np.int64)
-    return int.from_bytes(hashlib.blake2b(tokens.tobytes(), digest_size=8).digest(), "little") or 1
+def digest_of_sample(sample: Sample) -> int:
+    """A number that tells apart samples of which a model says different things, not 0.
+
+    Positions that aren't given are 0, 1, …, and without documents all tokens are of document 0.
+    """
+    tokens = sample["tokens"]
+    positions = sample.get("position_ids", np.arange(len(tokens)))
+    documents = sample.get("document_ids", np.zeros(len(tokens)))
+    found = hashlib.blake2b(digest_size=8)
+    for each in (tokens, positions, documents):
+        found.update(np.ascontiguousarray(each, dtype=np.int64).tobytes())
+    return int.from_bytes(found.digest(), "little") or 1
 
 
 class NumberedSamples:
@@ -165,7 +175,7 @@ class NumberedSamples:
     def __getitem__(self, index: int | None) -> Sample:
         sample = self._dataset[index]
         number = np.array([-1 if index is None else index], dtype=np.int64)
-        digest = np.array([digest_of_tokens(sample)], dtype=np.uint64).view(np.int64)
+        digest = np.array([digest_of_sample(sample)], dtype=np.uint64).view(np.int64)
         places = np.arange(len(sample["tokens"]), dtype=np.int64)
         return {**sample, NUMBER: number, SEEN: digest, PLACES: places}
 
@@ -201,10 +211,11 @@ class ScoredSamples:
                 f"{self._where} has the first {header.samples[self._scores.data]:,} samples of {self._scores.data}, "
                 f"and this run reads sample {index:,}: score them with the flags of this run"
             )
-        if index is not None and self._scores.seen(index) != digest_of_tokens(sample):
+        if index is not None and self._scores.seen(index) != digest_of_sample(sample):
             raise DataError(
-                f"{self._where} was made of other data: sample {index:,} of {self._scores.data} has other tokens there "
-                f"than in {self._dataset.origin(index)}; score the data of this run, with its flags"
+                f"{self._where} was made of other data: sample {index:,} of {self._scores.data} has other tokens, "
+                f"positions or documents there than in {self._dataset.origin(index)}; score the data of this run, with "
+                "its flags, such as --reset-position-ids and --reset-attention-mask"
             )
         ids, logs, rest = self._scores.row(index or 0)
         return {**sample, TEACHER_IDS: ids, TEACHER_LOG_PROBS: logs, TEACHER_REST: rest}

@@ -16,10 +16,18 @@ FAULTS = (
     Fault(
         "teacher_of_other_data",
         "megatron/core/datasets/teacher_scores.py",
-        old="if index is not None and self._scores.seen(index) != digest_of_tokens(sample):",
-        new="if index is None and self._scores.seen(0) != digest_of_tokens(sample):",
+        old="if index is not None and self._scores.seen(index) != digest_of_sample(sample):",
+        new="if index is None and self._scores.seen(0) != digest_of_sample(sample):",
         suffers="A run learns what a teacher said of other texts than those that it reads.",
         first=("unit/training/test_distillation.py::stored",),
+    ),
+    Fault(
+        "teacher_of_other_documents",
+        "megatron/core/datasets/teacher_scores.py",
+        old="    for each in (tokens, positions, documents):\n",
+        new="    for each in (tokens, positions):\n",
+        suffers="A run whose attention stays within documents learns what a teacher said that saw across them.",
+        first=("unit/training/test_distillation.py::read",),
     ),
     Fault(
         "rest_of_a_stored_top_has_the_top_in_it",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -11,6 +12,17 @@ from megatron.config.distillation import DistillationConfig
 from megatron.core.checkpointing.find import find_checkpoint
 from megatron.core.checkpointing.stored_tensors import StoredTensors
 from megatron.core.conversion.huggingface.writing import write_huggingface
+from megatron.core.datasets.samples import Sample
+from megatron.core.datasets.teacher_scores import (
+    PLACES,
+    SEEN,
+    NumberedSamples,
+    ScoreArrays,
+    ScoredSamples,
+    ScoresHeader,
+    make_files,
+)
+from megatron.core.models.gpt.data import SampleLayout
 from megatron.core.objectives.taught import LOSS
 from megatron.core.parallel.context import ParallelContext
 from megatron.errors import CheckpointError, ConfigError, DataError
@@ -180,8 +192,84 @@ def test_settings_of_megatron_lm(tmp_path: Path) -> None:
         "logit_kl_topk: 100": ("logit_kl_topk", "100"),
         "logit_layers: [a, b]": ("logit_layers",),
         "logit_kl_temperature: warm": ("logit_kl_temperature", "warm"),
+        "logit_kl_temperature: .inf": ("kd.yaml", "logit_kl_temperature", "inf"),
+        "logit_kl_temperature: 1.0e+300": ("kd.yaml", "logit_kl_temperature", "1e+300"),
         "temperature: 2": ("temperature", "logit_kl_temperature"),
     }.items():
         path.write_text(line)
         with expect_error(ConfigError, *facts):
             tiny_config(f"{PLAIN} --export-kd-teacher-load t --export-kd-cfg {path}")
+
+
+@pytest.mark.parametrize(
+    ("flags", "facts"),
+    [
+        ("", ("kd.yaml", "--teacher-load")),
+        ("--teacher-load t --distill-share 0.5", ("--distill-share", "--distill-cfg")),
+        ("--teacher-load t --distill-temperature 1 --distill-scale 3", ("--distill-temperature", "--distill-scale")),
+    ],
+)
+def test_a_file_of_megatron_lm_that_would_have_no_effect_or_the_last_word(
+    tmp_path: Path, flags: str, facts: tuple[str, ...]
+) -> None:
+    """Without a teacher the run trained plainly, and flags beside the file were overwritten, with no word of either."""
+    path = tmp_path / "kd.yaml"
+    path.write_text("logit_kl_temperature: 2.0")
+    with expect_error(ConfigError, "--distill-cfg", *facts):
+        tiny_config(f"{PLAIN} --distill-cfg {path} {flags}")
+
+
+class _Listed:
+    """One sample as a data set."""
+
+    digest = ""
+
+    def __init__(self, sample: Sample) -> None:
+        self._sample = sample
+
+    def __len__(self) -> int:
+        return 1
+
+    def __getitem__(self, index: int | None) -> Sample:
+        return self._sample
+
+    def origin(self, index: int) -> str:
+        """Its place."""
+        return "document 7"
+
+    def describe(self) -> list[str]:
+        """Nothing."""
+        return []
+
+
+@pytest.mark.parametrize("flag", ["reset_position_ids", "reset_attention_mask"])
+def test_what_a_teacher_read_otherwise_is_refused(tmp_path: Path, flag: str) -> None:
+    """The same tokens with positions that restart, or with attention within documents, were taken for what had been
+    scored without; a sample that lies within one document is the same either way.
+    """
+    header = ScoresHeader(
+        teacher="t",
+        fingerprint="",
+        tokenizer="",
+        vocab_size=9,
+        seq_length=4,
+        top_k=1,
+        temperature=1.0,
+        log_probs="float32",
+        samples={"train": 1},
+    )
+    make_files(tmp_path, header)
+    arrays = ScoreArrays(tmp_path, header, "train", writes=True)
+    plain, resets = SampleLayout(seq_length=4, eod=0), SampleLayout(seq_length=4, eod=0, **{flag: True})
+    for tokens, is_same in (([5, 6, 7, 8, 5], True), ([5, 0, 7, 8, 5], False)):
+        text = np.array(tokens)
+        scored = NumberedSamples(_Listed(plain.sample(text, num_tokens=5)))[0]
+        row = np.zeros((4, 1))
+        arrays.store(0, int(scored[SEEN].view(np.uint64)[0]), scored[PLACES], row, row, row[:, 0])
+        same, other = (_Listed(each.sample(text, num_tokens=5)) for each in (plain, resets))
+        assert ScoredSamples(same, arrays, where="--teacher-scores s")[0].keys() > {"tokens"}
+        if is_same:
+            assert ScoredSamples(other, arrays, where="--teacher-scores s")[0].keys() > {"tokens"}
+            continue
+        with expect_error(DataError, "--teacher-scores s", "sample 0 of train", "document 7"):
+            ScoredSamples(other, arrays, where="--teacher-scores s")
