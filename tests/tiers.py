@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 WHOLE_TIER_ALONE = {
     "tests/end_to_end/test_accelerate.py": "real launchers of ranks; tests/unit/library has models from transformers",
+    "tests/end_to_end/test_assistant_quickstart.py": "the default tier runs one quickstart, that of GPT",
     "tests/end_to_end/test_export_quickstart.py": "the default tier runs one quickstart, that of GPT",
     "tests/end_to_end/test_lost_workers.py": "launchers that wait for each other; test_diloco.py has workers",
     "tests/end_to_end/test_experts_quickstart.py": "the default tier runs one quickstart, that of GPT",
