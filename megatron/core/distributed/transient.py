@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten
-from typing_extensions import override
 
 from megatron.errors import RESTART_CANNOT_HELP, ParallelError
 
@@ -138,34 +137,26 @@ class TransientTensor:
             ) from error
 
 
-class ReleasedParameter(nn.Parameter):
+class _Released:
+    """What a tensor whose memory is freed answers to torch's functions."""
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        return _read(func, args, kwargs or {})
+
+
+class ReleasedParameter(_Released, nn.Parameter):
     """A parameter whose memory is freed: shape, type and gradient can be asked for, its values raise ParallelError."""
 
-    @classmethod
-    @override
-    def __torch_function__(
-        cls,
-        func: Callable[..., Any],
-        types: Iterable[type],
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        return _read(func, args, kwargs or {})
 
-
-class ReleasedTensor(Tensor):
+class ReleasedTensor(_Released, Tensor):
     """Another tensor in the memory of such a parameter."""
-
-    @classmethod
-    @override
-    def __torch_function__(
-        cls,
-        func: Callable[..., Any],
-        types: Iterable[type],
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        return _read(func, args, kwargs or {})
 
 
 def _read(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
