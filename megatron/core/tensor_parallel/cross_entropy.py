@@ -6,7 +6,7 @@ give one factor a row that makes it the softmax over all columns.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -213,6 +213,48 @@ def _logit_gradients_(
         rounded.copy_(local)
 
 
+class GradientSums:
+    """Gradients of a vocabulary loss, summed while its chunks are computed: those of ``hidden`` [N, h], ``weight``
+    [v, h] and ``bias`` [v] that ``needed`` asks for, in the type ``given``, of the bias in fp32 or wider.
+    """
+
+    def __init__(
+        self, hidden: Tensor, weight: Tensor, bias: Tensor | None, *, needed: Sequence[bool], given: torch.dtype
+    ) -> None:
+        self._hidden, self._weight, self._given = hidden, weight, given
+        needs_hidden, self._needs_weight, needs_bias = needed
+        self._of_hidden = torch.empty_like(hidden, dtype=given) if needs_hidden else None
+        self._of_weight: Tensor | None = None
+        self._of_bias = torch.zeros_like(bias, dtype=wide_type(bias)) if bias is not None and needs_bias else None
+
+    def add(self, rows: slice, of_logits: Tensor, wide: Tensor) -> None:
+        """Add a chunk of ``rows``, whose gradient of logits [rows, v] is given in the type of the matmul and wide."""
+        if self._of_hidden is not None:
+            place = self._of_hidden[rows]
+            buffer = place if place.dtype == of_logits.dtype else None
+            place.copy_(times_transposed(of_logits, self._weight.t(), buffer=buffer))
+        if self._needs_weight:
+            self._of_weight = transposed_times(of_logits, self._hidden[rows], add_to=self._of_weight)
+        if self._of_bias is not None:
+            self._of_bias += wide.sum(dim=0)
+
+    def sums(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """The gradients of all chunks."""
+        of_weight = None if self._of_weight is None else self._of_weight.to(self._given)
+        return self._of_hidden, of_weight, self._of_bias
+
+
+def kept_gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    """What the forward pass of a vocabulary loss kept in ``ctx.gradients``, made at ``ctx.backward_scale``, times the
+    gradient of the loss. Once: they are overwritten.
+    """
+    gradients: tuple[Tensor | None, ...] | None = ctx.gradients
+    assert gradients is not None, "the backward pass of a vocabulary loss can run once"
+    ctx.gradients = None
+    factor = grad / ctx.backward_scale
+    return tuple(part if part is None else part.mul_(factor) for part in gradients)
+
+
 class _LinearCrossEntropy(torch.autograd.Function):
     """dlogits = (softmax - onehot)·weight·scale, a chunk at a time;  dhidden = dlogits·W,  dW = dlogitsᵀ·hidden.
 
@@ -239,11 +281,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
         bias = None if bias is None else in_fastest_type(bias)
         total = hidden.new_zeros((), dtype=wide_type(hidden))
         loss_weights = loss_weights.to(total.dtype)
-        needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
-        grad_hidden = grad_weight = grad_bias = None
-        if backward_scale is not None:
-            grad_hidden = torch.empty_like(hidden, dtype=given) if needs_hidden else None
-            grad_bias = torch.zeros_like(bias, dtype=wide_type(bias)) if bias is not None and needs_bias else None
+        needed = [backward_scale is not None and each for each in ctx.needs_input_grad[:3]]
+        gradients = GradientSums(hidden, weight, bias, needed=needed, given=given)
         for chunk in logit_chunks(hidden, weight, bias, vocabulary, cap, slopes=backward_scale is not None):
             weights = loss_weights[chunk.rows]
             softmax = softmax_(chunk.wide, labels[chunk.rows], vocabulary)
@@ -259,23 +298,11 @@ class _LinearCrossEntropy(torch.autograd.Function):
             if z_loss:
                 factors *= 1.0 + 2.0 * z_loss * softmax.log_z
             _logit_gradients_(wide, factors, softmax.columns, shares, chunk.slope, rounded)
-            if grad_hidden is not None:
-                place = grad_hidden[chunk.rows]
-                buffer = place if place.dtype == grad_logits.dtype else None
-                place.copy_(times_transposed(grad_logits, weight.t(), buffer=buffer))
-            if needs_weight:
-                grad_weight = transposed_times(grad_logits, hidden[chunk.rows], add_to=grad_weight)
-            if grad_bias is not None:
-                grad_bias += wide.sum(dim=0)
-        grad_weight = None if grad_weight is None else grad_weight.to(given)
-        ctx.gradients, ctx.backward_scale = (grad_hidden, grad_weight, grad_bias), backward_scale
+            gradients.add(chunk.rows, grad_logits, wide)
+        ctx.gradients, ctx.backward_scale = gradients.sums(), backward_scale
         return total
 
     @staticmethod
     @override
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        gradients: tuple[Tensor | None, ...] | None = ctx.gradients
-        assert gradients is not None, "the backward pass of linear_cross_entropy can run once"
-        ctx.gradients = None
-        factor = grad / ctx.backward_scale
-        return *(part if part is None else part.mul_(factor) for part in gradients), *(None,) * 6
+        return *kept_gradients(ctx, grad), *(None,) * 6

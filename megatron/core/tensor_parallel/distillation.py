@@ -14,13 +14,15 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from megatron.core.ops.matmul import in_fastest_type, times_transposed, transposed_times
+from megatron.core.ops.matmul import in_fastest_type
 from megatron.core.parallel.collectives import all_gather, all_reduce
 from megatron.core.parallel.mesh import Mesh
 from megatron.core.tensor_parallel.cross_entropy import (
+    GradientSums,
     LabelSoftmax,
     LogitChunk,
     VocabularyPart,
+    kept_gradients,
     logit_chunks,
     softmax_,
     wide_type,
@@ -325,11 +327,8 @@ class _DistilledCrossEntropy(torch.autograd.Function):
         bias = None if bias is None else in_fastest_type(bias)
         hard, soft = (hidden.new_zeros((), dtype=wide_type(hidden)) for _ in range(2))
         loss_weights = loss_weights.to(hard.dtype)
-        needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
-        grad_hidden = grad_weight = grad_bias = None
-        if backward_scale is not None:
-            grad_hidden = torch.empty_like(hidden, dtype=given) if needs_hidden else None
-            grad_bias = torch.zeros_like(bias, dtype=wide_type(bias)) if bias is not None and needs_bias else None
+        needed = [backward_scale is not None and each for each in ctx.needs_input_grad[:3]]
+        gradients = GradientSums(hidden, weight, bias, needed=needed, given=given)
         teacher = _targets(target, vocabulary)
         for chunk in logit_chunks(hidden, weight, bias, vocabulary, cap, slopes=backward_scale is not None):
             weights = loss_weights[chunk.rows]
@@ -342,24 +341,12 @@ class _DistilledCrossEntropy(torch.autograd.Function):
             if chunk.slope is not None:
                 wide.mul_(chunk.slope)
             grad_logits = wide if wide.dtype == chunk.logits.dtype else chunk.logits.copy_(wide)
-            if grad_hidden is not None:
-                place = grad_hidden[chunk.rows]
-                buffer = place if place.dtype == grad_logits.dtype else None
-                place.copy_(times_transposed(grad_logits, weight.t(), buffer=buffer))
-            if needs_weight:
-                grad_weight = transposed_times(grad_logits, hidden[chunk.rows], add_to=grad_weight)
-            if grad_bias is not None:
-                grad_bias += wide.sum(dim=0)
-        grad_weight = None if grad_weight is None else grad_weight.to(given)
-        ctx.gradients, ctx.backward_scale = (grad_hidden, grad_weight, grad_bias), backward_scale
+            gradients.add(chunk.rows, grad_logits, wide)
+        ctx.gradients, ctx.backward_scale = gradients.sums(), backward_scale
         ctx.mark_non_differentiable(hard, soft)
         return mix.cross_entropy * hard + mix.divergence * soft, hard, soft
 
     @staticmethod
     @override
     def backward(ctx: Any, grad: Tensor, *others: Tensor) -> tuple[Tensor | None, ...]:
-        gradients: tuple[Tensor | None, ...] | None = ctx.gradients
-        assert gradients is not None, "the backward pass of distilled_cross_entropy can run once"
-        ctx.gradients = None
-        factor = grad / ctx.backward_scale
-        return *(part if part is None else part.mul_(factor) for part in gradients), *(None,) * 7
+        return *kept_gradients(ctx, grad), *(None,) * 7
