@@ -16,30 +16,27 @@ import sys
 if not __package__:  # started as a script: take megatron and the like from this checkout, whatever is installed
     sys.path[0] = os.path.dirname(os.path.dirname(os.path.realpath(__file__)))
 
-import dataclasses
-from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass, field
-
-import numpy as np
+from dataclasses import dataclass
+from typing import Any
 
 from megatron.config.parse import parse_groups
 from megatron.config.tokenizer import TokenizerConfig
 from megatron.core.datasets.build import targets_prefix
-from megatron.core.datasets.indexed_dataset import IndexedDatasetWriter
-from megatron.core.datasets.indexed_format import token_dtype
-from megatron.core.datasets.metadata import TokenizerStamp
 from megatron.core.tokenizers.base import Tokenizer
-from megatron.core.tokenizers.build import build_tokenizer
-from megatron.core.tokenizers.chat_settings import ChatSettings
-from megatron.core.tokenizers.json_records import read_records
 from megatron.core.tokenizers.preferences import FIELDS, read_preference
 from megatron.core.tokenizers.records import Conversation, Pair
 from megatron.core.tokenizers.targets import Sample, SampleEncoder
-from megatron.core.tokenizers.text_files import BadLine, find_inputs
 from megatron.errors import DataError, run_command
-from tools.preprocess_sft import SftConfig, remarks_on_format, writer_of
+from tools.preprocess_sft import (
+    Counts,
+    Encoded,
+    SftConfig,
+    encoder_of,
+    remark_on_template,
+    remarks_on_format,
+    write,
+)
 
 
 class PreferencesConfig(SftConfig):
@@ -47,16 +44,10 @@ class PreferencesConfig(SftConfig):
 
 
 @dataclass
-class Counts:
-    """What was read and written. ``longest``: tokens of the longest pair as one sample."""
+class PairCounts(Counts):
+    """What was read and written of pairs. ``longest``: tokens of the longest one as a sample of training."""
 
-    pairs: int = 0
-    tokens: int = 0
-    targets: int = 0
-    bad: int = 0
-    conversations: int = 0
     longest: int = 0
-    forms: Counter[str] = field(default_factory=Counter)
 
 
 def main(argv: Sequence[str]) -> int:
@@ -64,60 +55,28 @@ def main(argv: Sequence[str]) -> int:
     config, tokenizer_config = parse_groups(
         argv, PreferencesConfig, TokenizerConfig, prog="preprocess_preferences.py", about=__doc__ or ""
     )
-    if tokenizer_config.tokenizer_type is None:
-        tokenizer_config = dataclasses.replace(tokenizer_config, tokenizer_type="GPT2BPETokenizer")
-    tokenizer = build_tokenizer(tokenizer_config)
-    for remark in getattr(tokenizer, "remarks", ()):
-        print(f"note: {remark}", file=sys.stderr)
-    encoder = SampleEncoder(tokenizer, writer_of(config, tokenizer, tokenizer_config.tokenizer_model))
+    tokenizer, encoder = encoder_of(config, tokenizer_config)
     counts = convert(config, tokenizer, encoder)
-    print("\n".join(report(config, counts, encoder, tokenizer)))
+    print(
+        "\n".join([*report(config, counts, encoder, tokenizer), *remark_on_template(config, tokenizer_config, counts)])
+    )
     return 0
 
 
-def convert(config: PreferencesConfig, tokenizer: Tokenizer, encoder: SampleEncoder) -> Counts:
+def convert(config: PreferencesConfig, tokenizer: Tokenizer, encoder: SampleEncoder) -> PairCounts:
     """Write the files; raises DataError for bad lines (unless they are skipped) and without any pair."""
-    counts, stamp = Counts(), TokenizerStamp.of(tokenizer)
-    with ExitStack() as stack:
-        documents = stack.enter_context(
-            IndexedDatasetWriter(config.output_prefix, token_dtype(tokenizer.vocab_size), tokenizer=stamp)
-        )
-        targets = stack.enter_context(IndexedDatasetWriter(targets_prefix(config.output_prefix), np.uint8))
-        for pair in _encoded(config, encoder, counts):
-            documents.add_document(*(each.ids for each in pair))
-            targets.add_document(*(np.array(each.learned, np.uint8) for each in pair))
-            counts.pairs += 1
-            counts.tokens += sum(len(each.ids) for each in pair)
-            counts.targets += sum(sum(each.learned) for each in pair)
-            counts.longest = max(counts.longest, sum(len(each.ids) - 1 for each in pair))
-        if not counts.pairs:
-            raise DataError(f"--input {' '.join(config.input)} holds no pair of answers; nothing is written.")
-        documents.chat = ChatSettings(
-            template=encoder.source if counts.conversations else None,
-            end_tokens=tuple(each for each in encoder.end_tokens if each != tokenizer.eod),
-        )
+    counts = PairCounts()
+
+    def encode(record: Any) -> Encoded:
+        found = read_preference(record)
+        pair = _side(encoder, "chosen", found.chosen), _side(encoder, "rejected", found.rejected)
+        if pair[0] == pair[1]:
+            raise DataError("chosen and rejected have the same tokens, so there is nothing to prefer")
+        counts.longest = max(counts.longest, sum(len(each.ids) - 1 for each in pair))
+        return Encoded(found.form, isinstance(found.chosen, Conversation), pair)
+
+    write(config, counts, tokenizer, encoder, encode, columns=FIELDS, what="pair of answers")
     return counts
-
-
-def _encoded(config: PreferencesConfig, encoder: SampleEncoder, counts: Counts) -> Iterator[tuple[Sample, Sample]]:
-    for path, line, record in read_records(find_inputs(config.input), columns=FIELDS):
-        try:
-            if isinstance(record, DataError):
-                raise record
-            found = read_preference(record)
-            chosen, rejected = _side(encoder, "chosen", found.chosen), _side(encoder, "rejected", found.rejected)
-            if chosen == rejected:
-                raise DataError("chosen and rejected have the same tokens, so there is nothing to prefer")
-        except DataError as error:
-            bad = BadLine(path, line, str(error))
-            if config.on_bad_line == "error":
-                raise DataError(f"{bad}; fix the line, or skip such lines with --on-bad-line skip.") from None
-            print(f"skipped {bad}", file=sys.stderr)
-            counts.bad += 1
-        else:
-            counts.forms[found.form] += 1
-            counts.conversations += isinstance(found.chosen, Conversation)
-            yield chosen, rejected
 
 
 def _side(encoder: SampleEncoder, name: str, answer: Conversation | Pair) -> Sample:
@@ -127,10 +86,12 @@ def _side(encoder: SampleEncoder, name: str, answer: Conversation | Pair) -> Sam
         raise DataError(f"{name}: {error}") from None
 
 
-def report(config: PreferencesConfig, counts: Counts, encoder: SampleEncoder, tokenizer: Tokenizer) -> Iterator[str]:
+def report(
+    config: PreferencesConfig, counts: PairCounts, encoder: SampleEncoder, tokenizer: Tokenizer
+) -> Iterator[str]:
     """What was written, and what may surprise the user of it, in lines."""
     bad = f" ({counts.bad:,} bad lines left out)" if counts.bad else ""
-    yield f"pairs          {counts.pairs:,}{bad}"
+    yield f"pairs          {counts.samples:,}{bad}"
     yield f"read as        {', '.join(f'{form} ({count:,})' for form, count in counts.forms.items())}"
     yield f"tokens         {counts.tokens:,}, of which {counts.targets:,} are answers"
     yield f"longest pair   {counts.longest:,} tokens, which --seq-length must hold"

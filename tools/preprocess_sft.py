@@ -20,10 +20,10 @@ if not __package__:  # started as a script: take megatron and the like from this
 import dataclasses
 import json
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
@@ -68,19 +68,21 @@ class SftConfig(Settings):
 
 @dataclass
 class Counts:
-    """What was read and written.
-
-    ``samples``: conversations and pairs of prompt and completion. ``forms``: how many of each form of records.
-    ``unlearned``: turns with weight 0.
-    """
+    """What was read and written. ``samples``: records, whatever their form. ``forms``: how many of each form."""
 
     samples: int = 0
     conversations: int = 0
     tokens: int = 0
     targets: int = 0
     bad: int = 0
-    unlearned: int = 0
     forms: Counter[str] = field(default_factory=Counter)
+
+
+@dataclass
+class SftCounts(Counts):
+    """Those of conversations and of pairs of prompt and completion. ``unlearned``: turns with weight 0."""
+
+    unlearned: int = 0
 
 
 def main(argv: Sequence[str]) -> int:
@@ -88,68 +90,96 @@ def main(argv: Sequence[str]) -> int:
     config, tokenizer_config = parse_groups(
         argv, SftConfig, TokenizerConfig, prog="preprocess_sft.py", about=__doc__ or ""
     )
+    tokenizer, encoder = encoder_of(config, tokenizer_config)
+    counts = convert(config, tokenizer, encoder)
+    print(
+        "\n".join([*report(config, counts, encoder, tokenizer), *remark_on_template(config, tokenizer_config, counts)])
+    )
+    return 0
+
+
+def encoder_of(config: SftConfig, tokenizer_config: TokenizerConfig) -> tuple[Tokenizer, SampleEncoder]:
+    """The tokenizer, and what writes conversations with it."""
     if tokenizer_config.tokenizer_type is None:
         tokenizer_config = dataclasses.replace(tokenizer_config, tokenizer_type="GPT2BPETokenizer")
     tokenizer = build_tokenizer(tokenizer_config)
     for remark in getattr(tokenizer, "remarks", ()):
         print(f"note: {remark}", file=sys.stderr)
-    encoder = SampleEncoder(tokenizer, writer_of(config, tokenizer, tokenizer_config.tokenizer_model))
-    counts = convert(config, tokenizer, encoder)
-    print("\n".join(report(config, counts, encoder, tokenizer)))
-    own = None if config.chat_template else own_template(tokenizer_config.tokenizer_model)
-    if counts.conversations and own is not None:
-        print(
-            f"remark: the tokenizer has a chat template of its own, which --chat-template {OWN} would use; turns are "
-            "written as --turn-start and --turn-end say"
-        )
-    return 0
+    return tokenizer, SampleEncoder(tokenizer, writer_of(config, tokenizer, tokenizer_config.tokenizer_model))
 
 
-def convert(config: SftConfig, tokenizer: Tokenizer, encoder: SampleEncoder) -> Counts:
+def convert(config: SftConfig, tokenizer: Tokenizer, encoder: SampleEncoder) -> SftCounts:
     """Write the files; raises DataError for bad lines (unless they are skipped) and without any conversation."""
-    counts, stamp = Counts(), TokenizerStamp.of(tokenizer)
+    counts = SftCounts()
+
+    def encode(record: Any) -> Encoded:
+        found = read_sample(record)
+        sample, is_conversation = encoder.encode(found), isinstance(found, Conversation)
+        if isinstance(found, Conversation):
+            counts.unlearned += sum(
+                message["role"] == config.learned_role and not weight
+                for message, weight in zip(found.messages, found.weights)
+            )
+        return Encoded(found.form, is_conversation, (sample,))
+
+    write(config, counts, tokenizer, encoder, encode, columns=FIELDS, what="conversation")
+    return counts
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """A record as the sequences of one document. ``form``: of the record, in words."""
+
+    form: str
+    is_conversation: bool
+    samples: tuple[Sample, ...]
+
+
+def write(
+    config: SftConfig,
+    counts: Counts,
+    tokenizer: Tokenizer,
+    encoder: SampleEncoder,
+    encode: Callable[[Any], Encoded],
+    *,
+    columns: Collection[str],
+    what: str,
+) -> None:
+    """Write a document for each record of ``--input``, and count them. ``columns``: what is read of Parquet files.
+
+    Raises DataError for records that ``encode`` raises it for, unless they are skipped, and without any ``what``.
+    """
+    stamp = TokenizerStamp.of(tokenizer)
     with ExitStack() as stack:
         documents = stack.enter_context(
             IndexedDatasetWriter(config.output_prefix, token_dtype(tokenizer.vocab_size), tokenizer=stamp)
         )
         targets = stack.enter_context(IndexedDatasetWriter(targets_prefix(config.output_prefix), np.uint8))
-        for sample in _encoded(config, encoder, counts):
-            documents.add_document(sample.ids)
-            targets.add_document(np.array(sample.learned, np.uint8))
+        for path, line, record in read_records(find_inputs(config.input), columns=columns):
+            try:
+                if isinstance(record, DataError):
+                    raise record
+                found = encode(record)
+            except DataError as error:
+                bad = BadLine(path, line, str(error))
+                if config.on_bad_line == "error":
+                    raise DataError(f"{bad}; fix the line, or skip such lines with --on-bad-line skip.") from None
+                print(f"skipped {bad}", file=sys.stderr)
+                counts.bad += 1
+                continue
+            documents.add_document(*(each.ids for each in found.samples))
+            targets.add_document(*(np.array(each.learned, np.uint8) for each in found.samples))
             counts.samples += 1
-            counts.tokens += len(sample.ids)
-            counts.targets += sum(sample.learned)
+            counts.forms[found.form] += 1
+            counts.conversations += found.is_conversation
+            counts.tokens += sum(len(each.ids) for each in found.samples)
+            counts.targets += sum(sum(each.learned) for each in found.samples)
         if not counts.samples:
-            raise DataError(f"--input {' '.join(config.input)} holds no conversation; nothing is written.")
+            raise DataError(f"--input {' '.join(config.input)} holds no {what}; nothing is written.")
         documents.chat = ChatSettings(
             template=encoder.source if counts.conversations else None,
             end_tokens=tuple(each for each in encoder.end_tokens if each != tokenizer.eod),
         )
-    return counts
-
-
-def _encoded(config: SftConfig, encoder: SampleEncoder, counts: Counts) -> Iterator[Sample]:
-    for path, line, record in read_records(find_inputs(config.input), columns=FIELDS):
-        try:
-            if isinstance(record, DataError):
-                raise record
-            found = read_sample(record)
-            encoded = encoder.encode(found)
-        except DataError as error:
-            bad = BadLine(path, line, str(error))
-            if config.on_bad_line == "error":
-                raise DataError(f"{bad}; fix the line, or skip such lines with --on-bad-line skip.") from None
-            print(f"skipped {bad}", file=sys.stderr)
-            counts.bad += 1
-        else:
-            counts.forms[found.form] += 1
-            if isinstance(found, Conversation):
-                counts.conversations += 1
-                counts.unlearned += sum(
-                    message["role"] == config.learned_role and not weight
-                    for message, weight in zip(found.messages, found.weights)
-                )
-            yield encoded
 
 
 def writer_of(config: SftConfig, tokenizer: Tokenizer, tokenizer_model: str | None) -> Writer:
@@ -169,7 +199,17 @@ def writer_of(config: SftConfig, tokenizer: Tokenizer, tokenizer_model: str | No
     return load_template(config.chat_template, tokenizer_model, learned=config.learned_role)
 
 
-def report(config: SftConfig, counts: Counts, encoder: SampleEncoder, tokenizer: Tokenizer) -> Iterator[str]:
+def remark_on_template(config: SftConfig, tokenizer_config: TokenizerConfig, counts: Counts) -> Iterator[str]:
+    """A remark where turns are written in another format than the tokenizer's own."""
+    own = None if config.chat_template else own_template(tokenizer_config.tokenizer_model)
+    if counts.conversations and own is not None:
+        yield (
+            f"remark: the tokenizer has a chat template of its own, which --chat-template {OWN} would use; turns are "
+            "written as --turn-start and --turn-end say"
+        )
+
+
+def report(config: SftConfig, counts: SftCounts, encoder: SampleEncoder, tokenizer: Tokenizer) -> Iterator[str]:
     """What was written, and what may surprise the user of it, in lines."""
     ends = encoder.endings
     bad = f" ({counts.bad:,} bad lines left out)" if counts.bad else ""
