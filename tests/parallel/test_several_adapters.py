@@ -141,3 +141,22 @@ def test_adapters_that_cannot_be_beside_others_are_refused(folders: Folders, tmp
     ):
         with expect_error(ConfigError, *facts):
             named_folders(names)
+
+
+def refusal(context: ParallelContext, load: str, adapter: str) -> str:
+    """What a rank says that refuses an adapter."""
+    try:
+        generated(context, load, (adapter,), [])
+    except CheckpointError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("flags", ["--lora-targets linear_fc1", "--lora-rank 2 --train-only decoder.layers.1.*norm*"])
+def test_every_rank_refuses_what_one_stage_does(flags: str, tmp_path: Path) -> None:
+    """Experts, or what was trained beside adapters, may lie on one stage of the pipeline: the other waited for it."""
+    model = f"{LLAMA} --num-experts 2 --moe-router-topk 2 --moe-layer-freq [0,1]"
+    saved_model(tmp_path, "gpt", flags=model)
+    trained(tmp_path / "saved", f"{model} --lora-rank 2 {flags}", tmp_path / "adapter")
+    said = run_ranks(refusal, str(tmp_path / "saved"), f"a={tmp_path / 'adapter'}", pp=2, timeout=60)
+    assert all("linear_fc1" in each or "decoder.layers.1" in each for each in said), said

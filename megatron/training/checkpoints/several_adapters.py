@@ -10,6 +10,7 @@ from pathlib import Path
 from torch import nn
 
 from megatron.config.lora import LoraConfig, is_adapter
+from megatron.core.checkpointing.agreement import gather_from_all, run_on_all
 from megatron.core.checkpointing.base import base_of, fingerprint_of
 from megatron.core.checkpointing.find import CheckpointFolder, find_checkpoint
 from megatron.core.checkpointing.load import MODEL_NAME, load_checkpoint, read_run_state
@@ -69,8 +70,9 @@ def load_adapters(trained: TrainedModel, named: Sequence[NamedFolder]) -> Adapte
         )
     adapters = {number: _read(trained, each) for number, each in enumerate(named, start=1)}
     choice = AdaptersOfTokens()
+    # A pipeline rank without experts would wait for ever for one that refuses them.
+    run_on_all(lambda: [_add(model, adapters, choice) for model in trained.models], trained.context.mesh)
     for model in trained.models:
-        _add(model, adapters, choice)
         _fill(trained, model, adapters)
     return choice
 
@@ -115,8 +117,9 @@ def _of_checkpoint(trained: TrainedModel, named: NamedFolder, place: AnyPath) ->
             f"its adapters belong to the base in {base}, and --load has other weights ({trained.folder.path}): give "
             "that base as --load"
         )
-    trained_names = run.optimizer.trained
-    others = [name for name, _, _ in _parameters(trained.models) if name in trained_names and not is_adapter(name)]
+    names, mesh = run.optimizer.trained, trained.context.mesh
+    here = [name for name, _, _ in _parameters(trained.models) if name in names and not is_adapter(name)]
+    others = sorted({name for of_rank in gather_from_all(lambda: here, mesh) for name in of_rank})
     if others:
         raise CheckpointError(
             f"{others[0]} and {len(others) - 1} more were trained beside the adapters (--train-only), which can't be "
