@@ -17,6 +17,7 @@ from megatron.config.flags import flags_of
 from megatron.config.parallel import ParallelConfig
 from megatron.config.pipeline import Stage
 from megatron.config.run import RunConfig
+from megatron.core.checkpointing.agreement import run_on_first
 from megatron.core.datasets.build import DatasetSplits
 from megatron.core.datasets.samples import SampleDataset
 from megatron.core.datasets.splits import SPLITS, SplitName, SplitSizes
@@ -25,8 +26,8 @@ from megatron.core.datasets.teacher_scores import (
     PLACES,
     SEEN,
     NumberedSamples,
-    ScoreArrays,
     ScoresHeader,
+    ScoreWriter,
     data_name,
     make_files,
 )
@@ -62,7 +63,7 @@ class _Scoring(Objective):
         self._student = student
         self._top_k, self._temperature = top_k, temperature
         self.batch_fields = {**family.batch_fields, NUMBER: None, SEEN: None, PLACES: 1}
-        self.arrays: ScoreArrays | None = None
+        self.writer: ScoreWriter | None = None
 
     @override
     def fields(self, run: RunConfig, stages: Sequence[Stage]) -> frozenset[str]:
@@ -83,25 +84,25 @@ class _Scoring(Objective):
     @override
     def loss(self, output: Any, microbatch: Microbatch) -> LossSum:
         """Store the top of each token's distribution, on one of the ranks that know it; nothing is trained."""
-        assert isinstance(output, VocabularyOutput) and self.arrays is not None
+        assert isinstance(output, VocabularyOutput) and self.writer is not None
         top = output.top(self._top_k, temperature=self._temperature)
         if output.context.mesh.rank("tp") == 0:
-            _store(self.arrays, top, microbatch)
+            _store(self.writer, top, microbatch)
         nothing = torch.zeros((), device=output.hidden.device)
         return LossSum(nothing, nothing)
 
 
-def _store(arrays: ScoreArrays, top: TopOfDistribution, microbatch: Microbatch) -> None:
+def _store(writer: ScoreWriter, top: TopOfDistribution, microbatch: Microbatch) -> None:
     numbers, digests, places = (microbatch.tensors[name].cpu() for name in (NUMBER, SEEN, PLACES))
     length, batch = places.shape[1], len(numbers)
     ids, logs, rest = (
         each.view(length, batch, *each.shape[1:]).transpose(0, 1).cpu() for each in (top.ids, top.log_probs, top.rest)
     )
-    lowest = torch.finfo(getattr(torch, arrays.header.log_probs)).min
+    lowest = torch.finfo(getattr(torch, writer.header.log_probs)).min
     for row, (number, digest) in enumerate(zip(numbers.flatten().tolist(), digests.flatten().tolist())):
         if number >= 0:
             kept = (each[row].clamp(min=lowest).numpy() for each in (logs, rest))
-            arrays.store(number, digest % (1 << 64), places[row].numpy(), ids[row].int().numpy(), *kept)
+            writer.store(number, digest % (1 << 64), places[row].numpy(), ids[row].int().numpy(), *kept)
 
 
 def score(
@@ -148,16 +149,14 @@ def score(
         log_probs=log_probs,
         samples={data_name(*each): count for each, count in sizes.items()},
     )
-    if context.mesh.world_rank == 0:
-        make_files(folder, header)
-    barrier(context.mesh)
+    run_on_first(lambda: make_files(folder, header), context.mesh)
     read = _Reader(run, spec, context)
     teacher.source.fill(list(model_state(*read.models)), context.mesh)
     for (split, name), count in sizes.items():
         say(f"scoring {count:,} samples of {data_name(split, name)}")
-        spec.arrays = ScoreArrays(folder, header, data_name(split, name), writes=True)
+        spec.writer = ScoreWriter(folder, header, data_name(split, name))
         read.all(data.every_sample(split, samples=count, name=name))
-        spec.arrays.flush()
+        spec.writer.close()
     barrier(context.mesh)
     if context.mesh.world_rank == 0:
         header.write(folder)

@@ -11,6 +11,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
+import os
+import shutil
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -34,6 +37,7 @@ TEACHER_IDS, TEACHER_LOG_PROBS, TEACHER_REST = "teacher_ids", "teacher_log_probs
 NUMBER, SEEN, PLACES = "sample_number", "sample_digest", "sample_places"
 """Fields of a sample that is being scored: its number and digest [1], and the places of its tokens [S]."""
 
+_REMEDY = "give --scores another folder"
 _Size = Annotated[int, Between(1, 2**31 - 1)]
 
 
@@ -42,8 +46,7 @@ class ScoresHeader:
     """What was scored, by what, and how. ``samples``: how many of each data set, ``SPLIT`` or ``SPLIT-NAME``.
 
     ``teacher``: its place. ``fingerprint``: a digest of its files' names and sizes, and of the small ones' bytes.
-    ``tokenizer``: the fingerprint of the run's. ``log_probs``: type
-    of the stored logarithms.
+    ``tokenizer``: the fingerprint of the run's. ``log_probs``: type of the stored logarithms.
     """
 
     teacher: str
@@ -79,21 +82,21 @@ def read_header(folder: Path) -> ScoresHeader:
 
 
 class ScoreArrays:
-    """The arrays of one data set, mapped from their files. ``create``: make them, of zeros."""
+    """The arrays of one data set, mapped from their files."""
 
-    def __init__(self, folder: Path, header: ScoresHeader, data: str, *, writes: bool = False) -> None:
+    def __init__(self, folder: Path, header: ScoresHeader, data: str) -> None:
         self.header, self.data = header, data
         rows = header.samples[data]
         shapes = _shapes(header, rows)
         self._arrays = dict[str, NDArray[Any]]()
         for name, (shape, dtype) in shapes.items():
-            path = folder / f"{data}.{name}.bin"
+            path = _file(folder, data, name)
             wanted, there = int(np.prod(shape)) * dtype.itemsize, path.stat().st_size if path.is_file() else 0
             if wanted != there:
                 raise DataError(
                     f"--teacher-scores {path} has {there:,} bytes and {wanted:,} were written: score the data again"
                 )
-            self._arrays[name] = np.memmap(path, dtype=dtype, mode="r+" if writes else "r", shape=shape)
+            self._arrays[name] = np.memmap(path, dtype=dtype, mode="r", shape=shape)
 
     def row(self, number: int) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any]]:
         """Ids, their log-probabilities, and the rest, of one sample."""
@@ -103,30 +106,73 @@ class ScoreArrays:
         """The digest of what was scored as this sample."""
         return int(self._arrays[_SEEN][number])
 
+
+class ScoreWriter:
+    """Writes rows into the files that ``make_files`` made. Ranks write parts of the same files: each its own bytes, and
+    no whole pages, which on a network's file system would overwrite those of others.
+    """
+
+    def __init__(self, folder: Path, header: ScoresHeader, data: str) -> None:
+        self.header, self._folder = header, folder
+        self._shapes = _shapes(header, header.samples[data])
+        with write_errors(folder, remedy=_REMEDY):
+            self._files = {name: os.open(_file(folder, data, name), os.O_WRONLY) for name in self._shapes}
+
     def store(
         self, number: int, digest: int, places: NDArray[Any], ids: NDArray[Any], logs: NDArray[Any], rest: NDArray[Any]
     ) -> None:
-        """Store the distributions of some ``places`` of a sample."""
-        self._arrays[_IDS][number, places] = ids
-        self._arrays[_LOG_PROBS][number, places] = logs
-        self._arrays[_REST][number, places] = rest
-        self._arrays[_SEEN][number] = digest
+        """Store the distributions of some ``places`` of a sample. Raises DataError where they can't be written."""
+        cuts = np.flatnonzero(np.diff(places) != 1) + 1  # of a context-parallel rank, two runs of places
+        runs = np.split(np.arange(len(places)), cuts)
+        with write_errors(self._folder, remedy=_REMEDY):
+            for name, values in ((_IDS, ids), (_LOG_PROBS, logs), (_REST, rest)):
+                for run in runs:
+                    self._write(name, number, int(places[run[0]]), values[run])
+            self._write(_SEEN, number, 0, np.array([digest], np.uint64))
 
-    def flush(self) -> None:
-        """Write what was stored to the files."""
-        for array in self._arrays.values():
-            assert isinstance(array, np.memmap)
-            array.flush()
+    def _write(self, name: str, number: int, place: int, values: NDArray[Any]) -> None:
+        (_, *inner), dtype = self._shapes[name]
+        size = math.prod(inner[1:]) * dtype.itemsize  # of a token
+        start = number * math.prod(inner) * dtype.itemsize + place * size
+        written = memoryview(np.ascontiguousarray(values, dtype).view(np.uint8).reshape(-1))
+        while written:
+            count = os.pwrite(self._files[name], written, start)
+            written, start = written[count:], start + count
+
+    def close(self) -> None:
+        """End writing: what was stored is on the disk."""
+        with write_errors(self._folder, remedy=_REMEDY):
+            for file in self._files.values():
+                os.fsync(file)
+                os.close(file)
 
 
 def make_files(folder: Path, header: ScoresHeader) -> None:
-    """Files of the right size for all data sets, of zeros; raises DataError where they can't be written."""
-    with write_errors(folder, remedy="give --scores another folder"):
+    """Files of the right size for all data sets, of zeros, for which the disk has room; raises DataError where they
+    can't be written.
+    """
+    with write_errors(folder, remedy=_REMEDY):
         folder.mkdir(parents=True, exist_ok=True)
-        for data, rows in header.samples.items():
-            for name, (shape, dtype) in _shapes(header, rows).items():
-                with (folder / f"{data}.{name}.bin").open("wb") as file:
-                    file.truncate(int(np.prod(shape)) * dtype.itemsize)
+        sizes = {
+            _file(folder, data, name): math.prod(shape) * dtype.itemsize
+            for data, rows in header.samples.items()
+            for name, (shape, dtype) in _shapes(header, rows).items()
+        }
+        needed, free = sum(sizes.values()), shutil.disk_usage(folder).free
+        if needed > free:
+            raise DataError(
+                f"--scores {folder}: {needed / 1e9:,.1f} GB are needed and {free / 1e9:,.1f} GB are free there; give "
+                "another folder or a smaller --top-k"
+            )
+        for file, size in sizes.items():
+            with file.open("wb") as opened:
+                if size and hasattr(os, "posix_fallocate"):  # macOS has none
+                    os.posix_fallocate(opened.fileno(), 0, size)
+                opened.truncate(size)
+
+
+def _file(folder: Path, data: str, name: str) -> Path:
+    return folder / f"{data}.{name}.bin"
 
 
 def _shapes(header: ScoresHeader, rows: int) -> dict[str, tuple[tuple[int, ...], np.dtype[Any]]]:

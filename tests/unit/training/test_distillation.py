@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -20,6 +24,7 @@ from megatron.core.datasets.teacher_scores import (
     ScoreArrays,
     ScoredSamples,
     ScoresHeader,
+    ScoreWriter,
     make_files,
 )
 from megatron.core.models.gpt.data import SampleLayout
@@ -242,6 +247,27 @@ class _Listed:
         return []
 
 
+def test_ranks_store_their_places_of_one_sample(tmp_path: Path) -> None:
+    """Context-parallel ranks write the outer and the inner places; a file that finds no room is an error at once, and
+    no bus error at some sample.
+    """
+    sizes: dict[str, Any] = {"vocab_size": 99, "seq_length": 8, "top_k": 2, "temperature": 1.0, "log_probs": "float16"}
+    header = ScoresHeader(teacher="t", fingerprint="", tokenizer="", samples={"train": 3}, **sizes)
+    make_files(tmp_path, header)
+    ids = np.arange(16).reshape(8, 2)
+    for places in (np.array([0, 1, 6, 7]), np.array([2, 3, 4, 5])):
+        writer = ScoreWriter(tmp_path, header, "train")
+        writer.store(1, 2**64 - 1, places, ids[places], -ids[places] / 2, -places / 4)
+        writer.close()
+    arrays = ScoreArrays(tmp_path, header, "train")
+    found = arrays.row(1)
+    assert [each.tolist() for each in found] == [ids.tolist(), (-ids / 2).tolist(), (-np.arange(8) / 4).tolist()]
+    assert [arrays.seen(number) for number in range(3)] == [0, 2**64 - 1, 0] and not arrays.row(0)[0].any()
+    usage = SimpleNamespace(free=10**9)
+    with mock.patch("shutil.disk_usage", return_value=usage), expect_error(DataError, "--scores", "--top-k"):
+        make_files(tmp_path, replace(header, samples={"train": 10**10}))
+
+
 @pytest.mark.parametrize("flag", ["reset_position_ids", "reset_attention_mask"])
 def test_what_a_teacher_read_otherwise_is_refused(tmp_path: Path, flag: str) -> None:
     """The same tokens with positions that restart, or with attention within documents, were taken for what had been
@@ -259,13 +285,13 @@ def test_what_a_teacher_read_otherwise_is_refused(tmp_path: Path, flag: str) -> 
         samples={"train": 1},
     )
     make_files(tmp_path, header)
-    arrays = ScoreArrays(tmp_path, header, "train", writes=True)
+    arrays, writer = ScoreArrays(tmp_path, header, "train"), ScoreWriter(tmp_path, header, "train")
     plain, resets = SampleLayout(seq_length=4, eod=0), SampleLayout(seq_length=4, eod=0, **{flag: True})
     for tokens, is_same in (([5, 6, 7, 8, 5], True), ([5, 0, 7, 8, 5], False)):
         text = np.array(tokens)
         scored = NumberedSamples(_Listed(plain.sample(text, num_tokens=5)))[0]
         row = np.zeros((4, 1))
-        arrays.store(0, int(scored[SEEN].view(np.uint64)[0]), scored[PLACES], row, row, row[:, 0])
+        writer.store(0, int(scored[SEEN].view(np.uint64)[0]), scored[PLACES], row, row, row[:, 0])
         same, other = (_Listed(each.sample(text, num_tokens=5)) for each in (plain, resets))
         assert ScoredSamples(same, arrays, where="--teacher-scores s")[0].keys() > {"tokens"}
         if is_same:
