@@ -80,7 +80,7 @@ class Counts:
 
 @dataclass
 class SftCounts(Counts):
-    """Those of conversations and of pairs of prompt and completion. ``unlearned``: turns with weight 0."""
+    """What was read and written for instruction tuning. ``unlearned``: turns with weight 0."""
 
     unlearned: int = 0
 

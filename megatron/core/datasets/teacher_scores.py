@@ -134,7 +134,7 @@ class ScoreWriter:
         (_, *inner), dtype = self._shapes[name]
         size = math.prod(inner[1:]) * dtype.itemsize  # of a token
         start = number * math.prod(inner) * dtype.itemsize + place * size
-        written = memoryview(np.ascontiguousarray(values, dtype).view(np.uint8).reshape(-1))
+        written = memoryview(np.ascontiguousarray(values, dtype).tobytes())
         while written:
             count = os.pwrite(self._files[name], written, start)
             written, start = written[count:], start + count

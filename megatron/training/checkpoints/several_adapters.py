@@ -71,7 +71,7 @@ def load_adapters(trained: TrainedModel, named: Sequence[NamedFolder]) -> Adapte
     adapters = {number: _read(trained, each) for number, each in enumerate(named, start=1)}
     choice = AdaptersOfTokens()
     # A pipeline rank without experts would wait for ever for one that refuses them.
-    run_on_all(lambda: [_add(model, adapters, choice) for model in trained.models], trained.context.mesh)
+    run_on_all(lambda: _add(trained.models, adapters, choice), trained.context.mesh)
     for model in trained.models:
         _fill(trained, model, adapters)
     return choice
@@ -119,7 +119,7 @@ def _of_checkpoint(trained: TrainedModel, named: NamedFolder, place: AnyPath) ->
         )
     names, mesh = run.optimizer.trained, trained.context.mesh
     here = [name for name, _, _ in _parameters(trained.models) if name in names and not is_adapter(name)]
-    others = sorted({name for of_rank in gather_from_all(lambda: here, mesh) for name in of_rank})
+    others = list(dict.fromkeys(name for of_rank in gather_from_all(lambda: here, mesh) for name in of_rank))
     if others:
         raise CheckpointError(
             f"{others[0]} and {len(others) - 1} more were trained beside the adapters (--train-only), which can't be "
@@ -132,9 +132,9 @@ def _parameters(models: Iterable[nn.Module]) -> Iterable[tuple[str, nn.Parameter
     return (each for model in models for each in sharded_parameters(model))
 
 
-def _add(model: nn.Module, adapters: dict[int, _Adapter], choice: AdaptersOfTokens) -> None:
+def _add(models: Iterable[nn.Module], adapters: dict[int, _Adapter], choice: AdaptersOfTokens) -> None:
     """Add the adapters to the linear layers that their settings name."""
-    for layer in (each for each in model.modules() if isinstance(each, TransformerLayer)):
+    for layer in (each for model in models for each in model.modules() if isinstance(each, TransformerLayer)):
         for name, module in list(layer.named_modules()):
             if not isinstance(module, Adaptable):
                 continue
