@@ -2,11 +2,11 @@
 # From text files to an assistant, on two CPU cores: bash examples/assistant/quickstart.sh
 #
 # About seven minutes on two cores, and installing the first time. Nothing is downloaded but packages: the text is the
-# English that every Python carries, and the questions are made from it. What it runs is printed as the commands you would
-# type, from the repository's root. Everything it makes lies in runs/assistant and .venv.
+# English that every Python carries, and the questions are made from it. Each command is printed as you would
+# type it, from the repository's root. Everything it makes lies in runs/assistant and .venv.
 #
-# Expect a table in which instruction tuning brings right answers from 0 to about 95 of 100, half of them after words that
-# say nothing, and preferences leave these words out of all.
+# Expect a table in which instruction tuning raises right answers from 0 to about 95 of 100, half of them after filler
+# words, and training on preferences removes these words from all of them.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 
@@ -72,7 +72,7 @@ tune chat preferred --data-path "$out/data/preferences" --preference-loss dpo --
 say "8. The last model as a GGUF file of eight bits, which llama.cpp runs"
 run $python tools/checkpoint/convert.py --from megatron --load "$out/preferred" --to gguf --gguf-type q8_0 --save "$out/gguf"
 
-say "9. Before and after each step: questions that no training had, and the perplexity of text"
+say "9. After each step: questions that were in no training data, and the perplexity of text"
 keep "$out/answers.txt" $python examples/assistant/ask.py --questions "$out/chats/heldout.jsonl" \
     --text "$out/corpus/heldout.jsonl" pretrained="$out/pretrained" chat="$out/chat" preferred="$out/preferred" \
     llama.cpp="$out/gguf/gguf-Q8_0.gguf"

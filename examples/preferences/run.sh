@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# From no model to one that prefers friendly answers, on two CPU cores: a tokenizer, fine-tuning on chats in two tones, and
+# From no model to one that prefers friendly answers, on a CPU core: a tokenizer, fine-tuning on chats in two tones, and
 # DPO on pairs. bash examples/preferences/run.sh [FOLDER]; the folder is runs/preferences unless given.
 set -euo pipefail
 out=$(realpath -m "${1:-runs/preferences}")
