@@ -42,10 +42,10 @@ _TAKEN = {
 }
 _KNOWN = f"known are {', '.join(_TAKEN)}"
 _NO_4_BITS = (
-    "4-bit floats are rounded while a folder is written: convert.py --to hf --quantize nvfp4 or mxfp4; the nearest "
-    "with calibration are INT4_AWQ_CFG and FP8_DEFAULT_CFG"
+    "4-bit floats are rounded by an export: give convert.py --to hf --quantize nvfp4 or mxfp4; the nearest here, with "
+    "calibration, are INT4_AWQ_CFG and FP8_DEFAULT_CFG"
 )
-_BLOCKS = "blocks are rounded while a folder is written: convert.py --to hf --quantize fp8-block"
+_BLOCKS = "FP8 in blocks is rounded by an export: give convert.py --to hf --quantize fp8-block"
 # Recipes of ModelOpt that have no counterpart, by the nearest.
 _NEAREST = {
     "it has one scale for all inputs of a layer; the nearest is --scheme w8a8, with one for each token": """
@@ -56,11 +56,12 @@ _NEAREST = {
         NVFP4_DEFAULT_CFG NVFP4_AWQ_LITE_CFG NVFP4_AWQ_CLIP_CFG NVFP4_AWQ_FULL_CFG NVFP4_SVDQUANT_DEFAULT_CFG
         NVFP4_MLP_ONLY_CFG NVFP4_MLP_WEIGHT_ONLY_CFG NVFP4_FP8_MHA_CONFIG NVFP4_KV_CFG nvfp4 nvfp4_awq
         MXFP4_DEFAULT_CFG MXFP4_MLP_WEIGHT_ONLY_CFG W4A8_MXFP4_FP8_CFG W4A8_NVFP4_FP8_CFG mxfp4""",
-    "there is no grid of 6 bits here; the nearest are INT8_WEIGHT_ONLY_CFG and INT4_AWQ_CFG": "MXFP6_DEFAULT_CFG mxfp6",
-    "give convert.py --to hf --quantize mxfp8; the nearest here is FP8_PER_CHANNEL_PER_TOKEN_CFG": """
+    "there are no 6-bit floats here; the nearest are INT8_WEIGHT_ONLY_CFG and INT4_AWQ_CFG": "MXFP6_DEFAULT_CFG mxfp6",
+    "mxfp8 is rounded by an export: give convert.py --to hf --quantize mxfp8; the nearest here is "
+    "FP8_PER_CHANNEL_PER_TOKEN_CFG": """
         MXFP8_DEFAULT_CFG mxfp8""",
-    "scales of 32 inputs have no place here; the nearest is INT8_WEIGHT_ONLY_CFG": "MXINT8_DEFAULT_CFG",
-    "keys and values get scales beside quantized weights: give --scheme int8 --kv-cache-scales fp8": """
+    "there is no int8 in groups of 32 inputs here; the nearest is INT8_WEIGHT_ONLY_CFG": "MXINT8_DEFAULT_CFG",
+    "scales of keys and values come only with quantized weights: give --scheme int8 --kv-cache-scales fp8": """
         FP8_KV_CFG FP8_AFFINE_KV_CFG INT8_KV_CFG""",
 }
 LEGACY_FLAGS = legacy_table(
@@ -82,11 +83,11 @@ LEGACY_FLAGS = legacy_table(
             "keys and values have FP8 scales here, or none; give fp8 or none",
             values={
                 "fp8": taken_as("--kv-cache-scales fp8", kv_cache_scales="fp8"),
-                "fp8_cast": taken_as("--kv-cache-scales fp8: scales are found, and not 1", kv_cache_scales="fp8"),
+                "fp8_cast": taken_as("--kv-cache-scales fp8, with calibrated scales and not 1", kv_cache_scales="fp8"),
                 "none": taken_as("--kv-cache-scales none", kv_cache_scales="none"),
                 "fp8_affine": LegacyFlag("refused", "FP8 scales have no zero points here; the nearest is fp8"),
                 **{
-                    name: LegacyFlag("refused", "keys and values have 8 bits at least here; the nearest is fp8")
+                    name: LegacyFlag("refused", "scales of keys and values are for 8 bits only; the nearest is fp8")
                     for name in ("nvfp4", "nvfp4_affine", "nvfp4_rotate", "nvfp4_cast")
                 },
             },
@@ -107,7 +108,7 @@ LEGACY_FLAGS = legacy_table(
             "all layers have one scheme here; leave single ones out with --quantize-ignore 'decoder.layers.0.*'",
         ),
         "weight-only": LegacyFlag(
-            "refused", "the scheme says it: int8 and int4 round weights alone, w8a8 and fp8 activations, too"
+            "refused", "--scheme says it: int8 and int4 round weights alone, w8a8 and fp8 activations, too"
         ),
     },
     ignored="""
@@ -127,8 +128,9 @@ class QuantizeConfig(Settings):
     load: str = flag("Folder of the checkpoint.")
     save: str = flag("New folder for the quantized checkpoint.")
     scheme: Literal["int8", "int4", "int4-asym", "int3", "w8a8", "fp8", "fp8-tensor", "fp8-block"] = flag(
-        "Grid of the weights: int8, fp8 with a scale an output; int4, int3 in groups of inputs; w8a8 and fp8 with "
-        "activations in 8 bits, too; fp8-tensor with one scale a weight, and one for its inputs from calibration."
+        "Number format of the weights: int8, w8a8 and fp8 with a scale per output; int4, int4-asym and int3 with one "
+        "per group of inputs; w8a8 and fp8 with activations in 8 bits, too; fp8-tensor with one scale per weight, and "
+        "a calibrated one for its inputs."
     )
     group_size: int | None = flag(
         "With int4 and int3: inputs that share a scale; 128 unless given.", default=None, at_least=1

@@ -30,8 +30,8 @@ from megatron.training.pretrain import parse_any_family
 class ScoreConfig(Settings):
     """What is stored, and where."""
 
-    scores: str = flag("New folder for the distributions.")
-    top_k: int = flag("Likeliest ids that are stored of each token; all others are one bucket.", default=64, at_least=1)
+    scores: str = flag("New or empty folder for the distributions, on a disk.")
+    top_k: int = flag("Likeliest ids stored for each token; all others count as one.", default=64, at_least=1)
     scores_dtype: Literal["float16", "float32", "float64"] = flag("Type of log-probabilities.", default="float16")
 
 

@@ -27,7 +27,7 @@ class DistillationConfig(ObjectiveConfig):
 
     teacher_load: str | None = flag(
         "Learn from the model of this checkpoint (a folder of checkpoints, or a model in Hugging Face's format): it "
-        "runs frozen beside the one that is trained, at the same layout.",
+        "runs frozen beside the model that is trained, at the same layout.",
         default=None,
         aliases=("--export-kd-teacher-load",),
     )
@@ -49,15 +49,15 @@ class DistillationConfig(ObjectiveConfig):
         above=0,
     )
     distill_scale: float | None = flag(
-        "Factor of the divergence; the square of --distill-temperature unless given, which keeps gradients as large "
-        "at any temperature.",
+        "Factor of the divergence; the square of --distill-temperature unless given, which keeps the size of gradients "
+        "about the same at any temperature.",
         default=None,
         above=0,
     )
 
     distill_cfg: str | None = flag(
         "YAML file with settings of Megatron-LM's distillation (logit_layers, skip_lm_loss, logit_kl_temperature ...), "
-        "in place of these flags.",
+        "in place of the other --distill flags.",
         default=None,
         aliases=("--export-kd-cfg",),
     )
@@ -130,8 +130,8 @@ def _there_is_one_teacher(run: Any) -> str | None:
     if part.teacher_load is None or part.teacher_scores is None:
         return None
     return (
-        f"--teacher-scores {part.teacher_scores} was made so that --teacher-load {part.teacher_load} need not run: "
-        "leave one of them out"
+        f"--teacher-scores {part.teacher_scores} replaces a teacher that runs beside the model, --teacher-load "
+        f"{part.teacher_load}: leave one of them out"
     )
 
 
@@ -142,8 +142,8 @@ def _a_file_stands_alone(run: Any) -> str | None:
         return None
     it = "it" if len(given) == 1 else "them"
     return (
-        f"{subject(given, 'is', 'are')} given beside --distill-cfg, whose file says in place of {it} how the losses "
-        f"are weighed: leave {it} out, or leave --distill-cfg out"
+        f"{subject(given, 'is', 'are')} given beside --distill-cfg, whose file sets the weights of the losses: leave "
+        f"{it} out, or leave --distill-cfg out"
     )
 
 

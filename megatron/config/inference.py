@@ -47,8 +47,8 @@ class InferenceConfig(Settings):
         off="--no-inference-dynamic-batching-prefix-caching",
     )
     lora_modules: tuple[str, ...] = flag(
-        "Adapters (LoRA) beside the model, NAME=FOLDER each: PEFT folders, or checkpoints of adapters. Each text has "
-        "one of them by its name, or none.",
+        "Adapters (LoRA) beside the model, NAME=FOLDER each: PEFT folders, or checkpoints of adapters. Each text uses "
+        "the adapter that its request names, or none.",
         default=(),
     )
     num_speculative_tokens: int = flag(

@@ -84,8 +84,8 @@ class LoraConfig(PartConfig):
     lora_dropout: float = flag("Dropout on what adapters read.", default=0.0, at_least=0, below=1, from_checkpoint=True)
 
     lora_quantized_base: bool = switch(
-        "Keep frozen weights of a quantized checkpoint (tools/quantize.py) in their bits, and make numbers of them "
-        "while they are multiplied (QLoRA, arXiv:2305.14314)."
+        "Keep the frozen weights of a quantized checkpoint (tools/quantize.py) as codes and scales, and dequantize "
+        "each for its matrix products (QLoRA, arXiv:2305.14314)."
     )
 
     @property
@@ -217,9 +217,10 @@ def _quantized_base_is_read_alone(run: RunConfig) -> str | None:
     wrong = [flag for flag, is_given in given.items() if is_given]
     if not wrong:
         return None
+    merge = "; tools/checkpoint/convert.py merges the adapters afterwards" if checkpoint.save_hf is not None else ""
     return (
-        f"{subject(wrong, 'reads', 'read')} the numbers of frozen weights, which --lora-quantized-base keeps only as "
-        "codes: leave one of them out (tools/checkpoint/convert.py merges adapters afterwards)"
+        f"{subject(wrong, 'needs', 'need')} dequantized frozen weights, and --lora-quantized-base keeps only their "
+        f"codes: leave one of them out{merge}"
     )
 
 

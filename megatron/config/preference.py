@@ -40,24 +40,24 @@ class PreferenceConfig(ObjectiveConfig):
         ]
         | None
     ) = flag(
-        "Train on pairs of answers made by tools/preprocess_preferences.py, with this loss of their log-probabilities. "
-        "dpo is trl's sigmoid; all but orpo and simpo compare with the initial model.",
+        "Train on pairs of answers prepared by tools/preprocess_preferences.py, with this loss. dpo is trl's sigmoid; "
+        "all losses but orpo and simpo compare with the initial model.",
         default=None,
         implies=lambda loss: {} if loss is None else {"packing": "best-fit"},
         refused_values={
             "sigmoid": "it is called dpo here",
             "kto": "its loss needs the mean divergence over a whole batch before any gradient, and answers that are "
-            "rated alone; make pairs of them and choose apo_zero, which rates each answer of a pair by itself",
+            "rated alone; make pairs of them and choose apo_zero, whose loss has a term for each answer",
         },
     )
     preference_beta: float | None = flag(
-        "How strongly the model is held to the initial one: the factor of rewards; 0.1 unless given, for simpo 2.",
+        "How strongly the model is kept near the initial one: the factor of rewards; 0.1 unless given, for simpo 2.",
         default=None,
         above=0,
         aliases=("--dpo-beta",),
     )
     preference_label_smoothing: float = flag(
-        "The share of pairs whose answers are believed to be in the wrong order, for dpo (conservative DPO), robust, "
+        "The share of pairs that are assumed to be labelled the wrong way round, for dpo (conservative DPO), robust, "
         "exo_pair and simpo.",
         default=0.0,
         at_least=0,
@@ -70,8 +70,8 @@ class PreferenceConfig(ObjectiveConfig):
     )
     simpo_gamma: float = flag("With simpo: the margin that the difference of rewards should have.", default=0.5)
     preference_reference: str | None = flag(
-        "File of the initial model's log-probabilities, which is written where it isn't there; unless given it is in "
-        "--save.",
+        "File of the initial model's log-probabilities, written if it doesn't exist; reference_log_probs.npz in --save "
+        "unless given.",
         default=None,
     )
 

@@ -26,13 +26,12 @@ class QuantizationTrainingConfig(PartConfig):
 
     quantization_aware_training: Literal["int8", "int4", "int4-asym", "int3", "w8a8", "fp8", "fp8-tensor"] | None = (
         flag(
-            "Multiply by weights rounded to this scheme, with w8a8 and fp8 also activations, and train those that are "
-            "rounded with straight-through gradients: convert.py --quantize, or tools/quantize.py for fp8-tensor, then "
-            "gives the codes that were trained.",
+            "Round the weights of linear layers to this scheme in training, with w8a8, fp8 and fp8-tensor also "
+            "activations, and pass gradients straight through. Quantizing the result to the same scheme gives the "
+            "codes that were trained: by convert.py --quantize, or for int3 and fp8-tensor by tools/quantize.py.",
             default=None,
             refused_values={
-                "fp8-block": "an export arranges rows anew, and would round other blocks of them; use fp8 or "
-                "fp8-tensor",
+                "fp8-block": "an export rearranges rows, which would change the blocks; use fp8 or fp8-tensor",
             },
         )
     )

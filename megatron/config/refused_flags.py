@@ -155,7 +155,7 @@ offloading weights is not available yet; --tensor-model-parallel-size divides th
 curriculum learning and token dropping are not available; leave it out
     curriculum-learning curriculum-learning-legacy warmup-seq-length data-efficiency-curriculum-learning random-ltd
     train-data-exact-num-epochs
-quantization by ModelOpt in training is not available; see tools/quantize.py and --quantization-aware-training
+ModelOpt's quantization is not available in training; use tools/quantize.py or --quantization-aware-training
     export-*
 it is another program's switch for distillation; name the teacher's checkpoint with --teacher-load
     kd load-teacher compression-training mos

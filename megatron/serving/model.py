@@ -82,7 +82,7 @@ class ServedModel:
             "object": "model",
             "created": self.created,
             "owned_by": "megatron",
-            "root": self.adapters[number - 1].folder if number else self.name,
+            "root": self.names[number],
             "parent": self.name if number else None,
             "max_model_len": self.max_length,
             "is_encoder_decoder": self.decoder_start is not None,

@@ -136,7 +136,7 @@ def test_adapters_that_cannot_be_beside_others_are_refused(folders: Folders, tmp
             loaded(load, given)
     for names, facts in (
         (("a",), ("'a'", "NAME=FOLDER")),
-        (("a=b", "a=c"), ("two adapters a",)),
+        (("a=b", "a=c"), ("two adapters 'a'",)),
         (tuple(f"a{number}=b" for number in range(65)), ("65", "64")),
     ):
         with expect_error(ConfigError, *facts):

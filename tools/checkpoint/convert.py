@@ -47,7 +47,7 @@ LEGACY_FLAGS = legacy_table(
     {},
     {},
     ignored="""
-checkpoints load at any layout
+no target is divided over expert-parallel ranks
     target-expert-parallel-size
 both kinds of names are read
     loader-transformer-impl
@@ -91,7 +91,7 @@ class ConvertConfig(Settings):
         default=None,
     )
     target: Program | None = flag(
-        "Format of --save; peft: a folder with the adapters (LoRA) of --from megatron alone.", name="--to", default=None
+        "Format of --save. peft writes the adapters (LoRA) of --from megatron alone.", name="--to", default=None
     )
     load_peft: str | None = flag(
         "PEFT folder with adapters (LoRA) for the model of --load: kept beside its weights with --to megatron, merged "
@@ -111,8 +111,8 @@ class ConvertConfig(Settings):
         default=None,
     )
     gguf_type: GgufType | None = flag(
-        "Numbers of a GGUF target's weights; as the model's own unless given. q4_0 to q8_0 are blocks of 32 with a "
-        "scale each; q4_k_m, q5_k_m and q6_k of 256 with scales in few bits.",
+        "Number format of a GGUF target's weights; as the model's own unless given. q4_0 to q8_0 are blocks of 32 with "
+        "a scale each; q4_k_m, q5_k_m and q6_k (K-quants) of 256, whose scales are quantized, too.",
         default=None,
     )
     ckpt_format: Literal["torch_dist", "torch"] | None = flag(
@@ -129,13 +129,13 @@ class ConvertConfig(Settings):
         default=(),
     )
     target_tensor_parallel_size: int | None = flag(
-        "Ranks that divide each layer of a TensorRT-LLM target; 1 unless given. Other targets load at any layout.",
+        "Ranks that divide each layer of a TensorRT-LLM target; 1 unless given. Other targets are not divided.",
         default=None,
         at_least=1,
         at_most=COUNT,
     )
     target_pipeline_parallel_size: int | None = flag(
-        "Stages of a TensorRT-LLM target; 1 unless given. Other targets load at any layout.",
+        "Pipeline stages of a TensorRT-LLM target; 1 unless given. Other targets are not divided.",
         default=None,
         at_least=1,
         at_most=COUNT,
@@ -144,17 +144,18 @@ class ConvertConfig(Settings):
         "Do not compare the logits of source and target; the conversion is then unproven.", default=False
     )
     quantize: Quantized | None = flag(
-        "Write weights of linear layers of a Hugging Face target in few bits, rounded to the nearest: int8 and int4 "
-        "(symmetric, or with zero points) and floats in small groups (nvfp4, mxfp4, mxfp8) for weights alone, int8 "
-        "(w8a8) or fp8 for activations, too. A TensorRT-LLM target takes int8 and int4.",
+        "Quantize the linear layers of a Hugging Face target, rounding to the nearest. Weights alone: int8, int4, "
+        "int4-asym (with zero points), nvfp4, mxfp4, mxfp8 (floats in small groups). Activations, too: w8a8 (int8), "
+        "fp8, fp8-block. A TensorRT-LLM target takes int8 and int4.",
         default=None,
     )
     group_size: int | None = flag(
         "Inputs that share a scale with --quantize int4 and int4-asym; 128 unless given.", default=None, at_least=1
     )
     quantize_ignore: tuple[str, ...] = flag(
-        "Linear layers that --quantize leaves as they are: names in a Hugging Face target, or re: and a regular "
-        "expression; for a TensorRT-LLM target this project's names with * in them.",
+        "Linear layers that --quantize leaves unquantized. For a Hugging Face target: names there, or re: and a "
+        "regular expression. For a TensorRT-LLM target: patterns of this project's names, such as "
+        "'decoder.layers.*.linear_fc2'.",
         default=(),
     )
     model_type: str | None = flag(
@@ -209,7 +210,7 @@ def job_of(config: ConvertConfig) -> Conversion:
     load = path_of(_given("--load", config.load, config.load_dir))
     save = path_of(_given("--save", config.save, config.save_dir))
     if target == "peft" and source != "megatron":
-        raise ConfigError(f"--to peft: only --from megatron has adapters of its own, and --from is {source}")
+        raise ConfigError(f"--to peft writes the adapters of a run, so it needs --from megatron, not --from {source}")
     if source == "megatron-lm" and is_ours(load):
         if config.source is not None:
             raise ConfigError(f"--from megatron-lm: {load} is a checkpoint of this project; give --from megatron")
@@ -219,7 +220,7 @@ def job_of(config: ConvertConfig) -> Conversion:
         raise ConfigError(f"--from {source} --to {target}: source and target formats are the same{instead}")
     _check_effect(config, source, target)
     if target != "tensorrt-llm":
-        _say_what_needs_no_layout(config)
+        _say_what_needs_no_layout(config, target)
     max_shard_size = bytes_of(config.max_shard_size or ("50GB" if target == "gguf" else "5GB"))
     from megatron.core.conversion.convert import Conversion
     from megatron.core.conversion.huggingface.quantizing import Rounding
@@ -251,13 +252,15 @@ def job_of(config: ConvertConfig) -> Conversion:
     )
 
 
-def _say_what_needs_no_layout(config: ConvertConfig) -> None:
+def _say_what_needs_no_layout(config: ConvertConfig, target: Program) -> None:
     """Megatron-LM's converter needs a layout for every target."""
+    loads_anywhere = target == "megatron" or (target == "megatron-lm" and config.ckpt_format != "torch")
+    why = "loads at any layout" if loads_anywhere else "is not divided over ranks"
     for kind in ("tensor", "pipeline"):
         name = f"target_{kind}_parallel_size"
         if (size := getattr(config, name)) is not None:
             flag_name = f"--{name.replace('_', '-')} {size}"
-            print(f"note: {flag_name} has no effect: checkpoints load at any layout", file=sys.stderr)
+            print(f"note: {flag_name} has no effect: what --to {target} writes {why}", file=sys.stderr)
 
 
 def _check_effect(config: ConvertConfig, source: Source, target: Program) -> None:
@@ -288,7 +291,7 @@ def _check_effect(config: ConvertConfig, source: Source, target: Program) -> Non
             "names layers for --quantize to leave out",
         ),
         ("--peft-base", config.peft_base, target == "peft", "is for --to peft"),
-        ("--load-peft", config.load_peft, target != "peft", "would be merged into the model, and adapters are written"),
+        ("--load-peft", config.load_peft, target != "peft", "adds adapters to a model, and --to peft writes no model"),
         ("--ckpt-format", config.ckpt_format, target == "megatron-lm", "is for --to megatron-lm"),
     )
     for name, value, has_effect, why in effects:

@@ -60,7 +60,7 @@ class Generator:
             return 0
         if name not in self.adapters:
             has = f"there are {', '.join(self.adapters)}" if self.adapters else "none was given"
-            raise ConfigError(f"{what} {name} is no adapter of --lora-modules; {has}")
+            raise ConfigError(f"{what} {name} is not an adapter of --lora-modules; {has}")
         return 1 + [*self.adapters].index(name)
 
     def ids_of_conversation(self, messages: Sequence[Mapping[str, str]]) -> list[int]:

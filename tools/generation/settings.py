@@ -76,7 +76,8 @@ class LocalConfig(Settings):
         default=(),
     )
     lora_module: str | None = flag(
-        "Adapter of --lora-modules with which prompts are answered; a line of --input-jsonl may name another as model.",
+        "Adapter of --lora-modules for all prompts; the base unless given. A line of --input-jsonl may name one as "
+        "model.",
         default=None,
     )
     chat: bool = switch("Hold a conversation in the terminal, written with the chat template.")

@@ -290,8 +290,8 @@ RULES: tuple[Rule, ...] = (
         lambda run: run.checkpoint.load_hf and run.checkpoint.pretrained_checkpoint,
     ),
     rule(
-        "--load-peft {run.checkpoint.load_peft} is beside a published model: name its base with --load-hf, or make one "
-        "checkpoint of both with tools/checkpoint/convert.py --load-peft",
+        "--load-peft {run.checkpoint.load_peft} needs the published model that the adapters belong to: name it with "
+        "--load-hf, or make one checkpoint of both with tools/checkpoint/convert.py --load-peft",
         lambda run: run.checkpoint.load_peft is not None and run.checkpoint.load_hf is None,
     ),
     published_weights_are_the_start,

@@ -126,7 +126,7 @@ def _convert(job: Conversion, say: Callable[[str], None]) -> proof.Proof | None:
             say(note)
         say(f"{job.load}: {portable.num_parameters:,} parameters, mostly {str(portable.dtype).removeprefix('torch.')}")
         given = portable.quantization
-        if given is not None and given.cache and job.target in ("gguf", "megatron-lm"):
+        if given is not None and given.cache and job.target in ("gguf", "megatron-lm", "onnx"):
             say(f"note: files of --to {job.target} have no place for FP8 scales of keys and values: they are left out")
         if "megatron-lm" in (job.source, job.target):
             for warning in not_handed_on(portable.model, was_trained_there=job.source == "megatron-lm"):

@@ -68,7 +68,7 @@ def read_header(folder: Path) -> ScoresHeader:
     """The header of a folder; DataError for one that is missing, incomplete or of another format."""
     where = f"--teacher-scores {folder}"
     if not (folder / FILE).is_file():
-        raise DataError(f"{where} has no {FILE}: write it with tools/score_with_teacher.py, and let that end")
+        raise DataError(f"{where} has no {FILE}: run tools/score_with_teacher.py until it ends")
     found: dict[str, Any] = read_json(folder / FILE, dict[str, Any], error=DataError)
     texts = dict.fromkeys(("teacher", "fingerprint", "tokenizer", "log_probs"), str)
     sizes = dict.fromkeys(("format", "vocab_size", "seq_length", "top_k"), _Size)
@@ -94,7 +94,7 @@ class ScoreArrays:
             wanted, there = int(np.prod(shape)) * dtype.itemsize, path.stat().st_size if path.is_file() else 0
             if wanted != there:
                 raise DataError(
-                    f"--teacher-scores {path} has {there:,} bytes and {wanted:,} were written: score the data again"
+                    f"--teacher-scores {path} has {there:,} bytes instead of {wanted:,}: score the data again"
                 )
             self._arrays[name] = np.memmap(path, dtype=dtype, mode="r", shape=shape)
 
@@ -259,9 +259,9 @@ class ScoredSamples:
             )
         if index is not None and self._scores.seen(index) != digest_of_sample(sample):
             raise DataError(
-                f"{self._where} was made of other data: sample {index:,} of {self._scores.data} has other tokens, "
-                f"positions or documents there than in {self._dataset.origin(index)}; score the data of this run, with "
-                "its flags, such as --reset-position-ids and --reset-attention-mask"
+                f"{self._where} was made of other data: its sample {index:,} of {self._scores.data} has other tokens, "
+                f"positions or documents than this run's ({self._dataset.origin(index)}); score the data with the "
+                "flags of this run, --reset-position-ids and --reset-attention-mask included"
             )
         ids, logs, rest = self._scores.row(index or 0)
         return {**sample, TEACHER_IDS: ids, TEACHER_LOG_PROBS: logs, TEACHER_REST: rest}

@@ -105,9 +105,9 @@ class TransientTensor:
         for alias in found:
             alias.class_while_open = type(alias)  # type: ignore[attr-defined]
             alias.missing = (  # type: ignore[attr-defined]
-                f"what a module keeps of the weight {self._name_at(int(alias.storage_offset()))}, such as weight.data "
-                f"or a view of it, was read while {self._owner} is released: keep a copy, weight.detach().clone(), "
-                "or read the weight itself when its layer is called"
+                f"a tensor that shares memory with the weight {self._name_at(int(alias.storage_offset()))}, such as "
+                f"weight.data or a view, was read while {self._owner} is released: its layer is not running; keep a "
+                "copy, weight.detach().clone(), or read the weight inside the layer's call"
             )
             try:
                 alias.__class__ = ReleasedParameter if isinstance(alias, nn.Parameter) else ReleasedTensor

@@ -58,8 +58,8 @@ class Reference:
             raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from None
         except (ValueError, KeyError, TypeError, EOFError, zipfile.BadZipFile):
             raise CheckpointError(
-                f"{path} holds no log-probabilities of pairs, or is damaged: put back a copy of it; a run that begins "
-                "writes it anew where it is deleted"
+                f"{path} is damaged, or holds no log-probabilities of pairs: restore it from a copy; for a new run "
+                "delete it, and it is computed again"
             ) from None
 
     def check(

@@ -66,7 +66,7 @@ class StoredTeacherObjective(TaughtObjective):
         if header.temperature != self._settings.temperature:
             raise ConfigError(
                 f"{where} was made at temperature {header.temperature:g}, and --distill-temperature is "
-                f"{self._settings.temperature:g}: probabilities of ids that were not stored don't follow; give "
+                f"{self._settings.temperature:g}: distributions can't be converted to another temperature; give "
                 f"--distill-temperature {header.temperature:g}, or score the data again"
             )
         there, needed = header.samples.get("train", 0), 0 if run.training.skip_train else run.train_samples

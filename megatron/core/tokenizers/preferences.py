@@ -44,7 +44,7 @@ def read_preference(record: Mapping[str, Any]) -> Preference:
     found = []
     for name, answer in zip(_SIDES, answers):
         if not answer:
-            raise DataError(f"{name} is empty behind the prompt")
+            raise DataError(f"{name} is empty after the prompt")
         try:
             found.append(read_sample({"prompt": prompt, "completion": answer, **others}))
         except DataError as error:

@@ -14,6 +14,7 @@ from megatron.core.checkpointing.agreement import gather_from_all, run_on_all
 from megatron.core.checkpointing.base import base_of, fingerprint_of
 from megatron.core.checkpointing.find import CheckpointFolder, find_checkpoint
 from megatron.core.checkpointing.load import MODEL_NAME, load_checkpoint, read_run_state
+from megatron.core.checkpointing.manifest import listed
 from megatron.core.conversion.native import companions_of
 from megatron.core.conversion.peft.reading import PeftAdapter, published_type, read_peft
 from megatron.core.conversion.peft.settings import SETTINGS
@@ -51,7 +52,7 @@ def named_folders(given: Sequence[str]) -> list[NamedFolder]:
         if not (name and equals and folder):
             raise ConfigError(f"{FLAG} {each!r}: write NAME=FOLDER")
         if any(name == other.name for other in found):
-            raise ConfigError(f"{FLAG} names two adapters {name}: give each a name of its own")
+            raise ConfigError(f"{FLAG} names two adapters {name!r}: give each a name of its own")
         found.append(NamedFolder(name, folder))
     if len(found) > MOST_ADAPTERS:
         raise ConfigError(f"{FLAG} names {len(found)} adapters; at most {MOST_ADAPTERS} are served at once")
@@ -86,8 +87,9 @@ def _read(trained: TrainedModel, named: NamedFolder) -> _Adapter:
             peft = read_peft(place, model, groups, published_type(model, groups, companions))
             if peft.saved:
                 raise CheckpointError(
-                    f"it holds {len(peft.saved)} tensors that were trained whole (modules_to_save, bias), which can't "
-                    "be beside other adapters: merge it with convert.py --load-peft, and serve that"
+                    f"it holds parameters that were trained in full (modules_to_save, bias: "
+                    f"{listed(sorted(peft.saved), most=1)}), so it can't share the base with other adapters: merge it "
+                    "with convert.py --load-peft, and serve that"
                 )
             found = _Adapter(named, peft.lora, peft)
         else:
@@ -100,7 +102,7 @@ def _read(trained: TrainedModel, named: NamedFolder) -> _Adapter:
 
 
 def _of_checkpoint(trained: TrainedModel, named: NamedFolder, place: AnyPath) -> _Adapter:
-    folder = find_checkpoint(place, mesh=trained.context.mesh)
+    folder = find_checkpoint(place, mesh=trained.context.mesh, flag="")
     state = read_run_state(folder)
     run = saved_run(state["config"], name=state[MODEL_NAME], where=str(folder.path))
     lora = LoraConfig.among(run.extra)
@@ -109,8 +111,8 @@ def _of_checkpoint(trained: TrainedModel, named: NamedFolder, place: AnyPath) ->
     base = base_of(folder.path)
     if base is None:
         raise CheckpointError(
-            "the checkpoint holds its adapters together with all weights, so that their base can't be compared with "
-            "that of --load: write them alone, with convert.py --to peft, and give that folder"
+            "the checkpoint holds all weights beside its adapters, so their base can't be compared with --load: write "
+            "the adapters alone, with convert.py --to peft, and give that folder"
         )
     if fingerprint_of(base) != fingerprint_of(trained.folder.path):
         raise CheckpointError(
@@ -122,8 +124,8 @@ def _of_checkpoint(trained: TrainedModel, named: NamedFolder, place: AnyPath) ->
     others = list(dict.fromkeys(name for of_rank in gather_from_all(lambda: here, mesh) for name in of_rank))
     if others:
         raise CheckpointError(
-            f"{others[0]} and {len(others) - 1} more were trained beside the adapters (--train-only), which can't be "
-            "beside other adapters: serve it alone with --load"
+            f"it was trained with parameters beside its adapters (--train-only: {listed(others, most=1)}), so it can't "
+            "share the base with other adapters: serve it alone with --load"
         )
     return _Adapter(named, lora, folder)
 
@@ -149,8 +151,8 @@ def _add(models: Iterable[nn.Module], adapters: dict[int, _Adapter], choice: Ada
             if not isinstance(module, LinearBase):
                 named = adapters[next(iter(chosen))].named
                 raise CheckpointError(
-                    f"{FLAG} {named.name}={named.folder}: adapters of experts ({last}) can't be beside other adapters: "
-                    "serve it alone with --load, or merge it with convert.py --to hf"
+                    f"{FLAG} {named.name}={named.folder}: it has adapters of experts ({last}), which can't share the "
+                    "base with other adapters: serve it alone with --load, or merge it with convert.py --to hf"
                 )
             module.adapt_tokens(chosen, choice)
 

@@ -53,8 +53,8 @@ def stored_weights(trained: TrainedModel) -> StoredWeights:
     quantization = read_quantization(folder, StoredTensors(folder.path))
     if quantization is None:
         raise ConfigError(
-            f"{FLAG} can't be used: weights of {folder.path} lie on no grid; --quantization int8 rounds them, or "
-            "tools/quantize.py writes a checkpoint that has one"
+            f"{FLAG} can't be used: the checkpoint {folder.path} is not quantized; give --quantization int8, which "
+            "rounds its weights, or quantize it with tools/quantize.py"
         )
     if device.type != "cpu":
         raise ConfigError(

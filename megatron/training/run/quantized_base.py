@@ -37,8 +37,7 @@ def hold_in_few_bits(run: Run, loaded: CheckpointFolder) -> None:
     quantization = read_quantization(CheckpointFolder(base, 0), stored)
     if quantization is None:
         raise ConfigError(
-            f"{FLAG}: weights of {base} lie on no grid; write a checkpoint that has one with tools/quantize.py, or "
-            "leave the flag out"
+            f"{FLAG}: the checkpoint {base} is not quantized; quantize it with tools/quantize.py, or leave the flag out"
         )
     linear = {id(each.weight) for model in run.models for each in model.modules() if isinstance(each, LinearBase)}
     before, count, others = 0, 0, 0

@@ -15,6 +15,7 @@ pytest.importorskip("compressed_tensors", reason="transformers reads quantized f
 
 from safetensors.torch import load_file, save_file
 
+from megatron.core.conversion import convert
 from megatron.core.conversion.huggingface.reading import from_transformers, read_huggingface
 from megatron.core.conversion.native import read_native, write_native
 from megatron.core.conversion.portable import PortableModel
@@ -62,7 +63,7 @@ def test_back_again_without_loss(folder: Path, tmp_path: Path) -> None:
     model in bf16: transformers doesn't round what it dequantizes in fp32.
     """
     said = do("hf", folder, "megatron", tmp_path / "ours")
-    check_line(next(line for line in said if "keys and values" in line), "a quantized target keeps them")
+    check_line(next(line for line in said if "keys and values" in line), "quantized targets keep")
     wanted = {f"decoder.layers.{n}.self_attention.{k}_scale": v for n in range(3) for k, v in (("k", 0.5), ("v", 0.75))}
     assert cache_of(read_native(tmp_path / "ours")) == wanted
     do("megatron", tmp_path / "ours", "hf", tmp_path / "again", skip_proof=True)
@@ -92,13 +93,18 @@ def test_names_of_other_programs(
     portable = read_huggingface(tmp_path)
     assert (len(cache_of(portable)) == 6) == kept
     check_line(
-        next(note for note in portable.notes if "keys and values" in note), "keeps them" if kept else "no target"
+        next(note for note in portable.notes if "keys and values" in note),
+        "quantized targets keep" if kept else "no target",
     )
 
 
-def test_a_target_without_a_place(folder: Path, tmp_path: Path) -> None:
-    said = do("hf", folder, "megatron-lm", tmp_path / "theirs", skip_proof=True)
-    check_line(next(line for line in said if "left out" in line), "--to megatron-lm")
+def test_a_target_without_a_place(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An ONNX graph without the scales was written without a word."""
+    monkeypatch.setattr(convert, "check_packages", lambda proves: None)
+    monkeypatch.setattr(convert, "write_onnx", lambda portable, folder, say: folder.mkdir(parents=True))
+    for target in ("megatron-lm", "onnx"):
+        said = do("hf", folder, target, tmp_path / target, skip_proof=True)
+        check_line(next(line for line in said if "left out" in line), f"--to {target}")
 
 
 def test_larger_inputs_of_joined_weights(folder: Path, tmp_path: Path) -> None:

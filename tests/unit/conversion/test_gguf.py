@@ -334,7 +334,7 @@ REFUSED = {
     "olmo2 one group, wide heads": ("hidden size / heads",),
     "cohere": ("64 layers",),
     "gemma untied, three heads": ("lm_head.weight",),
-    "deepseek_v2 lite, three heads": ("queries have no latents",),
+    "deepseek_v2 lite, three heads": ("no --q-lora-rank",),
     "deepseek_v2": ("--rotary-attention-factor",),
 }
 

@@ -18,6 +18,7 @@ from megatron.core.conversion.huggingface.quantizing import Rounding
 from megatron.core.conversion.huggingface.reading import from_transformers, read_huggingface
 from megatron.core.conversion.native import write_native
 from megatron.core.conversion.portable import LazyScales, LazyTensor, PortableModel, Quantization
+from megatron.core.conversion.programs import Program
 from megatron.core.conversion.proof import ProofError
 from megatron.core.conversion.tensorrt_llm.architecture import known_architectures
 from megatron.core.conversion.tensorrt_llm.cuts import Layout, by_rows
@@ -35,6 +36,7 @@ from tests.published.sizes import SIZES
 from tests.tiers import tiers
 from tests.unit.conversion.megatron_checkpoints import CLASSIC, portable, random_tensors
 from tests.unit.conversion.test_families import do
+from tools.checkpoint import convert as tool
 
 Folder = Callable[[str], Path]
 
@@ -255,7 +257,7 @@ def test_parts_with_scales_of_their_own(tmp_path: Path) -> None:
     model = louder(in_fp8(wide()), "self_attention.linear_qkv", lambda each: each.view(2, 4, 64, -1)[:, 3])
     model = louder(model, "mlp.linear_fc1", lambda each: each[256:])  # two matrices there, so this one stays exact
     said = written(model, tmp_path / "theirs", Layout(2, 1))
-    check_line(said[0], "(1, such as", "decoder.layers.0.self_attention.linear_qkv.weight")
+    check_line(said[0], "has several scales", "decoder.layers.0.self_attention.linear_qkv.weight")
     found = of_rank(tmp_path / "theirs", 1)
 
     def numbers(name: str) -> Tensor:
@@ -379,3 +381,13 @@ def test_exact_gelu_is_named(tmp_path: Path) -> None:
     said = do("megatron", tmp_path / "ours", "tensorrt-llm", tmp_path / "theirs", layout=Layout(2, 1))
     check_line("\n".join(said), "GELU by its tanh form")
     assert json.loads((tmp_path / "theirs/config.json").read_text())["architecture"] == "GPTForCausalLM"
+
+
+@pytest.mark.parametrize(
+    ("target", "why"),
+    [("megatron", "loads at any layout"), ("gguf", "is not divided over ranks"), ("onnx", "is not divided over ranks")],
+)
+def test_layouts_that_have_no_effect(target: Program, why: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of GGUF files and ONNX graphs, too, it was said that checkpoints load at any layout."""
+    tool.job_of(tool.ConvertConfig(source="hf", load="x", target=target, save="y", target_tensor_parallel_size=2))
+    check_line(capsys.readouterr().err, "--target-tensor-parallel-size 2", f"--to {target}", why)

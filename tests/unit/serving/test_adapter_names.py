@@ -22,15 +22,17 @@ MODEL = ServedModel(
 
 
 def test_a_request_gets_the_adapter_that_it_names() -> None:
-    """A text had the adapter of another name, or the base's answer under an adapter's name."""
+    """A text had the adapter of another name, or the base's answer under an adapter's name. /v1/models told clients the
+    server's folders.
+    """
     for name, number in ((None, 0), ("base", 0), ("a", 1), ("b", 2)):
         call = read_completion({"model": name, "prompt": [1, 2], "max_tokens": 2}, MODEL, id="x")
         assert [request.adapter for request in call.requests] == [number]
     listed = [MODEL.listed(name) for name in MODEL.names]
     assert [(each["id"], each["root"], each["parent"]) for each in listed] == [
         ("base", "base", None),
-        ("a", "runs/a", "base"),
-        ("b", "runs/b", "base"),
+        ("a", "a", "base"),
+        ("b", "b", "base"),
     ]
     with pytest.raises(ApiError) as caught:
         read_completion({"model": "c", "prompt": [1, 2], "max_tokens": 2}, MODEL, id="x")

@@ -144,8 +144,8 @@ def _check_said(
 
 def _computed_otherwise(architecture: Architecture, reasons: Sequence[str]) -> CheckpointError:
     return CheckpointError(
-        f"this model can't be written as GGUF, for llama.cpp's {architecture.name} is another: {'; '.join(reasons)}; "
-        "a folder that vLLM and transformers read is written by --to hf"
+        f"this model can't be written as GGUF, as it differs from llama.cpp's {architecture.name}: "
+        f"{'; '.join(reasons)}; a folder that vLLM and transformers read is written by --to hf"
     )
 
 

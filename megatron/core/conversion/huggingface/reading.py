@@ -173,8 +173,8 @@ def _cache_note(scales: Collection[str], *, kept: bool, where: str) -> tuple[str
     """A note about FP8 scales of keys and values, which this program doesn't round."""
     if not scales:
         return ()
-    said = "a quantized target keeps them" if kept else "they are of a kind that no target keeps"
-    return (f"note: {where} has scales of keys and values: both stay whole here; {said}",)
+    said = "quantized targets keep the scales" if kept else "no target keeps scales of this kind"
+    return (f"note: {where} has scales of keys and values, which are not quantized here; {said}",)
 
 
 def _mixed_types(dtypes: Mapping[str, torch.dtype], *, where: str) -> tuple[str, ...]:

@@ -206,8 +206,8 @@ def _check_names(
             )
         if module not in theirs:
             raise CheckpointError(
-                f"{where} has an adapter for {module}, which the base, a {model_type}, has not: give the base beside "
-                "which it was trained"
+                f"{where} has an adapter for {module}, which the base (a {model_type}) does not have: give the base "
+                "with which the adapter was trained"
             )
         if not settings.names(module):
             raise CheckpointError(

@@ -165,8 +165,8 @@ def _as_list(given: str | Sequence[str] | None) -> Sequence[str]:
 def _refuse_unknown(body: Mapping[str, Any], where: str) -> None:
     if body.get("use_dora"):
         raise CheckpointError(
-            f"{where}: use_dora: adapters that also change the length of a weight's rows (DoRA) are not read; merge "
-            "them into the base with peft's merge_and_unload, and take that"
+            f"{where}: use_dora: DoRA adapters are not read; merge them into the base with peft's merge_and_unload, "
+            "and take that"
         )
     if body.get("target_parameters"):
         raise CheckpointError(

@@ -117,8 +117,8 @@ def _refuse_unclear(portable: PortableModel, theirs: Mapping[str, TheirMatrix], 
     )
     if unclear:
         raise CheckpointError(
-            f"{listed(unclear)} of a {model_type} have adapters and names of experts' layers, for which PEFT takes "
-            "them: leave them out of --lora-targets, or give --to hf, which merges adapters"
+            f"adapters of {listed(unclear)} can't be written: PEFT would take these modules of a {model_type} for "
+            "experts, whose names end alike; leave them out of --lora-targets, or give --to hf, which merges adapters"
         )
 
 

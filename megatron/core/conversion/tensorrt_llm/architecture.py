@@ -78,9 +78,9 @@ def architecture_for(model: ModelConfig, groups: Sequence[object]) -> Architectu
             nearest, best = each.name, wrong
     known = ", ".join(dict.fromkeys(each.name for each in known_architectures()))
     said = "; ".join(best[:_MOST_NAMED]) + (f"; and {len(best) - _MOST_NAMED} more" * (len(best) > _MOST_NAMED))
-    found = f"TensorRT-LLM's {nearest} is another: {said}" if nearest else f"it is a {family.title}"
+    found = f"it differs from TensorRT-LLM's {nearest}: {said}" if nearest else f"it is a {family.title}"
     raise CheckpointError(
-        f"this model can't be written as a TensorRT-LLM checkpoint, for {found} (written are {known}); TensorRT-LLM "
+        f"this model can't be written as a TensorRT-LLM checkpoint, as {found} (written are {known}); TensorRT-LLM "
         "also serves folders of --to hf, without such a checkpoint: trtllm-serve FOLDER"
     )
 

@@ -72,15 +72,16 @@ def notes_on(plan: Plan, source: ModelConfig) -> Collection[str]:
         notes.append("note: TensorRT-LLM computes GELU by its tanh form, about 0.0005 from the exact one of this model")
     if plan.model.max_position_embeddings != source.max_position_embeddings:
         notes.append(
-            f"note: config.json has no windows: its longest text is the window, {plan.model.max_position_embeddings} "
+            f"note: config.json has no windows: its maximum length is the window, {plan.model.max_position_embeddings} "
             f"of {source.max_position_embeddings} positions, within which full attention is the same"
         )
     if plan.few_bits is not None and plan.few_bits.algorithm == "W8A16":
-        notes.append("note: W8A16: the files hold numbers, and trtllm-build rounds them to int8 while it loads them")
+        notes.append("note: W8A16: the files hold unquantized weights, which trtllm-build rounds to int8")
     if plan.few_bits is not None and (joined := plan.few_bits.joined(plan.portable.tensors)):
+        others = f", as have {len(joined) - 1} more weights" if len(joined) > 1 else ""
         notes.append(
-            f"note: FP8: weights with several scales where TensorRT-LLM has one ({len(joined)}, such as {joined[0]}) "
-            "are rounded anew by the largest"
+            f"note: FP8: {joined[0]} has several scales{others}, and TensorRT-LLM takes one for each weight: rounded "
+            "again with the largest"
         )
     return notes
 

@@ -28,7 +28,7 @@ class BertGraphs:
         """Why a model has no graph."""
         kind = model.position_embedding_type
         if kind in ("dynamic_ntk", "longrope"):
-            return [f"--position-embedding-type {kind} turns positions by the length of the whole text"]
+            return [f"--position-embedding-type {kind} has frequencies that depend on the length of the text"]
         return []
 
     def graphs(self, stage: nn.Module, portable: PortableModel) -> Sequence[Graph]:

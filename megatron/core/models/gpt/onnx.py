@@ -32,11 +32,11 @@ class DecoderGraphs:
         reasons = []
         kind, pattern = model.position_embedding_type, HybridConfig.among(groups).hybrid_layer_pattern or ""
         if kind in ("dynamic_ntk", "longrope"):
-            reasons.append(f"--position-embedding-type {kind} turns positions by the length of the whole text")
+            reasons.append(f"--position-embedding-type {kind} has frequencies that depend on the length of the text")
         if MAMBA in pattern:
-            reasons.append("Mamba-2 layers are computed by a loop over a text, and a graph has none")
+            reasons.append("Mamba-2 layers need a loop over the tokens, which the graph can't have")
         if DELTA_NET in pattern or GatedDeltaNetConfig.among(groups).has_delta_nets:
-            reasons.append("gated delta nets are computed by a loop over a text, and a graph has none")
+            reasons.append("gated delta nets need a loop over the tokens, which the graph can't have")
         return reasons
 
     def graphs(self, stage: nn.Module, portable: PortableModel) -> Sequence[Graph]:

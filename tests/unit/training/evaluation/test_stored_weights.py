@@ -89,7 +89,7 @@ def test_weights_that_lie_on_no_grid(source: Path) -> None:
     choice = TrainedModelConfig(load=str(source))
     with (
         trained_model(choice, {"gpt": GPTSpec()}, launch_environment({})) as plain,
-        expect_error(ConfigError, "--quantization stored", "no grid", "tools/quantize.py"),
+        expect_error(ConfigError, "--quantization stored", "not quantized", "tools/quantize.py"),
     ):
         stored_weights(plain)
 

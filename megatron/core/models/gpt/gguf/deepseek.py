@@ -79,8 +79,9 @@ def _refuse(model: ModelConfig) -> Sequence[str]:
     reasons = []
     has_latents = model.q_lora_rank is not None
     if has_latents == (model.num_layers in _WITHOUT_LATENT_QUERIES):
-        what = "have latents" if has_latents else "have no latents"
-        reasons.append(f"queries {what} in a model of {model.num_layers} layers, which llama.cpp takes for another")
+        given = f"--q-lora-rank {model.q_lora_rank}" if has_latents else "no --q-lora-rank"
+        other = "without" if has_latents else "with"
+        reasons.append(f"it has {given}, and llama.cpp takes a model of {model.num_layers} layers for one {other} it")
     if model.position_embedding_type == "yarn" and not model.mscale_all_dim:
         reasons.append("YaRN without mscale_all_dim")
     return reasons
