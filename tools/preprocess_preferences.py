@@ -1,8 +1,8 @@
 """Turn pairs of answers into token files for training with --preference-loss (DPO and its variants).
 
-Reads JSON lines, a JSON list or Parquet of {"prompt": ..., "chosen": ..., "rejected": ...}, which are texts, or lists
-of {"role": ..., "content": ...}, or of "chosen" and "rejected" alone, whose common beginning is the prompt, and says
-what it found. Texts are taken as they are; messages are written as --turn-start and --turn-end say, or by a Jinja
+Reads JSON lines, a JSON list or Parquet of {"prompt": ..., "chosen": ..., "rejected": ...}; each value is a text or a
+list of {"role": ..., "content": ...}. Without "prompt" the common beginning of both answers is the prompt. Prints which
+form it found. Texts are taken as they are; messages are written as --turn-start and --turn-end say, or by a Jinja
 template (--chat-template), as tools/preprocess_sft.py writes them. Writes PREFIX.bin, .idx and .meta.json with a
 document of two sequences for each pair, the chosen one first, and PREFIX_targets.bin and .idx, which mark the tokens of
 the answers. Train with --data-path PREFIX --preference-loss dpo.
@@ -40,7 +40,7 @@ from tools.preprocess_sft import (
 
 
 class PreferencesConfig(SftConfig):
-    """Pairs of answers in, tokens and targets out."""
+    """The files of pairs, how messages are written, and where the token files go."""
 
 
 @dataclass

@@ -1,8 +1,8 @@
-"""Quantize a checkpoint: round its weights to a few bits, by themselves (rtn) or by what the model does with texts.
+"""Quantize the weights of a checkpoint to 8, 4 or 3 bits: round to the nearest (rtn), or calibrate on texts.
 
-GPTQ, AWQ and SmoothQuant read texts with the model, layer by layer. The result is a checkpoint whose weights lie on the
-grid, with their scales beside them: convert.py --to hf exports exactly these. Started by torchrun, ranks divide the
-texts and the matrices; each has one layer in memory, and any number of them writes the same bytes.
+GPTQ, AWQ and SmoothQuant run the model on texts, one layer at a time. The result is a checkpoint with quantized weights
+and their scales: convert.py --to hf exports exactly these. Under torchrun ranks divide the texts and the matrices; each
+has one layer in memory, and any number of ranks writes the same bytes.
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ the architecture comes from the checkpoint
 
 
 class QuantizeConfig(Settings):
-    """Which checkpoint becomes which, how, and by which texts."""
+    """The checkpoint to quantize, the scheme and the method, and the texts for calibration."""
 
     load: str = flag("Folder of the checkpoint.")
     save: str = flag("New folder for the quantized checkpoint.")
@@ -133,7 +133,7 @@ class QuantizeConfig(Settings):
         "a calibrated one for its inputs."
     )
     group_size: int | None = flag(
-        "With int4 and int3: inputs that share a scale; 128 unless given.", default=None, at_least=1
+        "With int4, int4-asym and int3: inputs that share a scale; 128 unless given.", default=None, at_least=1
     )
     method: Literal["rtn", "gptq", "awq", "smoothquant"] = flag(
         "rtn: round to the nearest. gptq: later columns make up for errors of earlier ones. awq: scale channels that "

@@ -102,7 +102,8 @@ _STOPS = {"type": "string", "minLength": 1, "maxLength": 1024}
 MODEL = Field(
     "model",
     _WORD,
-    "Name of the served model or of one of its adapters, as /v1/models lists them; may be left out; another is a 404.",
+    "Name of the served model or of an adapter, as /v1/models lists them; unless given the model. Other names are a "
+    "404.",
 )
 _MAX_TOKENS = (
     "Maximum number of tokens to generate; prompt and text together must fit into the model's context. Default: "

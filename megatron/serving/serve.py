@@ -62,8 +62,8 @@ def served_model(
     name = config.served_model_name or Path(str(trained.config.checkpoint.load)).resolve().name
     if any(each.name == name for each in adapters):
         raise ConfigError(
-            f"--lora-modules names an adapter {name}, and so is the model called: name it otherwise, or the model with "
-            "--served-model-name"
+            f"--lora-modules names an adapter {name!r}, which is the name of the model, too: give the adapter another "
+            "name, or the model with --served-model-name"
         )
     template = template_of(trained, config.chat_template)
     templates = None if template is None else Templates(template.source, template.tokens)

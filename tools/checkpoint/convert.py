@@ -1,7 +1,6 @@
-"""Convert a model between Hugging Face's format, Megatron-LM's, GGUF and ours, or to ONNX, and prove it the same.
+"""Convert a model between Hugging Face's format, Megatron-LM's, GGUF and ours, and prove that it is the same.
 
-Checkpoints of TensorRT-LLM are written, too, for the ranks that will serve them.
-
+Also writes ONNX graphs, checkpoints of TensorRT-LLM for the ranks that will serve them, and PEFT folders of adapters.
 Runs on a CPU with a few tensors in memory; the architecture comes from the source. Ends by comparing logits of source
 and target, and writes nothing when they differ.
 """

@@ -131,8 +131,8 @@ def replaced(found: PeftAdapter, base: PortableModel, model_type: str) -> dict[s
     names = {name for match in matches for name in match.theirs}
     if unknown := sorted({*found.saved} - names):
         raise CheckpointError(
-            f"{found.settings.where}: the folder holds {listed(unknown)}, which a {model_type} of these settings has "
-            "not: give the base beside which the adapter was trained"
+            f"{found.settings.where}: the folder holds {listed(unknown)}, which the base (a {model_type}) does not "
+            "have: give the base with which the adapter was trained"
         )
     affected = [match for match in matches if {*match.theirs} & {*found.saved}]
     all_theirs = to_theirs(affected, base.tensors, base.model)

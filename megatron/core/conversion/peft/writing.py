@@ -81,8 +81,8 @@ def _trained_whole(
     touched = {name.rpartition(".")[0] for match in matches if match.ours in others for name in match.theirs}
     if both := sorted(touched & {*adapted}):
         raise CheckpointError(
-            f"{listed(both)} have an adapter and parameters that were trained beside it (--train-only), which a PEFT "
-            "folder can't both hold: give --to hf, which merges adapters"
+            f"a PEFT folder can't hold both the adapter and the trained parameters (--train-only) of {listed(both)}: "
+            "give --to hf, which merges adapters"
         )
     theirs = to_theirs(matches, portable.tensors, portable.model)
     return {name: tensor for name, tensor in theirs.items() if name.rpartition(".")[0] in touched}
