@@ -6,7 +6,7 @@
 # Layout    the paper's: 16 pipeline ranks, the experts of a layer over 64 GPUs, ZeRO 1; 128 replicas of what isn't an
 #           expert, 2 of each expert. The schedule is ZB-V, whose stages lie as those of its DualPipe; here a backward pass
 #           isn't computed beside a forward pass's messages. Ranks wait for 2.1 % of the time they compute.
-# Memory    58.05 GB on the fullest GPU, of which 28.13 GB are activations, if tokens choose all experts equally
+# Memory    56.80 GB on the fullest GPU, of which 28.13 GB are activations, if tokens choose all experts equally
 #           often; heads and experts are computed again in the backward pass. The paper trains in fp8; this is bf16.
 # Time      2.6e22 FLOPs: 0.6 days at 2048 x 250 TFLOP/s, an assumption (a quarter of an H100's peak).
 # Fewer     NODES=128: 59.25 GB; twice as long.
