@@ -8,7 +8,7 @@ import pytest
 
 from megatron.errors import ConfigError
 from tests.end_to_end.commands import TINY, run
-from tests.harness.sentences import expect_error
+from tests.harness.sentences import check_line, expect_error
 from tests.tiers import tiers
 from tools import check_parity
 
@@ -59,7 +59,7 @@ def test_layouts_of_the_examples_are_equal_to_one_rank(flags: str) -> None:
 def test_user_s_own_model_is_compared_without_shrinking() -> None:
     """Without --shrink it is the model of the flags, whose vocabulary is given."""
     said = run(TOOL, f"{TINY} --train-iters 3 --world-size 2 --tensor-model-parallel-size 2 --sequence-parallel")
-    assert "tensor 2: 2 layers of 32, 4 heads" in said
+    check_line(said, "tensor", "2", "2", "32", "4")
     assert "== equal" in said
 
 
@@ -83,7 +83,7 @@ def test_more_ranks_than_a_machine_has_processes_for_are_refused() -> None:
 def test_layout_that_does_not_fit_is_refused_in_a_sentence() -> None:
     """Before any process is started."""
     said = run(TOOL, f"{TINY} --train-iters 3 --world-size 3 --tensor-model-parallel-size 3", expect=2)
-    assert "--num-attention-heads 4 is not divisible by --tensor-model-parallel-size 3" in said
+    check_line(said, "--num-attention-heads 4", "--tensor-model-parallel-size 3")
 
 
 def test_a_launcher_is_one_too_many(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from tests.end_to_end.commands import SERVER, TINY, run, started, starting
+from tests.harness.sentences import check_line
 from tests.harness.serving import ask
 
 GREEDY = {"prompt": [1, 2, 3], "max_tokens": 8, "temperature": 0, "logprobs": 1, "echo": True}
@@ -58,7 +59,7 @@ def test_a_model_is_served_until_sigterm(checkpoints: str, tmp_path: Path) -> No
         assert reply.status == 200, reply.body
         assert re.fullmatch("[1-3 ]+", reply.json["choices"][0]["text"])
         taken = run(SERVER, "", "--load", checkpoints, "--port", url.rpartition(":")[2], expect=2)
-        assert "Address already in use; name another port" in taken
+        check_line(taken, "Address already in use", hide=[r"(?<=--port )\d+"])
         body = {"prompt": [1], "n": 100, "max_tokens": 31, "ignore_eos": True, "stream": True}
         replies: list[bytes] = []
         client = threading.Thread(target=lambda: replies.append(ask(url, "/v1/completions", body).body))
@@ -93,7 +94,7 @@ def test_the_engine_and_http_are_two_processes_that_end_together(checkpoints: st
         assert "libtorch" not in Path(f"/proc/{http}/maps").read_text()
         os.kill(http, signal.SIGKILL)
         assert process.wait(120) == 1
-    assert "error: the process of the HTTP server has ended with signal 9" in (tmp_path / "log").read_text()
+    check_line((tmp_path / "log").read_text(), "error", "signal 9")
     with started(tmp_path / "log", "--load", checkpoints) as (process, url):
         http = children(process.pid)[-1]
         os.kill(process.pid, signal.SIGKILL)

@@ -15,6 +15,7 @@ from tokenizers.processors import TemplateProcessing
 
 from tests.end_to_end.commands import losses, run, tensors
 from tests.end_to_end.sentences import WORDS, assert_two_halves_are_the_whole, make_sentences, preprocess
+from tests.harness.sentences import check_line
 from tests.tiers import tiers
 
 
@@ -65,15 +66,16 @@ def test_other_layouts_go_on_from_a_checkpoint(data: str, tmp_path: Path) -> Non
     for iteration, loss in alone.items():
         assert float(loss) == pytest.approx(float(together[iteration]), rel=1e-4)
     refused = run("pretrain_t5.py", f"{still} --decoder-num-layers 2", "--load", str(tmp_path), expect=2)
-    assert "--decoder-num-layers is 3 in the checkpoint and 2 here" in refused
+    check_line(refused, "--decoder-num-layers", "3", "2")
 
 
 def test_flags_of_megatron_lm(data: str) -> None:
     """Its T5 scripts name the encoder's layers and length."""
     theirs = TINY.replace("--num-layers", "--encoder-num-layers", 1).replace("--seq-length", "--encoder-seq-length", 1)
     report = run("pretrain_t5.py", f"{theirs} {data} --dry-run --world-size 8 --pipeline-model-parallel-size 2")
-    assert "--encoder-num-layers 2: taken as --num-layers 2" in report and "2 stages of 2 and 3 layers" in report
-    assert "--encoder-seq-length 32: taken as --seq-length 32" in report
+    check_line(report, "--encoder-num-layers 2", "--num-layers 2")
+    check_line(report, "stages", "2", "2", "3")
+    check_line(report, "--encoder-seq-length 32", "--seq-length 32")
 
 
 def test_a_published_t5_goes_on_training(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from tests.end_to_end.commands import ROOT, assert_same_tensors, launch, losses, run, tensors
+from tests.harness.sentences import check_line
 
 SCRIPT = "examples/xlnet/pretrain_xlnet.py"
 MODEL = (
@@ -49,7 +50,7 @@ def test_it_is_planned() -> None:
     assert "37,485 in the model" in said
     assert "TwoStreamAttention" not in said
     rows = run(SCRIPT, f"{MODEL} {LAYOUT} --num-predict 3 --world-size 4 --dry-run", expect=2)
-    assert "use --num-predict 2 or 4" in rows
+    check_line(rows, "--num-predict")
 
 
 @pytest.mark.parametrize(
