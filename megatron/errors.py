@@ -44,13 +44,22 @@ _LASTING = {
 _LONG_WORD = re.compile(r"(\S{200})\S{3896,}")
 
 
+# What a terminal obeys, and halves of pairs, which no file and no terminal takes.
+_UNSEEN = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
+
+
+def visible(text: str) -> str:
+    """A text for people in which characters that a terminal obeys stand as escapes; lines and tabs remain."""
+    return _UNSEEN.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
+
+
 class MegatronError(Exception):
     """Base of every error meant for a user; ``exit_code``: what the process ends with, where not as its class says."""
 
     exit_code = RESTART_MAY_HELP
 
     def __init__(self, message: str = "", *, exit_code: int | None = None) -> None:
-        super().__init__(_LONG_WORD.sub(r"\1…", message))
+        super().__init__(visible(_LONG_WORD.sub(r"\1…", message)))
         if exit_code is not None:
             self.exit_code = exit_code
 
