@@ -42,6 +42,7 @@ from megatron.small_files import VOCABULARY_BYTES, as_kind, check_regular, read_
 CONFIG = "config.json"
 WEIGHTS = ("model.safetensors", "pytorch_model.bin")
 """Files of weights where they are whole; the first kind is read where there are both."""
+_POINTER = b"version https://git-lfs.github.com/"
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
@@ -308,6 +309,9 @@ def safetensors_in(path: Path) -> Iterator[tuple[str, LazyTensor]]:
         ) from None
     try:
         check_regular(path, where=str(path), error=CheckpointError)
+        if path.is_dir():
+            raise CheckpointError(f"{path} is a folder, and should be a safetensors file: download it again")
+        _refuse_pointer(path)
         with safe_open(path, framework="pt") as file:
             for name in file.keys():  # noqa: SIM118  (it is no mapping)
                 view = file.get_slice(name)
@@ -325,6 +329,13 @@ def safetensors_in(path: Path) -> Iterator[tuple[str, LazyTensor]]:
                 )
     except (SafetensorError, OSError) as error:
         raise CheckpointError(f"{path} is damaged or incomplete ({error})") from None
+
+
+def _refuse_pointer(path: Path) -> None:
+    """Raise CheckpointError for the few lines that a clone without git-lfs has in place of a file."""
+    with path.open("rb") as file:
+        if file.read(len(_POINTER)) == _POINTER:
+            raise CheckpointError(f"{path} is only git's pointer to the file: run git lfs pull in its folder")
 
 
 def _read(path: Path, name: str) -> Tensor:
