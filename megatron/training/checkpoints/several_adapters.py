@@ -84,7 +84,8 @@ def _read(trained: TrainedModel, named: NamedFolder) -> _Adapter:
         if isinstance(place, Path) and (place / SETTINGS).exists():
             companions = companions_of(trained.folder, trained.config.tokenizer)
             model, groups = trained.config.model, trained.config.extra
-            peft = read_peft(place, model, groups, published_type(model, groups, companions))
+            model_type = published_type(model, groups, companions)
+            peft = read_peft(place, model, groups, model_type, most_rank=MOST_RANK)
             if peft.saved:
                 raise CheckpointError(
                     f"it holds parameters that were trained in full (modules_to_save, bias: "

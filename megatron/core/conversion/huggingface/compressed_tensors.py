@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -13,6 +12,7 @@ from torch import Tensor
 
 from megatron.core.conversion.huggingface.micro_scales import MICRO_FORMATS, MicroFormat
 from megatron.core.conversion.huggingface.quantized_weights import StoredWeight, inputs_of, rows_of
+from megatron.core.conversion.matching import matches_of
 from megatron.core.conversion.portable import LazyScales, LazyTensor
 from megatron.core.ops.quantize import E4M3
 from megatron.core.quantization.grid import Grid
@@ -47,11 +47,11 @@ class _Group:
     grid: Grid
     micro: MicroFormat | None = None
 
-    def has(self, module: str) -> bool:
-        return any(
-            re.match(each.removeprefix("re:"), module) if each.startswith("re:") else module == each
-            for each in self.targets
-        )
+    def among(self, modules: Collection[str], *, where: str) -> set[str]:
+        """The modules that are of the group."""
+        patterns = [each.removeprefix("re:") for each in self.targets if each.startswith("re:")]
+        matches = matches_of(patterns, modules, where=where)
+        return {*self.targets}.intersection(modules).union(*matches)
 
 
 def groups_in(settings: Mapping[str, Any], *, where: str) -> list[_Group]:
@@ -84,11 +84,6 @@ def groups_in(settings: Mapping[str, Any], *, where: str) -> list[_Group]:
 
 def _group(group: Mapping[str, Any], micro: MicroFormat | None, *, where: str) -> _Group:
     targets = as_kind(group.get("targets"), list[str], where=f"{where}: targets", error=CheckpointError)
-    for each in targets:
-        try:
-            re.compile(each.removeprefix("re:"))
-        except re.error as error:
-            raise CheckpointError(f"{where}: target {each!r} is no regular expression: {error}") from None
     weights = as_kind(group.get("weights"), dict[str, Any], where=f"{where}: weights", error=CheckpointError)
     if micro is not None:
         wrong = [key for key, value in micro.arguments().items() if weights.get(key, value) not in (value, None)]
@@ -136,6 +131,8 @@ def read_compressed(
     groups = groups_in(settings, where=where)
     plain: dict[str, LazyTensor] = {}
     found: dict[str, StoredWeight] = {}
+    modules = sorted({name.rpartition(".")[0] for name in tensors})
+    members = [each.among(modules, where=where) for each in groups]
     for name, tensor in tensors.items():
         module, _, last = name.rpartition(".")
         if last in (*OF_CACHE, "output_zero_point") or (
@@ -143,7 +140,8 @@ def read_compressed(
         ):
             continue
         if last == "weight_packed" or (last == "weight" and tensor.dtype in (torch.int8, E4M3)):
-            group = next((each for each in groups if each.has(module)), None) or _by_class(groups)
+            named = (each for each, of_group in zip(groups, members) if module in of_group)
+            group = next(named, None) or _by_class(groups)
             read = partial(_weight, grid=group.grid) if group.micro is None else partial(_micro, group.micro)
             found[f"{module}.weight"] = read(module, last, tensors, where=where)
         else:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -18,15 +19,16 @@ from megatron.core.checkpointing.manifest import listed
 from megatron.core.conversion.huggingface.formats import format_of
 from megatron.core.conversion.huggingface.reading import CONFIG, read_config, tensors_of
 from megatron.core.conversion.huggingface.writing import fitting_type, theirs_of
-from megatron.core.conversion.peft.settings import PeftSettings, read_settings
+from megatron.core.conversion.peft.settings import ModuleSettings, PeftSettings, ends_of, read_settings
 from megatron.core.conversion.peft.units import TheirMatrix, Unit, their_matrices, without_experts
 from megatron.core.conversion.portable import LazyTensor, PortableModel, parameters_of
 from megatron.core.conversion.tables import to_ours, to_theirs
 from megatron.core.files.remote_path import AnyPath
-from megatron.errors import CheckpointError
+from megatron.errors import CheckpointError, visible
 
 WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
 PREFIX = "base_model.model."
+_LONGEST_NAME = 300  # of a base, in a note
 _FACTORS = (".lora_A.weight", ".lora_B.weight")
 
 
@@ -70,9 +72,9 @@ def with_peft(base: PortableModel, folder: Path) -> PortableModel:
 
 def notes_about(settings: PeftSettings, folder: Path) -> tuple[str, ...]:
     """What a user of the folder may want to know."""
-    if settings.base is None:
+    if not settings.base:
         return ()
-    return (f"note: the adapter in {folder} says that it was trained beside {settings.base}",)
+    return (f"note: the adapter in {folder} says that it was trained beside {visible(settings.base[:_LONGEST_NAME])}",)
 
 
 def published_type(model: ModelConfig, groups: Sequence[object], companions: Mapping[str, AnyPath]) -> str:
@@ -84,8 +86,10 @@ def published_type(model: ModelConfig, groups: Sequence[object], companions: Map
     return fitting_type(model, without_adapters(groups), wanted=[own or ""])
 
 
-def read_peft(folder: Path, model: ModelConfig, groups: Sequence[object], model_type: str) -> PeftAdapter:
-    """The adapters of a PEFT folder for a published model of this type.
+def read_peft(
+    folder: Path, model: ModelConfig, groups: Sequence[object], model_type: str, *, most_rank: int | None = None
+) -> PeftAdapter:
+    """The adapters of a PEFT folder for a published model of this type, whose rank is at most ``most_rank``.
 
     Raises CheckpointError for a folder that isn't one, settings that mean what can't be computed here, and tensors that
     don't fit the settings or the model.
@@ -96,10 +100,17 @@ def read_peft(folder: Path, model: ModelConfig, groups: Sequence[object], model_
         raise CheckpointError(f"{folder} holds no {' or '.join(WEIGHTS)}: copy the whole PEFT folder")
     modules, saved = _sorted(_current(tensors_of(path), model_type, where=str(path)), where=str(path))
     theirs, others = their_matrices(model, groups, model_type)
-    _check_names(settings, modules, theirs, others, where=str(path), model_type=model_type)
-    pairs = {name: _pair(name, factors, theirs[name], settings, str(path)) for name, factors in modules.items()}
+    _check_names(modules, theirs, others, where=str(path), model_type=model_type)
+    _check_saved(settings, saved, model, groups, model_type, where=str(path))
+    own = settings.of_modules(modules)
+    _check_targets(settings, own, where=str(path))
+    pairs = {
+        name: _pair(name, factors, theirs[name], own[name], settings, str(path)) for name, factors in modules.items()
+    }
     of_units = _by_unit(pairs.values())
     rank = max((len(a) for a, _ in of_units.values()), default=settings.rank)
+    if most_rank is not None and rank > most_rank:  # all are filled up to the largest
+        raise CheckpointError(f"its rank is {rank}; at most {most_rank} is served")
     lora = _lora(settings, rank, of_units)
     if ABSORBED in lora.lora_targets:
         raise CheckpointError(
@@ -138,14 +149,26 @@ def replaced(found: PeftAdapter, base: PortableModel, model_type: str) -> dict[s
     all_theirs = to_theirs(affected, base.tensors, base.model)
     for name, tensor in found.saved.items():
         there = all_theirs[name]
+        if not tensor.dtype.is_floating_point:
+            raise CheckpointError(
+                f"{found.settings.where}: {name} is of type {tensor.dtype}, and a weight has fp32 or bf16"
+            )
         if there.shape != tensor.shape:
             raise CheckpointError(
                 f"{found.settings.where}: {name} is {list(tensor.shape)} in the folder and {list(there.shape)} in the "
                 "base: give the base beside which the adapter was trained"
             )
-        make = tensor.make
-        all_theirs[name] = LazyTensor(there.shape, there.dtype, lambda make=make, dtype=there.dtype: make().to(dtype))  # type: ignore[misc]
+        make = partial(_finite, tensor, there.dtype, name, found.settings.where)
+        all_theirs[name] = LazyTensor(there.shape, there.dtype, make)
     return to_ours(affected, all_theirs, base.model, where=found.settings.where)
+
+
+def _finite(tensor: LazyTensor, dtype: torch.dtype, name: str, where: str) -> Tensor:
+    """The tensor in a type; CheckpointError where it isn't finite."""
+    made = tensor.make().to(dtype)
+    if not made.isfinite().all():
+        raise CheckpointError(f"{where}: {name}, which was trained whole, holds NaN or infinity: train it again")
+    return made
 
 
 def _current(tensors: Mapping[str, LazyTensor], model_type: str, *, where: str) -> dict[str, LazyTensor]:
@@ -155,15 +178,18 @@ def _current(tensors: Mapping[str, LazyTensor], model_type: str, *, where: str) 
     published = format_of(model_type)
     assert published is not None, "the model is of this type"
     stripped = {  # a layer that has an adapter is inside of one of peft's
-        name.removeprefix(PREFIX).replace(".base_layer.", "."): tensor for name, tensor in tensors.items()
+        name: name.removeprefix(PREFIX).replace(".base_layer.", ".") for name in tensors
     }
-    factors = {name: next((each for each in _FACTORS if name.endswith(each)), "") for name in stripped}
-    plain = {name: name.removesuffix(end) + (".weight" if end else "") for name, end in factors.items()}
+    factors = {name: next((each for each in _FACTORS if name.endswith(each)), "") for name in tensors}
+    plain = {name: stripped[name].removesuffix(end) + (".weight" if end else "") for name, end in factors.items()}
     today = published.types[model_type].current_names(plain.values())
-    found = {}
-    for name, tensor in stripped.items():
+    found = dict[str, LazyTensor]()
+    for name, tensor in tensors.items():
         now = today[plain[name]]
-        found[now.removesuffix(".weight") + factors[name] if factors[name] else now] = tensor
+        own = now.removesuffix(".weight") + factors[name] if factors[name] else now
+        if own in found:
+            raise CheckpointError(f"{where} holds {own} twice, under two names: save the adapter again")
+        found[own] = tensor
     return found
 
 
@@ -178,8 +204,8 @@ def _sorted(
             factors[name.removesuffix(end)][end] = tensor
         elif ".lora_" in name:
             raise CheckpointError(
-                f"{where} holds {name}: adapters of embeddings and stacked parameters are not read; merge them into "
-                "the base with peft's merge_and_unload, and take that"
+                f"{where} holds {name}: of adapters only {' and '.join(_FACTORS)} of linear layers are read, none of "
+                "embeddings and stacked parameters; merge them into the base with peft's merge_and_unload"
             )
         else:
             saved[name] = tensor
@@ -190,7 +216,6 @@ def _sorted(
 
 
 def _check_names(
-    settings: PeftSettings,
     modules: Iterable[str],
     theirs: Mapping[str, TheirMatrix],
     others: Mapping[str, str],
@@ -209,23 +234,52 @@ def _check_names(
                 f"{where} has an adapter for {module}, which the base (a {model_type}) does not have: give the base "
                 "with which the adapter was trained"
             )
-        if not settings.names(module):
-            raise CheckpointError(
-                f"{where} has an adapter for {module}, which the target_modules of {settings.where} don't name, so "
-                "that peft would leave it out: save the adapter again"
-            )
+
+
+def _check_targets(settings: PeftSettings, modules: Mapping[str, ModuleSettings], *, where: str) -> None:
+    for module in sorted(name for name, own in modules.items() if not own.is_named):
+        raise CheckpointError(
+            f"{where} has an adapter for {module}, which the target_modules of {settings.where} don't name, so "
+            "that peft would leave it out: save the adapter again"
+        )
+    ends = {end for module in modules for end in ends_of(module)}
     for target in settings.targets if not isinstance(settings.targets, str) else ():
-        if not any(each == target or each.endswith(f".{target}") for each in modules):
+        if target not in ends:
             raise CheckpointError(
                 f"{settings.where}: target_modules names {target}, for which {where} has no adapter: copy the folder "
                 "again"
             )
 
 
+def _check_saved(
+    settings: PeftSettings,
+    saved: Collection[str],
+    model: ModelConfig,
+    groups: Sequence[object],
+    model_type: str,
+    *,
+    where: str,
+) -> None:
+    """Raise CheckpointError for a module of the model that was trained whole, and of which the folder has nothing."""
+    names = [name for match in theirs_of(model, without_adapters(groups), model_type) for name in match.theirs]
+    modules = {end for name in names for end in ends_of(name.rpartition(".")[0])}
+    there = {end for name in saved for end in ends_of(name.rpartition(".")[0])}
+    if lost := sorted({*settings.saved} & modules - there):
+        raise CheckpointError(
+            f"{settings.where}: modules_to_save names {listed(lost)}, of which {where} has no tensor: copy the folder "
+            "again"
+        )
+
+
 def _pair(
-    module: str, factors: tuple[LazyTensor, LazyTensor], theirs: TheirMatrix, settings: PeftSettings, where: str
+    module: str,
+    factors: tuple[LazyTensor, LazyTensor],
+    theirs: TheirMatrix,
+    own: ModuleSettings,
+    settings: PeftSettings,
+    where: str,
 ) -> _Pair:
-    rank = settings.rank_of(module)
+    rank = own.rank
     for tensor, shape, end in zip(factors, ((rank, theirs.inputs), (theirs.rows, rank)), _FACTORS):
         if tensor.shape != shape:
             raise CheckpointError(
@@ -238,7 +292,13 @@ def _pair(
     a, b = (factor.make().float() for factor in factors)
     if not (a.isfinite().all() and b.isfinite().all()):
         raise CheckpointError(f"{where}: the adapter of {module} holds NaN or infinity: train it again")
-    return _Pair(a, b * (settings.scale_of(module) / settings.scale), theirs)
+    b = b * (own.scale / settings.scale)
+    if not b.isfinite().all():
+        raise CheckpointError(
+            f"{settings.where}: the scale of {module} is {own.scale:g} and that of others {settings.scale:g}: times "
+            "their quotient its adapter is no number of 32 bits; write another alpha_pattern"
+        )
+    return _Pair(a, b, theirs)
 
 
 def _by_unit(pairs: Iterable[_Pair]) -> dict[Unit, tuple[Tensor, Tensor]]:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
+from megatron.core.conversion.matching import matches_of
 from megatron.errors import CheckpointError
 from megatron.small_files import as_kind, read_json
 
@@ -17,7 +18,7 @@ SETTINGS = "adapter_config.json"
 ALL_LINEAR = "all-linear"
 
 _MOST_RANK = 65536
-_LONGEST_PATTERN = 1000
+_LEAST_ALPHA, _MOST_ALPHA = 1e-30, 1e30  # their quotients are still numbers
 _READ = (
     *("peft_type", "r", "lora_alpha", "lora_dropout", "target_modules", "exclude_modules", "use_rslora", "bias"),
     *("rank_pattern", "alpha_pattern", "modules_to_save", "layers_to_transform", "layers_pattern"),
@@ -31,6 +32,7 @@ _IDLE = (
 )
 # The first weights of these are taken out of the base's.
 _OTHER_BASES = ("pissa", "olora", "corda", "loftq", "lora_ga")
+_LITERAL = re.compile(r"(?:\w|\\\.)*")  # patterns that match one name
 _LAYER = re.compile(r".*?\.[^.]*\.(?P<number>\d+)\.")
 
 
@@ -53,6 +55,17 @@ class _Kinds:
     base_model_name_or_path: str | None = None
     init_lora_weights: bool | str | None = True
     target_parameters: list[str] | None = None
+
+
+@dataclass(frozen=True)
+class ModuleSettings:
+    """What a PEFT folder says about a module: the rank of its adapter, the factor of what that adds, and whether it has
+    one at all.
+    """
+
+    rank: int
+    scale: float
+    is_named: bool
 
 
 @dataclass(frozen=True)
@@ -80,38 +93,80 @@ class PeftSettings:
         """The factor of what an adapter adds, where no pattern says another."""
         return self.alpha / (math.sqrt(self.rank) if self.rank_stabilized else self.rank)
 
-    def rank_of(self, module: str) -> int:
-        """The rank of a module's adapter."""
-        return int(_by_pattern(self.rank_pattern, module, self.rank))
+    def of_modules(self, modules: Collection[str]) -> dict[str, ModuleSettings]:
+        """What the settings say about modules of the base.
 
-    def scale_of(self, module: str) -> float:
-        """The factor of what a module's adapter adds."""
-        rank, alpha = self.rank_of(module), _by_pattern(self.alpha_pattern, module, self.alpha)
-        return float(alpha) / (math.sqrt(rank) if self.rank_stabilized else rank)
+        Raises CheckpointError for a pattern that is no regular expression, or takes too long.
+        """
+        ranks = _by_pattern(self.rank_pattern, modules, self.rank, where=self.where)
+        alphas = _by_pattern(self.alpha_pattern, modules, self.alpha, where=self.where)
+        named = self._named(modules)
+        return {
+            module: ModuleSettings(
+                int(ranks[module]),
+                alphas[module] / (math.sqrt(ranks[module]) if self.rank_stabilized else ranks[module]),
+                module in named,
+            )
+            for module in modules
+        }
 
-    def names(self, module: str) -> bool:
-        """Whether the settings give a module an adapter."""
-        if self.excluded and _is_named(module, self.excluded):
-            return False
-        if isinstance(self.targets, str):
-            return self.targets.lower() == ALL_LINEAR or _is_named(module, self.targets)
-        if not _is_named(module, self.targets):
-            return False
-        if self.layers is None:
-            return True
-        patterns = [re.compile(rf"(?:^|.*?\.){each}\.(?P<number>\d+)\.") for each in self.layers_patterns] or [_LAYER]
-        found = next((match for match in (each.match(module) for each in patterns) if match), None)
-        return found is not None and int(found["number"]) in self.layers
+    def _named(self, modules: Collection[str]) -> set[str]:
+        """The modules that the settings give an adapter."""
+        excluded = _among(modules, self.excluded, where=self.where) if self.excluded else set()
+        if isinstance(self.targets, str) and self.targets.lower() == ALL_LINEAR:
+            return {*modules} - excluded
+        named = _among(modules, self.targets, where=self.where) - excluded
+        if isinstance(self.targets, str) or self.layers is None:
+            return named
+        numbers = self._layer_numbers(named)
+        return {module for module in named if numbers.get(module) in self.layers}
+
+    def _layer_numbers(self, modules: Collection[str]) -> dict[str, int | None]:
+        """The number of each module's layer, as the first of ``layers_patterns`` that matches it finds it."""
+        if not self.layers_patterns:
+            found = {module: _LAYER.match(module) for module in modules}
+            return {module: int(match["number"]) for module, match in found.items() if match}
+        numbers: dict[str, int | None] = {}
+        for matches in matches_of(
+            self.layers_patterns,
+            modules,
+            where=self.where,
+            around=lambda each: rf"(?:^|.*?\.){each}\.(?P<number>\d+)\.",
+        ):
+            for module, number in matches.items():
+                numbers.setdefault(module, None if number is None else int(number))
+        return numbers
 
 
-def _by_pattern(patterns: Mapping[str, float], module: str, usual: float) -> float:
-    return next((value for key, value in patterns.items() if re.match(rf"(.*\.)?({key})$", module)), usual)
+def _by_pattern(
+    patterns: Mapping[str, float], modules: Collection[str], usual: float, *, where: str
+) -> dict[str, float]:
+    """For each module the value of the first pattern that matches the end of its name."""
+    order = {pattern: position for position, pattern in enumerate(patterns)}
+    literal = {pattern.replace("\\.", "."): place for pattern, place in order.items() if _LITERAL.fullmatch(pattern)}
+    others = [pattern for pattern in patterns if not _LITERAL.fullmatch(pattern)]
+    places = {module: [literal[end] for end in ends_of(module) if end in literal] for module in modules}
+    for pattern, matches in zip(
+        others, matches_of(others, modules, where=where, around=lambda each: rf"(.*\.)?({each})$")
+    ):
+        for module in matches:
+            places[module].append(order[pattern])
+    values = [*patterns.values()]
+    return {module: values[min(places[module])] if places[module] else usual for module in modules}
 
 
-def _is_named(module: str, names: str | Sequence[str]) -> bool:
+def _among(modules: Collection[str], names: str | Sequence[str], *, where: str) -> set[str]:
+    """The modules that a pattern matches, or that have one of the names or end with it."""
     if isinstance(names, str):
-        return re.fullmatch(names, module) is not None
-    return any(module == name or module.endswith(f".{name}") for name in names)
+        return {*matches_of([names], modules, where=where, whole=True)[0]}
+    known = {*names}
+    return {module for module in modules if not known.isdisjoint(ends_of(module))}
+
+
+def ends_of(module: str) -> list[str]:
+    """The module's name, and what follows each of its dots."""
+    parts = module.split(".")
+    return [".".join(parts[first:]) for first in range(len(parts))]
 
 
 def read_settings(folder: Path) -> PeftSettings:
@@ -188,8 +243,10 @@ def _check(found: _Kinds, where: str) -> None:
             raise CheckpointError(f"{where}: {name} is {rank}; a rank is 1 to {_MOST_RANK}")
     alphas = {"lora_alpha": found.lora_alpha, **(found.alpha_pattern or {})}
     for name, alpha in alphas.items():
-        if not (alpha > 0 and math.isfinite(alpha)):
-            raise CheckpointError(f"{where}: {name} is {alpha}; it must be a positive number")
+        if not _LEAST_ALPHA <= alpha <= _MOST_ALPHA:
+            raise CheckpointError(
+                f"{where}: {name} is {alpha}; it must be a positive number from {_LEAST_ALPHA} to {_MOST_ALPHA:g}"
+            )
     if not 0 <= found.lora_dropout < 1:
         raise CheckpointError(f"{where}: lora_dropout is {found.lora_dropout}; it must be from 0 to below 1")
     first = str(found.init_lora_weights).lower()
@@ -201,19 +258,3 @@ def _check(found: _Kinds, where: str) -> None:
         )
     if found.bias not in ("none", "all", "lora_only"):
         raise CheckpointError(f"{where}: bias is {found.bias!r}; peft has none, all and lora_only")
-    for pattern in _patterns(found):
-        _check_pattern(pattern, where)
-
-
-def _patterns(found: _Kinds) -> Collection[str]:
-    texts = [each for each in (found.target_modules, found.exclude_modules) if isinstance(each, str)]
-    return [*texts, *_as_list(found.layers_pattern), *(found.rank_pattern or {}), *(found.alpha_pattern or {})]
-
-
-def _check_pattern(pattern: str, where: str) -> None:
-    try:
-        if len(pattern) > _LONGEST_PATTERN:
-            raise CheckpointError(f"{where}: a pattern has {len(pattern):,} characters; at most {_LONGEST_PATTERN:,}")
-        re.compile(pattern)
-    except re.error as error:
-        raise CheckpointError(f"{where}: {pattern[:100]!r} is no regular expression ({error})") from None
