@@ -1,8 +1,8 @@
 """The process that matches regular expressions of a stranger's file: one may take longer than anybody waits.
 
-Started as a script. Its input is JSON: ``patterns``, ``names``, and ``whole``, whether a pattern matches a whole name
-or its beginning. Its output is JSON, too: ``found``, for each pattern the names that match, each with what the group
-``number`` holds, if there is one; or ``wrong``, the index of a pattern that is none, and why.
+Started as a script. Its input is JSON: ``names``, and ``patterns``, each a pair of a regular expression and whether it
+matches a whole name or its beginning. Its output is JSON, too: ``found``, for each pattern the names that match, each
+with what the group ``number`` holds, if there is one; or ``wrong``, the index of a pattern that is none, and why.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ _MOST_MEMORY = 2 << 30
 def main(job: dict[str, Any]) -> dict[str, Any]:
     """The names that each pattern matches."""
     found = []
-    for index, pattern in enumerate(job["patterns"]):
+    for index, (pattern, is_whole) in enumerate(job["patterns"]):
         try:
             compiled = re.compile(pattern)
-            match = compiled.fullmatch if job["whole"] else compiled.match
+            match = compiled.fullmatch if is_whole else compiled.match
             matches = {name: match(name) for name in job["names"]}
         except (re.error, OverflowError, RecursionError, MemoryError) as error:
             return {"wrong": [index, str(error) or type(error).__name__]}

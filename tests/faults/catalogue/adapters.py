@@ -40,10 +40,26 @@ FAULTS = (
     Fault(
         "peft_alpha_pattern_skipped",
         "megatron/core/conversion/peft/reading.py",
-        old="b * (settings.scale_of(module) / settings.scale)",
+        old="b * (own.scale / settings.scale)",
         new="b * 1.0",
         suffers="Modules of a PEFT folder whose alpha or rank differs add another amount than in peft.",
         first=("unit/conversion/test_peft.py::mean_the_same",),
+    ),
+    Fault(
+        "peft_lost_module_trained_whole",
+        "megatron/core/conversion/peft/reading.py",
+        old="{*settings.saved} & modules - there",
+        new="{*settings.saved} & modules & there - modules",
+        suffers="A PEFT folder without the head that was trained whole is loaded with the base's head, without a word.",
+        first=("unit/conversion/test_hostile_peft.py::saved, without",),
+    ),
+    Fault(
+        "peft_ends_of_names_without_dots",
+        "megatron/core/conversion/matching.py",
+        old="compiled.fullmatch(name) if pattern.whole else compiled.match(name)",
+        new="compiled.match(name)",
+        suffers="A PEFT folder's target_modules of a plain pattern name modules that only begin like it.",
+        first=("unit/conversion/test_matching.py",),
     ),
     Fault(
         "adapter_sees_a_part_of_the_sequence",

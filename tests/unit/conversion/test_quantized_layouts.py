@@ -231,7 +231,7 @@ BAD_SETTINGS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "no groups": ({**COMPRESSED["int4"], "config_groups": {}}, ("config_groups",)),
     "a target": (
         {**COMPRESSED["int4"], "config_groups": {"group_0": {"targets": ["re:("], "weights": INT4}}},
-        ("re:(", "no regular expression"),
+        ("targets", "'('", "no regular expression"),
     ),
     "gptq of 3": ({"quant_method": "gptq", "bits": 3, "group_size": GROUP}, ("gptq of 3 bits",)),
     "gptq by layer": ({"quant_method": "gptq", "bits": 4, "group_size": GROUP, "dynamic": {"x": {}}}, ("dynamic",)),

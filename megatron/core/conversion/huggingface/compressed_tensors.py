@@ -12,7 +12,7 @@ from torch import Tensor
 
 from megatron.core.conversion.huggingface.micro_scales import MICRO_FORMATS, MicroFormat
 from megatron.core.conversion.huggingface.quantized_weights import StoredWeight, inputs_of, rows_of
-from megatron.core.conversion.matching import matches_of
+from megatron.core.conversion.matching import Pattern, matches_of
 from megatron.core.conversion.portable import LazyScales, LazyTensor
 from megatron.core.ops.quantize import E4M3
 from megatron.core.quantization.grid import Grid
@@ -47,11 +47,10 @@ class _Group:
     grid: Grid
     micro: MicroFormat | None = None
 
-    def among(self, modules: Collection[str], *, where: str) -> set[str]:
-        """The modules that are of the group."""
-        patterns = [each.removeprefix("re:") for each in self.targets if each.startswith("re:")]
-        matches = matches_of(patterns, modules, where=where)
-        return {*self.targets}.intersection(modules).union(*matches)
+    @property
+    def patterns(self) -> list[Pattern]:
+        """The targets that are regular expressions."""
+        return [Pattern(each.removeprefix("re:")) for each in self.targets if each.startswith("re:")]
 
 
 def groups_in(settings: Mapping[str, Any], *, where: str) -> list[_Group]:
@@ -132,7 +131,7 @@ def read_compressed(
     plain: dict[str, LazyTensor] = {}
     found: dict[str, StoredWeight] = {}
     modules = sorted({name.rpartition(".")[0] for name in tensors})
-    members = [each.among(modules, where=where) for each in groups]
+    members = _members(groups, modules, where=f"{where}/config.json: targets")
     for name, tensor in tensors.items():
         module, _, last = name.rpartition(".")
         if last in (*OF_CACHE, "output_zero_point") or (
@@ -147,6 +146,12 @@ def read_compressed(
         else:
             plain[name] = tensor
     return plain, found
+
+
+def _members(groups: list[_Group], modules: Collection[str], *, where: str) -> list[set[str]]:
+    """The modules that each group names."""
+    matches = iter(matches_of([each for group in groups for each in group.patterns], modules, where=where))
+    return [{*group.targets}.intersection(modules).union(*(next(matches) for _ in group.patterns)) for group in groups]
 
 
 def _by_class(groups: list[_Group]) -> _Group:

@@ -102,10 +102,10 @@ def read_peft(
     theirs, others = their_matrices(model, groups, model_type)
     _check_names(modules, theirs, others, where=str(path), model_type=model_type)
     _check_saved(settings, saved, model, groups, model_type, where=str(path))
-    own = settings.of_modules(modules)
-    _check_targets(settings, own, where=str(path))
+    said = settings.of_modules(modules)
+    _check_targets(settings, said, where=str(path))
     pairs = {
-        name: _pair(name, factors, theirs[name], own[name], settings, str(path)) for name, factors in modules.items()
+        name: _pair(name, factors, theirs[name], said[name], settings, str(path)) for name, factors in modules.items()
     }
     of_units = _by_unit(pairs.values())
     rank = max((len(a) for a, _ in of_units.values()), default=settings.rank)
@@ -145,20 +145,19 @@ def replaced(found: PeftAdapter, base: PortableModel, model_type: str) -> dict[s
             f"{found.settings.where}: the folder holds {listed(unknown)}, which the base (a {model_type}) does not "
             "have: give the base with which the adapter was trained"
         )
+    folder = Path(found.settings.where).parent
     affected = [match for match in matches if {*match.theirs} & {*found.saved}]
     all_theirs = to_theirs(affected, base.tensors, base.model)
     for name, tensor in found.saved.items():
         there = all_theirs[name]
         if not tensor.dtype.is_floating_point:
-            raise CheckpointError(
-                f"{found.settings.where}: {name} is of type {tensor.dtype}, and a weight has fp32 or bf16"
-            )
+            raise CheckpointError(f"{folder}: {name} is of type {tensor.dtype}, and a weight has fp32 or bf16")
         if there.shape != tensor.shape:
             raise CheckpointError(
                 f"{found.settings.where}: {name} is {list(tensor.shape)} in the folder and {list(there.shape)} in the "
                 "base: give the base beside which the adapter was trained"
             )
-        make = partial(_finite, tensor, there.dtype, name, found.settings.where)
+        make = partial(_finite, tensor, there.dtype, name, str(folder))
         all_theirs[name] = LazyTensor(there.shape, there.dtype, make)
     return to_ours(affected, all_theirs, base.model, where=found.settings.where)
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
-from megatron.core.conversion.matching import matches_of
+from megatron.core.conversion.matching import Pattern, matches_of
 from megatron.errors import CheckpointError
 from megatron.small_files import as_kind, read_json
 
@@ -33,6 +33,7 @@ _IDLE = (
 # The first weights of these are taken out of the base's.
 _OTHER_BASES = ("pissa", "olora", "corda", "loftq", "lora_ga")
 _LITERAL = re.compile(r"(?:\w|\\\.)*")  # patterns that match one name
+_Matches = Mapping[str, str | None]  # names that a pattern matches, with the number of the layer
 _LAYER = re.compile(r".*?\.[^.]*\.(?P<number>\d+)\.")
 
 
@@ -98,9 +99,18 @@ class PeftSettings:
 
         Raises CheckpointError for a pattern that is no regular expression, or takes too long.
         """
-        ranks = _by_pattern(self.rank_pattern, modules, self.rank, where=self.where)
-        alphas = _by_pattern(self.alpha_pattern, modules, self.alpha, where=self.where)
-        named = self._named(modules)
+        kinds = {
+            "ranks": _ends_with(self.rank_pattern),
+            "alphas": _ends_with(self.alpha_pattern),
+            "excluded": _whole(self.excluded),
+            "targets": [] if self.takes_all else _whole(self.targets),
+            "layers": [Pattern(each, r"(?:^|.*?\.)", r"\.(?P<number>\d+)\.") for each in self.layers_patterns],
+        }
+        matches = iter(matches_of([each for kind in kinds.values() for each in kind], modules, where=self.where))
+        found = {name: {each.text: next(matches) for each in kind} for name, kind in kinds.items()}
+        ranks = _by_pattern(self.rank_pattern, modules, self.rank, found["ranks"])
+        alphas = _by_pattern(self.alpha_pattern, modules, self.alpha, found["alphas"])
+        named = self._named(modules, found)
         return {
             module: ModuleSettings(
                 int(ranks[module]),
@@ -110,55 +120,62 @@ class PeftSettings:
             for module in modules
         }
 
-    def _named(self, modules: Collection[str]) -> set[str]:
+    @property
+    def takes_all(self) -> bool:
+        """Whether every linear layer has an adapter."""
+        return isinstance(self.targets, str) and self.targets.lower() == ALL_LINEAR
+
+    def _named(self, modules: Collection[str], found: Mapping[str, Mapping[str, _Matches]]) -> set[str]:
         """The modules that the settings give an adapter."""
-        excluded = _among(modules, self.excluded, where=self.where) if self.excluded else set()
-        if isinstance(self.targets, str) and self.targets.lower() == ALL_LINEAR:
+        excluded = _among(modules, self.excluded, found["excluded"]) if self.excluded else set()
+        if self.takes_all:
             return {*modules} - excluded
-        named = _among(modules, self.targets, where=self.where) - excluded
+        named = _among(modules, self.targets, found["targets"]) - excluded
         if isinstance(self.targets, str) or self.layers is None:
             return named
-        numbers = self._layer_numbers(named)
+        numbers = self._layer_numbers(named, found["layers"].values())
         return {module for module in named if numbers.get(module) in self.layers}
 
-    def _layer_numbers(self, modules: Collection[str]) -> dict[str, int | None]:
+    def _layer_numbers(self, modules: Collection[str], found: Iterable[_Matches]) -> dict[str, int]:
         """The number of each module's layer, as the first of ``layers_patterns`` that matches it finds it."""
         if not self.layers_patterns:
-            found = {module: _LAYER.match(module) for module in modules}
-            return {module: int(match["number"]) for module, match in found.items() if match}
-        numbers: dict[str, int | None] = {}
-        for matches in matches_of(
-            self.layers_patterns,
-            modules,
-            where=self.where,
-            around=lambda each: rf"(?:^|.*?\.){each}\.(?P<number>\d+)\.",
-        ):
-            for module, number in matches.items():
-                numbers.setdefault(module, None if number is None else int(number))
+            matches = {module: _LAYER.match(module) for module in modules}
+            return {module: int(match["number"]) for module, match in matches.items() if match}
+        numbers: dict[str, int] = {}
+        for of_pattern in found:
+            for module, number in of_pattern.items():
+                if number is not None:
+                    numbers.setdefault(module, int(number))
         return numbers
 
 
+def _ends_with(patterns: Iterable[str]) -> list[Pattern]:
+    """Patterns of the ends of names; names alone are looked up instead."""
+    return [Pattern(each, r"(.*\.)?(", ")$") for each in patterns if not _LITERAL.fullmatch(each)]
+
+
+def _whole(names: str | Sequence[str]) -> list[Pattern]:
+    return [Pattern(names, whole=True)] if isinstance(names, str) and names else []
+
+
 def _by_pattern(
-    patterns: Mapping[str, float], modules: Collection[str], usual: float, *, where: str
+    patterns: Mapping[str, float], modules: Collection[str], usual: float, found: Mapping[str, _Matches]
 ) -> dict[str, float]:
-    """For each module the value of the first pattern that matches the end of its name."""
+    """The value of the first pattern that matches the end of a module's name, for each module."""
     order = {pattern: position for position, pattern in enumerate(patterns)}
     literal = {pattern.replace("\\.", "."): place for pattern, place in order.items() if _LITERAL.fullmatch(pattern)}
-    others = [pattern for pattern in patterns if not _LITERAL.fullmatch(pattern)]
     places = {module: [literal[end] for end in ends_of(module) if end in literal] for module in modules}
-    for pattern, matches in zip(
-        others, matches_of(others, modules, where=where, around=lambda each: rf"(.*\.)?({each})$")
-    ):
+    for pattern, matches in found.items():
         for module in matches:
             places[module].append(order[pattern])
     values = [*patterns.values()]
     return {module: values[min(places[module])] if places[module] else usual for module in modules}
 
 
-def _among(modules: Collection[str], names: str | Sequence[str], *, where: str) -> set[str]:
+def _among(modules: Collection[str], names: str | Sequence[str], found: Mapping[str, _Matches]) -> set[str]:
     """The modules that a pattern matches, or that have one of the names or end with it."""
     if isinstance(names, str):
-        return {*matches_of([names], modules, where=where, whole=True)[0]}
+        return {*found.get(names, {})}
     known = {*names}
     return {module for module in modules if not known.isdisjoint(ends_of(module))}
 
