@@ -29,6 +29,7 @@ PROGRAMS = {
     "inspect-checkpoint": "tools/checkpoint/inspect_checkpoint.py",
     "convert-checkpoint": "tools/checkpoint/convert.py",
     "upcycle-checkpoint": "tools/checkpoint/upcycle.py",
+    "prune-checkpoint": "tools/checkpoint/prune.py",
     "average-checkpoints": "tools/checkpoint/average.py",
     "check-widths": "tools/check_widths.py",
     "quantize": "tools/quantize.py",

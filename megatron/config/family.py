@@ -141,6 +141,10 @@ class PartConfig(CheckedSettings):
         """The part in a small model of the same structure, whose stacks have ``small`` numbers of layers."""
         return self
 
+    def with_layers(self, num_layers: int, kept: Sequence[int]) -> Self:
+        """The part in a decoder that keeps only the layers ``kept`` of its ``num_layers``, in order."""
+        return self
+
 
 class FamilyConfig(CheckedSettings):
     """Base of the settings that name a family of models, with those that it alone has and facts about its models.

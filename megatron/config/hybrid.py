@@ -168,6 +168,15 @@ class HybridConfig(PartConfig):
         return dataclasses.replace(self, hybrid_layer_pattern=pattern)
 
     @override
+    def with_layers(self, num_layers: int, kept: Sequence[int]) -> Self:
+        """The letters of the layers, without the borders of pipeline stages."""
+        if self.pattern is None:
+            return self
+        layers = "".join(self.letters[layer] for layer in kept)
+        pattern = "/".join((layers, *self.pattern.depths))
+        return dataclasses.replace(self, hybrid_layer_pattern=pattern, hybrid_segments=None)
+
+    @override
     def rules(self) -> Sequence[Rule]:
         """Rules about patterns."""
         return RULES

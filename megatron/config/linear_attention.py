@@ -147,6 +147,17 @@ class GatedDeltaNetConfig(PartConfig):
         return dataclasses.replace(self, **changes)
 
     @override
+    def with_layers(self, num_layers: int, kept: Sequence[int]) -> Self:
+        """Linear attention in those of the layers that have it; ordinary attention in all where none has."""
+        marked = self.linear_layers(num_layers)
+        if not any(marked):
+            return self
+        left = tuple(marked[layer] for layer in kept)
+        if not any(left):
+            return type(self)()
+        return dataclasses.replace(self, linear_attention_freq=window_pattern(left) or listed_layers(left))
+
+    @override
     def rules(self) -> Sequence[Rule]:
         """Rules about gated delta nets."""
         return RULES

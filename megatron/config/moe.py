@@ -97,6 +97,14 @@ class MoEConfig(ExpertSettings, PartConfig):
         )
 
     @override
+    def with_layers(self, num_layers: int, kept: Sequence[int]) -> Self:
+        """Experts in those of the layers that have them."""
+        if not self.has_experts:
+            return self
+        marked = self.expert_layers(num_layers)
+        return dataclasses.replace(self, moe_layer_freq=shortest_pattern(tuple(marked[layer] for layer in kept)))
+
+    @override
     def rules(self) -> Sequence[Rule]:
         """Rules about experts."""
         return RULES

@@ -14,6 +14,7 @@ from tests.faults.catalogue import (
     onnx,
     optimizers,
     preferences,
+    pruning,
     public_reports,
     quantized,
     ranks,
@@ -47,6 +48,7 @@ FAULTS: tuple[Fault, ...] = (
     *calibration.FAULTS,
     *tensorrt_llm.FAULTS,
     *preferences.FAULTS,
+    *pruning.FAULTS,
 )
 """Their numbers on the command line count from 1 in this order."""
 

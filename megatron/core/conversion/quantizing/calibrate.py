@@ -18,28 +18,23 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megatron.config.pipeline import Stage
 from megatron.config.quantization_training import without_rounding
 from megatron.core.checkpointing.storage import ChecksummedFiles
+from megatron.core.conversion.layer_by_layer import stage_of_layer
 from megatron.core.conversion.portable import (
     LazyScales,
     LazyTensor,
     PortableModel,
     Quantization,
-    fill,
     layers_of,
 )
 from megatron.core.conversion.quantizing.folds import Fold, folds_of
 from megatron.core.conversion.quantizing.matrices import Matrix, Observer, matrices_of
 from megatron.core.conversion.quantizing.recipe import Recipe
-from megatron.core.models.registry import family_of
 from megatron.core.ops.quantize import E4M3, LARGEST
 from megatron.core.parallel.collectives import all_reduce, broadcast
 from megatron.core.parallel.context import ParallelContext
-from megatron.core.parallel.mesh import WORLD, Mesh
-from megatron.core.parallel.model_context import ModelContext
-from megatron.core.parallel.rng import RngStreams
-from megatron.core.parallel.sharding import ShardedState, sharded_parameters
+from megatron.core.parallel.mesh import WORLD
 from megatron.core.quantization.channel_scaling import (
     activation_aware_factors,
     clipped_scales,
@@ -109,7 +104,8 @@ class _Walk:
         handed: list[Tensor | None] = [None] * len(mine)
         for number in range(count):
             observer = Observer()
-            stage, layer = self._built(number, observer, is_last=number == count - 1)
+            stage = stage_of_layer(self.portable, number, device=self.context.device, operands=observer)
+            layer = next(each for each in stage.modules() if isinstance(each, TransformerLayer))
             observer.matrices = {
                 weight: matrices_of(name, weight.data)
                 for name, weight in stage.named_parameters()
@@ -130,22 +126,6 @@ class _Walk:
             own = {name: tensor for name, tensor in stage.state_dict().items() if ".layers." in name}
             yield self.put(f"layer {number}", {**own, **changed, **peaks})
             self.say(f"layer {number + 1} of {count} is quantized")
-
-    def _built(self, number: int, observer: Observer, *, is_last: bool) -> tuple[nn.Module, TransformerLayer]:
-        """The layer as a stage of its own, with its weights in fp32, and the layer in it."""
-        portable, device, mesh = self.portable, self.context.device, Mesh.single()
-        context = ModelContext(
-            mesh=mesh, rng=RngStreams(1, mesh, device), device=device, dtype=torch.float32, operands=observer
-        )
-        part = Stage(range(number, number + 1), is_first=number == 0, is_last=is_last)
-        build = family_of(portable.groups).train_spec.build_model
-        stage = build(portable.model, portable.groups, context, stage=part).eval().requires_grad_(False)
-        state = [
-            ShardedState(f"model.{sharding.tied or name}", parameter.detach(), sharding)
-            for name, parameter, sharding in sharded_parameters(stage)
-        ]
-        fill(state, portable, mesh)
-        return stage, next(each for each in stage.modules() if isinstance(each, TransformerLayer))
 
     def _measure(self, run: Callable[[], Iterator[Tensor | None]], observer: Observer) -> None:
         """Pass the samples for the largest magnitudes and, where they are needed, for the sums. A collective."""
