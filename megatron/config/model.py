@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -13,14 +12,7 @@ from megatron.config.attention import AttentionConfig
 from megatron.config.attention_backends import OTHER_NAMES, AttentionBackend
 from megatron.config.flags import architecture_flag, architecture_switch, derive, flag, switch
 from megatron.config.latent_attention import LatentAttentionConfig
-from megatron.config.layer_patterns import (
-    canonical,
-    marked_layers,
-    pattern_of,
-    shortened,
-    window_layers,
-    window_pattern,
-)
+from megatron.config.layer_patterns import canonical, marked_layers, shortened, window_layers
 from megatron.config.multi_token import MultiTokenConfig
 from megatron.config.mup import MupConfig
 from megatron.config.positions import ROTARY_TYPES, PositionConfig
@@ -222,19 +214,6 @@ class ModelConfig(
         """The first ``num_layers`` layers of this model."""
         patterns: Any = {each: shortened(getattr(self, each), self.num_layers, num_layers) for each in PATTERNS}
         return replace(self, num_layers=num_layers, **patterns)
-
-    def with_layers(self, kept: Sequence[int]) -> ModelConfig:
-        """This model with the layers ``kept`` alone, in order: each sees the window and has the positions that it has.
-
-        Raises ConfigError for a pattern of layers that isn't one.
-        """
-        windows = window_layers(self.window_attn_skip_freq, self.num_layers)
-        bare = marked_layers(self.no_rope_freq or "[0]", self.num_layers, flag="--no-rope-freq")
-        patterns: Any = {
-            "window_attn_skip_freq": window_pattern(tuple(windows[layer] for layer in kept)),
-            "no_rope_freq": pattern_of(tuple(bare[layer] for layer in kept)),
-        }
-        return replace(self, num_layers=len(kept), **patterns)
 
     @property
     def is_rotary(self) -> bool:

@@ -27,7 +27,7 @@ if TYPE_CHECKING:  # torch is imported when flags are known to be right
     from torch import Tensor
 
     from megatron.core.conversion.portable import PortableModel
-    from megatron.core.conversion.pruning.targets import Targets
+    from megatron.core.models.gpt.pruning.targets import Targets
 
 LEGACY_FLAGS = legacy_table(
     {"samples": "calib-size", "load": "pretrained-model-path"},
@@ -109,7 +109,7 @@ def main(argv: Sequence[str]) -> int:
         from megatron.core.conversion.averaging import read_average
         from megatron.core.conversion.convert import check_target
         from megatron.core.conversion.native import read_native
-        from megatron.core.conversion.pruning.targets import without_mtp
+        from megatron.core.models.gpt.pruning.targets import without_mtp
 
         targets = targets_of(config)
         launch, save = launch_environment(), path_of(config.save)
@@ -135,7 +135,7 @@ def main(argv: Sequence[str]) -> int:
 
 def targets_of(config: PruneConfig) -> Targets:
     """What the flags ask for. Raises ConfigError where they ask for nothing."""
-    from megatron.core.conversion.pruning.targets import Targets
+    from megatron.core.models.gpt.pruning.targets import Targets
 
     targets = Targets(
         hidden_size=config.target_hidden_size,
@@ -187,10 +187,10 @@ def prune(
     from megatron.config.parallel import ParallelConfig
     from megatron.core.conversion.convert import check_target
     from megatron.core.conversion.native import write_native
-    from megatron.core.conversion.pruning.importance import importance_of, nothing_measured
-    from megatron.core.conversion.pruning.pruned import pruned
-    from megatron.core.conversion.pruning.report import table_of
     from megatron.core.conversion.remote import becoming
+    from megatron.core.models.gpt.pruning.importance import importance_of, nothing_measured
+    from megatron.core.models.gpt.pruning.pruned import pruned
+    from megatron.core.models.gpt.pruning.report import table_of
     from megatron.core.parallel.launch import parallel_context
 
     launch, save = launch_environment(), path_of(config.save)

@@ -18,10 +18,10 @@ from megatron.config.model import ModelConfig
 from megatron.config.moe import MoEConfig
 from megatron.core.conversion.native import read_native, write_native
 from megatron.core.conversion.portable import LazyTensor, PortableModel, load_weights
-from megatron.core.conversion.pruning.importance import Importance, importance_of
-from megatron.core.conversion.pruning.pruned import heads_of_groups, most_important, pruned
-from megatron.core.conversion.pruning.targets import Targets, without_mtp
 from megatron.core.models.gpt.config import GPTConfig
+from megatron.core.models.gpt.pruning.importance import Importance, importance_of
+from megatron.core.models.gpt.pruning.pruned import heads_of_groups, most_important, pruned
+from megatron.core.models.gpt.pruning.targets import Targets, without_mtp
 from megatron.core.models.registry import family_of
 from megatron.core.parallel.context import ParallelContext
 from megatron.core.parallel.model_context import ModelContext
@@ -92,8 +92,10 @@ KINDS: dict[str, tuple[dict[str, Any], tuple[object, ...], Targets]] = {
             GatedDeltaNetConfig(
                 experimental_attention_variant="gated_delta_net",
                 linear_attention_freq="[1,0,1]",
-                **dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim"), 8),
-                **dict.fromkeys(("linear_num_key_heads", "linear_num_value_heads"), 2),
+                linear_key_head_dim=8,
+                linear_value_head_dim=8,
+                linear_num_key_heads=2,
+                linear_num_value_heads=2,
             ),
         ),
         Targets(num_attention_heads=2, num_query_groups=1, ffn_hidden_size=30, drop=(2,)),
@@ -246,7 +248,7 @@ def test_scores_are_what_the_whole_model_shows() -> None:
         if name.endswith("layernorm"):
             module.register_forward_hook(lambda _, given, output: read.append(norm_of_means(output)))
     output = built(TOKENS)
-    close = {"rtol": 1e-4, "atol": 1e-6}
+    close: dict[str, Any] = {"rtol": 1e-4, "atol": 1e-6}
     for (kind, reader), units in found.units.items():
         own = seen[reader] if kind == "neurons" else seen[reader].view(4, -1).square().sum(1).sqrt()
         torch.testing.assert_close(units, own, **close)
@@ -266,7 +268,8 @@ def of_ranks(context: ParallelContext) -> Importance:
 def test_every_layout_finds_the_same(layout: str) -> None:
     """Bit for bit: else two runs would leave out different neurons. A rank may have no text at all."""
     (alone,) = run_ranks(of_ranks, dp=1)
-    for found in run_ranks(of_ranks, **{layout[:2]: int(layout[2:])}):
+    axes: dict[str, Any] = {layout[:2]: int(layout[2:])}
+    for found in run_ranks(of_ranks, **axes):
         assert found.loss == alone.loss and torch.equal(found.channels, alone.channels)
         assert torch.equal(found.layers, alone.layers) and found.units.keys() == alone.units.keys()
         assert all(torch.equal(found.units[key], alone.units[key]) for key in alone.units)

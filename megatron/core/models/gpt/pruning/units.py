@@ -72,7 +72,7 @@ def _neurons(name: str, module: MLP, kind: Kind) -> Unit:
     count = sharding_of(module.linear_fc2.weight).shape[1]
     matrices = sharding_of(module.linear_fc1.weight).shape[0] // count
     rows = partial(_in_each_part, parts=matrices, count=count)
-    owns = {
+    owns: dict[str, tuple[int, Places]] = {
         f"{name}.linear_fc1.weight": (0, rows),
         f"{name}.linear_fc1.bias": (0, rows),
         f"{name}.linear_fc2.weight": (1, _themselves),
@@ -141,13 +141,17 @@ def _blocks(kept: Tensor, *, width: int) -> Tensor:
 
 
 def _blocks_of_groups(kept: Tensor, *, per_group: int, width: int) -> Tensor:
-    return _blocks((kept // per_group).unique(), width=width)
+    return _blocks(torch.tensor(_groups_of(kept, per_group)), width=width)
 
 
 def _rows_of_groups(kept: Tensor, *, per_group: int, width: int, query: int) -> Tensor:
     """Rows of ``[q … q, k, v]`` of each group: ``query`` for a head, with its gate, and ``width`` for k and v each."""
     size, rows = per_group * query + 2 * width, list[Tensor]()
-    for group in (kept // per_group).unique():
+    for group in _groups_of(kept, per_group):
         heads = kept[kept // per_group == group] - group * per_group
         rows += [group * size + _blocks(heads, width=query), group * size + per_group * query + torch.arange(2 * width)]
     return torch.cat(rows)
+
+
+def _groups_of(heads: Tensor, per_group: int) -> list[int]:
+    return sorted({*(heads // per_group).tolist()})

@@ -12,6 +12,7 @@ from megatron.config.family import PartConfig
 from megatron.config.flags import plural_s
 from megatron.config.hybrid import HybridConfig
 from megatron.config.hybrid_pattern import ATTENTION, EXPERTS, MAMBA, MLP
+from megatron.config.layer_patterns import marked_layers, pattern_of, window_layers, window_pattern
 from megatron.config.mamba import MambaConfig
 from megatron.config.model import ModelConfig
 from megatron.config.moe import MoEConfig
@@ -109,18 +110,30 @@ def sizes_of(portable: PortableModel) -> dict[str, int]:
 def with_sizes(portable: PortableModel, sizes: Mapping[str, int], layers: Sequence[int]) -> PortableModel:
     """The model with smaller settings and the same tensors. ``layers``: numbers of those that it keeps."""
     model, count = portable.model, portable.model.num_layers
-    small = model if len(layers) == count else model.with_layers(layers)
+    small = model if len(layers) == count else _with_layers(model, layers)
     own: dict[str, Any] = {name: size for name, size in sizes.items() if size and name not in _OF_EXPERTS}
     small, groups = dataclasses.replace(small, **{**own, "num_layers": len(layers)}), list[object]()
     has_mamba = MAMBA in HybridConfig.among(portable.groups).letters
     for group in portable.groups:
         made = group.with_layers(count, layers) if isinstance(group, PartConfig) and len(layers) < count else group
         if isinstance(made, MoEConfig):
-            made = dataclasses.replace(made, **{name: sizes[name] for name in _OF_EXPERTS if sizes.get(name)})
+            of_experts: Any = {name: sizes[name] for name in _OF_EXPERTS if sizes.get(name)}
+            made = dataclasses.replace(made, **of_experts)
         if isinstance(made, MambaConfig) and has_mamba and small.hidden_size < model.hidden_size:
             made = dataclasses.replace(made, mamba_num_heads=made.num_heads(model))  # its default follows from the size
         groups.append(made)
     return dataclasses.replace(portable, model=small, groups=tuple(groups))
+
+
+def _with_layers(model: ModelConfig, kept: Sequence[int]) -> ModelConfig:
+    """A model with the layers ``kept`` alone: each sees the window and has the positions that it has in ``model``."""
+    windows = window_layers(model.window_attn_skip_freq, model.num_layers)
+    bare = marked_layers(model.no_rope_freq or "[0]", model.num_layers, flag="--no-rope-freq")
+    patterns: Any = {
+        "window_attn_skip_freq": window_pattern(tuple(windows[layer] for layer in kept)),
+        "no_rope_freq": pattern_of(tuple(bare[layer] for layer in kept)),
+    }
+    return dataclasses.replace(model, num_layers=len(kept), **patterns)
 
 
 def without_mtp(portable: PortableModel) -> PortableModel:

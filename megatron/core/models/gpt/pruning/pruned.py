@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from megatron.core.conversion.portable import LazyTensor, PortableModel, check_shapes, parameters_of
-from megatron.core.conversion.pruning.importance import Importance
-from megatron.core.conversion.pruning.targets import Targets, refuse_layers_without, with_sizes
-from megatron.core.conversion.pruning.units import Kind, Unit, units_of
+from megatron.core.models.gpt.pruning.importance import Importance
+from megatron.core.models.gpt.pruning.targets import Targets, refuse_layers_without, with_sizes
+from megatron.core.models.gpt.pruning.units import Kind, Unit, units_of
 from megatron.core.models.registry import family_of
 from megatron.core.parallel.mesh import Mesh
 from megatron.core.parallel.model_context import ModelContext

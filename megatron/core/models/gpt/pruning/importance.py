@@ -18,7 +18,7 @@ from typing_extensions import override
 
 from megatron.core.conversion.layer_by_layer import stage_of_layer
 from megatron.core.conversion.portable import PortableModel, layers_of
-from megatron.core.conversion.pruning.units import Unit, units_of
+from megatron.core.models.gpt.pruning.units import Unit, units_of
 from megatron.core.parallel.collectives import all_reduce
 from megatron.core.parallel.context import ParallelContext
 from megatron.core.parallel.mesh import WORLD
@@ -53,7 +53,8 @@ def importance_of(
     mesh, device, count = context.mesh, context.device, layers_of(portable.model, portable.groups)
     mine = range(mesh.world_rank, len(tokens), mesh.world_size)
     handed: dict[int, Tensor | None] = dict.fromkeys(mine)
-    channels, layers, units = torch.zeros(portable.model.hidden_size, dtype=torch.float64), list[Tensor](), {}
+    channels = torch.zeros(portable.model.hidden_size, dtype=torch.float64)
+    layers, units = list[Tensor](), dict[tuple[str, str], Tensor]()
     losses = torch.zeros(len(tokens), dtype=torch.float64, device=device)
     for number in range(count):
         observer = _Observer(tokens.shape, portable.model.hidden_size, device)

@@ -7,9 +7,9 @@ from collections.abc import Iterator, Sequence
 from torch import Tensor
 
 from megatron.core.conversion.portable import PortableModel
-from megatron.core.conversion.pruning.importance import Importance
-from megatron.core.conversion.pruning.pruned import Pruned
-from megatron.core.conversion.pruning.targets import sizes_of
+from megatron.core.models.gpt.pruning.importance import Importance
+from megatron.core.models.gpt.pruning.pruned import Pruned
+from megatron.core.models.gpt.pruning.targets import sizes_of
 
 _TITLES = {
     "num_layers": "layers",
