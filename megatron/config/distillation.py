@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from typing_extensions import override
 
@@ -12,12 +14,52 @@ from megatron.config.family import Rule
 from megatron.config.files import read_settings
 from megatron.config.flags import REAL, flag, flags_of, subject
 from megatron.config.model import ModelConfig
-from megatron.config.objective import ObjectiveConfig
+from megatron.config.objective import PARAMETERS, ObjectiveConfig
 from megatron.config.rules.sentence import changed_flags
 from megatron.errors import ConfigError
 
 if TYPE_CHECKING:
     from typing_extensions import Self
+
+
+Distance = Literal["cosine", "mse"]
+
+
+@dataclass(frozen=True)
+class HiddenPair:
+    """A layer of the student and one of the teacher, whose outputs are compared; None: the norm after the last."""
+
+    student: int | None
+    teacher: int | None
+    distance: Distance = "cosine"
+
+    @property
+    def name(self) -> str:
+        """What is reported, a mean over the tokens of the loss."""
+        ours, theirs = ("final" if each is None else each for each in (self.student, self.teacher))
+        return f"hidden states {ours}-{theirs} {self.distance}"
+
+    @property
+    def parameter(self) -> str:
+        """Name of the matrix that projects the student's hidden states, where widths differ."""
+        ours, theirs = ("final" if each is None else each for each in (self.student, self.teacher))
+        return f"{PARAMETERS}projection_{ours}_{theirs}"
+
+
+def hidden_pair(written: str) -> HiddenPair:
+    """The pair that ``--distill-hidden-states`` says in a word; ConfigError for any other word."""
+    found = _PAIR.fullmatch(written)
+    if found is None:
+        raise ConfigError(
+            f"--distill-hidden-states {written}: give a layer of the student and one of the teacher, numbered from 0, "
+            "such as 3:7, 3:7:mse or final:final"
+        )
+    student, teacher = (None if each == "final" else int(each) for each in found.group(1, 2))
+    return HiddenPair(student, teacher, "mse" if found[3] == "mse" else "cosine")
+
+
+_PAIR = re.compile(r"(final|\d{1,5}):(final|\d{1,5})(?::(cosine|mse))?")
+_MODULE = re.compile(r"decoder\.layers\.(\d{1,5})|decoder\.(final)_layernorm")
 
 
 class DistillationConfig(ObjectiveConfig):
@@ -55,9 +97,19 @@ class DistillationConfig(ObjectiveConfig):
         above=0,
     )
 
+    distill_hidden_states: tuple[str, ...] = flag(
+        "Pairs of layers whose hidden states are compared, STUDENT:TEACHER or STUDENT:TEACHER:mse, numbered from 0 as "
+        "in parameter names; final: the norm after the last layer. Distances are 1 - cosine unless mse, the mean "
+        "squared difference, is named. Where widths differ a trained matrix projects the student's hidden states.",
+        default=(),
+    )
+    distill_hidden_scale: float = flag(
+        "Factor, in the loss, of the mean distance of --distill-hidden-states.", default=1.0, above=0
+    )
+
     distill_cfg: str | None = flag(
-        "YAML file with settings of Megatron-LM's distillation (logit_layers, skip_lm_loss, logit_kl_temperature ...), "
-        "in place of the other --distill flags.",
+        "YAML file with settings of Megatron-LM's distillation (logit_layers, intermediate_layer_pairs, skip_lm_loss, "
+        "logit_kl_temperature ...), in place of the other --distill flags but --distill-hidden-scale.",
         default=None,
         aliases=("--export-kd-cfg",),
     )
@@ -103,6 +155,11 @@ class DistillationConfig(ObjectiveConfig):
         """The factor of the divergence before its share."""
         return self.distill_temperature**2 if self.distill_scale is None else self.distill_scale
 
+    @property
+    def hidden_pairs(self) -> tuple[HiddenPair, ...]:
+        """The pairs of layers whose hidden states are compared; ConfigError for one that isn't written as such."""
+        return tuple(map(hidden_pair, self.distill_hidden_states))
+
     @override
     def described(self, run: Any) -> Sequence[str]:
         """The teacher and the weights of the losses, in the line about the model."""
@@ -115,7 +172,8 @@ class DistillationConfig(ObjectiveConfig):
     @override
     def rules(self) -> Sequence[Rule]:
         """Settings have a teacher, and something to teach."""
-        return (*super().rules(), _settings_need_a_teacher, _there_is_one_teacher, _a_file_stands_alone)
+        own = (_settings_need_a_teacher, _there_is_one_teacher, _a_file_stands_alone, _pairs_are_layers)
+        return (*super().rules(), *own)
 
 
 def _settings_need_a_teacher(run: Any) -> str | None:
@@ -135,8 +193,30 @@ def _there_is_one_teacher(run: Any) -> str | None:
     )
 
 
+def _pairs_are_layers(run: Any) -> str | None:
+    part = run.part(DistillationConfig)
+    if part.distill_hidden_states and part.teacher_scores is not None:
+        return (
+            "--distill-hidden-states compares hidden states of a teacher that runs beside the model, and "
+            "--teacher-scores has its distributions alone: give --teacher-load"
+        )
+    try:
+        pairs = part.hidden_pairs
+    except ConfigError as error:
+        return str(error)
+    if len({pair.parameter for pair in pairs}) < len(pairs):
+        return "--distill-hidden-states names a pair of layers twice: name it once"
+    beyond = [pair.student for pair in pairs if pair.student is not None and pair.student >= run.model.num_layers]
+    if not beyond:
+        return None
+    return (
+        f"--distill-hidden-states names layer {beyond[0]} of the student, whose layers are 0 to "
+        f"{run.model.num_layers - 1}"
+    )
+
+
 def _a_file_stands_alone(run: Any) -> str | None:
-    weights = ("distill_share", "distill_temperature", "distill_scale")
+    weights = ("distill_share", "distill_temperature", "distill_scale", "distill_hidden_states")
     given = [spec.positive for spec in flags_of(DistillationConfig) if spec.field in weights and run.given(spec.field)]
     if not run.given("distill_cfg") or not given:
         return None
@@ -160,7 +240,19 @@ def modelopt_settings(path: str) -> dict[str, Any]:
         if not is_taken(value):
             raise ConfigError(f"{where}: {name} {value!r} {advice}")
     temperature = float(given.get("logit_kl_temperature", 1.0))
-    return {"distill_share": 1.0, "distill_temperature": temperature, "distill_scale": 1.0}
+    pairs = tuple(map(_written_pair, given.get("intermediate_layer_pairs") or ()))
+    scales: dict[str, Any] = {"distill_share": 1.0, "distill_temperature": temperature, "distill_scale": 1.0}
+    return scales | {"distill_hidden_states": pairs}
+
+
+def _written_pair(given: Any) -> str:
+    """A pair of names in ModelOpt's files, as ``--distill-hidden-states`` writes it; "" for any other thing."""
+    if not isinstance(given, (list, tuple)) or not 2 <= len(given) <= 3 or not all(isinstance(e, str) for e in given):
+        return ""
+    found = [_MODULE.fullmatch(name) for name in given[:2]]
+    if None in found or given[2:3] not in ([], ["cosine"], ["mse"], (), ("cosine",), ("mse",)):
+        return ""
+    return ":".join([*(each[1] or each[2] for each in found if each is not None), *given[2:]])
 
 
 _MODELOPT: dict[str, tuple[Callable[[Any], bool], str]] = {
@@ -169,8 +261,9 @@ _MODELOPT: dict[str, tuple[Callable[[Any], bool], str]] = {
         "names other modules than both models' output_layer, whose logits are compared here; leave it out",
     ),
     "intermediate_layer_pairs": (
-        lambda value: not value,
-        "asks for losses of hidden states, which are not available; leave it out",
+        lambda value: not value or (isinstance(value, (list, tuple)) and all(map(_written_pair, value))),
+        "names other modules than decoder.layers.N and decoder.final_layernorm, or another distance than cosine and "
+        "mse; write pairs such as [decoder.layers.3, decoder.layers.7, mse]",
     ),
     "skip_lm_loss": (
         lambda value: value is True,

@@ -39,6 +39,22 @@ class ObjectiveConfig(PartConfig):
         return f"{given} and {other} both say what is trained for: leave one of them out"
 
 
+PARAMETERS = "objective_"
+"""How the names of parameters begin that an objective trains beside the model, such as projections of hidden states."""
+
+
+def name_in_checkpoints(parameter: str) -> str:
+    """The name of a parameter's values in checkpoints: ``model.NAME`` for the model's own. Those that an objective
+    trains beside the model are not part of it, so other runs and commands don't ask for them.
+    """
+    return parameter if parameter.startswith(PARAMETERS) else f"model.{parameter}"
+
+
+def is_of_objective(name: str) -> bool:
+    """Whether a name in checkpoints is that of what an objective trains beside the model, or of its master weight."""
+    return name.removeprefix("optimizer.fp32_param.").startswith(PARAMETERS)
+
+
 def chosen(groups: Iterable[object]) -> tuple[ObjectiveConfig, ...]:
     """The objectives that groups of settings choose."""
     return tuple(group for group in groups if isinstance(group, ObjectiveConfig) and group.is_chosen)

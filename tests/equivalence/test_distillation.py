@@ -53,6 +53,11 @@ VARIANTS: dict[str, tuple[str, str]] = {
         f"{LLAMA} --num-layers 4 --mtp-num-layers 1 --distill-share 0.6 --distill-temperature 2",
         "deeper",
     ),
+    "hidden states of a wider one": (
+        f"{LLAMA} --num-layers 4 --distill-share 0.5 --distill-hidden-scale 0.7 "
+        "--distill-hidden-states 0:1 2:4:mse final:final",
+        "deeper",
+    ),
     "experts by experts": (f"{LLAMA} --num-layers 4 {EXPERTS} --moe-router-topk 2 --distill-share 0.5", "experts"),
     "adapters by a tied one": (
         f"{LLAMA} --num-layers 4 --lora-rank 3 --pretrained-checkpoint unread --z-loss-coeff 0.01 --distill-share 0.5",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 
+from megatron.config.objective import is_of_objective
 from megatron.core.parallel.mesh import Mesh
 from megatron.core.parallel.sharding import ShardedState
 
@@ -32,6 +33,7 @@ def where_to_find_worker(
     for name, usual in [*found.items()]:
         own = [_named(choice, worker) for choice in usual] if has_own else []
         parameter = next((name.removeprefix(prefix) for prefix in _WEIGHTS if name.startswith(prefix)), None)
+        parameter = name if is_of_objective(name) and parameter is None else parameter
         shared = [f"diloco.theta.{parameter}"] if parameter is not None and has_own else []
         found[_named(name, worker)] = (*own, *shared, *found.pop(name))
     return found

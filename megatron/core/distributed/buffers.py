@@ -15,6 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from megatron.config.objective import name_in_checkpoints
 from megatron.core.distributed.layout import ALIGNMENT as ALIGNMENT
 from megatron.core.distributed.layout import Span as Span
 from megatron.core.distributed.layout import lay_out as lay_out
@@ -399,7 +400,7 @@ def sharded_weights(buffers: Iterable[FlatBuffer]) -> Iterator[ShardedState]:
     """This rank's parts of all weights, where ranks divide them, as checkpoints name them."""
     for buffer, entry, part in parts_of(buffers, FlatBuffer.shard):
         flat_range = (part.start - entry.span.start, part.stop - entry.span.start)
-        yield ShardedState(f"model.{entry.name}", buffer.own(part), entry.sharding, flat_range)
+        yield ShardedState(name_in_checkpoints(entry.name), buffer.own(part), entry.sharding, flat_range)
 
 
 def counted_weights(buffers: Iterable[FlatBuffer]) -> list[Tensor]:

@@ -9,14 +9,16 @@ from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from typing_extensions import override
 
 from megatron.config.distillation import DistillationConfig
+from megatron.config.lora import LoraConfig
 from megatron.config.model import ModelConfig
-from megatron.config.pipeline import Stage
+from megatron.config.pipeline import Stage, model_stages
 from megatron.config.run import RunConfig
 from megatron.core.models.train_spec import TrainSpec
+from megatron.core.objectives.hidden_states import TOKENS, HiddenStateLosses, stage_of_pair
 from megatron.core.objectives.taught import TaughtObjective
 from megatron.core.parallel.context import ParallelContext
 from megatron.core.parallel.costs import Costs, Workload
@@ -27,6 +29,7 @@ from megatron.core.pipeline_parallel.chunk import CONSTANT, LossSum, Microbatch,
 from megatron.core.tokenizers.base import Tokenizer
 from megatron.core.transformer.block import RecomputePlan
 from megatron.core.transformer.output_layer import VocabularyOutput, distillation_bytes
+from megatron.errors import ConfigError
 
 _TEACHER = f"{CONSTANT}teacher "
 
@@ -91,12 +94,34 @@ class DistillationObjective(TaughtObjective):
     def __init__(self, family: TrainSpec, settings: DistillationConfig, teacher: Teacher) -> None:
         super().__init__(family, settings)
         self._teacher = teacher
+        self._hidden_states = HiddenStateLosses(settings)
+        if self._hidden_states.pairs:
+            self.batch_fields = {**self.batch_fields, TOKENS: 1}
         self._beside = WeakKeyDictionary[nn.Module, _Part]()
 
     @override
+    def loss_names(self, run: RunConfig) -> tuple[str, ...]:
+        """The family's, the divergence, and distances of hidden states."""
+        return (*super().loss_names(run), *self._hidden_states.names)
+
+    @override
+    def counts(self, microbatch: Microbatch, context: ParallelContext) -> Mapping[str, Tensor]:
+        """The family's; all others are of the tokens of its first loss."""
+        found = super().counts(microbatch, context)
+        return {**found, **dict.fromkeys(self._hidden_states.names, next(iter(found.values())))} if found else found
+
+    @override
     def fields(self, run: RunConfig, stages: Sequence[Stage]) -> frozenset[str]:
-        """What either model needs."""
-        return super().fields(run, stages) | self._teacher.family.fields(self._teacher.run(run), stages)
+        """What either model needs, and which tokens count, where hidden states are compared."""
+        both = super().fields(run, stages) | self._teacher.family.fields(self._teacher.run(run), stages)
+        return both | frozenset((TOKENS,) if self._hidden_states.pairs and stages else ())
+
+    @override
+    def add_derived_fields(self, batch: Mapping[str, Tensor], run: RunConfig) -> Mapping[str, Tensor]:
+        """The family's fields, and the loss mask for stages without that loss."""
+        found = super().add_derived_fields(batch, run)
+        has_pairs = self._hidden_states.pairs and "loss_mask" in found
+        return {**found, TOKENS: found["loss_mask"]} if has_pairs else found
 
     @override
     def stage_inputs(self, run: RunConfig, stage: Stage, context: ParallelContext) -> Mapping[str, TensorSpec]:
@@ -133,6 +158,8 @@ class DistillationObjective(TaughtObjective):
             stage=place,
         )
         self._beside[student] = _Part(beside.requires_grad_(requires_grad=False).eval(), place)
+        widths = model.hidden_size, config.hidden_size
+        self._hidden_states.attach(student, beside, widths=widths, context=context, seed=seed)
         return student
 
     @override
@@ -144,7 +171,31 @@ class DistillationObjective(TaughtObjective):
     def check_beside(self, run: RunConfig, tokenizer: Tokenizer) -> Sequence[str]:
         """The teacher, which must know the same vocabulary and fit the layout."""
         self._teacher.source.check(run, tokenizer)
+        self._check_pairs(run)
         return (f"teacher: {self._teacher.source.words}",)
+
+    def _check_pairs(self, run: RunConfig) -> None:
+        """Raise ConfigError for pairs of layers that the teacher hasn't got, or that lie on different stages."""
+        pairs, last, flag = self._hidden_states.pairs, self._teacher.model.num_layers - 1, "--distill-hidden-states"
+        stages = [stage.layers for stage in model_stages(run)]
+        theirs = [self._teacher.stage(stage, run.num_layers).layers for stage in model_stages(run)]
+        for pair in pairs:
+            if pair.teacher is not None and pair.teacher > last:
+                raise ConfigError(f"{flag} names layer {pair.teacher} of the teacher, whose layers are 0 to {last}")
+            at, there = stage_of_pair(pair, stages, theirs)
+            if at != there:
+                ours, other = ("final" if each is None else f"layer {each}" for each in (pair.student, pair.teacher))
+                raise ConfigError(
+                    f"{flag}: {ours} of the student is on pipeline stage {at}, and {other} of the teacher on stage "
+                    f"{there}; name one of layers {theirs[at].start} to {theirs[at].stop - 1} of the teacher, which "
+                    "are beside it"
+                )
+        widths = run.model.hidden_size, self._teacher.model.hidden_size
+        if pairs and run.part(LoraConfig).is_on and widths[0] != widths[1]:
+            raise ConfigError(
+                f"{flag} trains matrices between hidden sizes {widths[0]} and {widths[1]}, and --lora-rank trains "
+                "adapters alone: leave one of them out"
+            )
 
     @override
     def load_beside(self, models: Sequence[nn.Module], mesh: Mesh) -> str | None:
@@ -164,6 +215,7 @@ class DistillationObjective(TaughtObjective):
         part = self._beside[model]
         alone = dataclasses.replace(workload, visit=None, with_unit=lambda of, costs: costs)
         ours, theirs = super().costs(model, workload), self._teacher.family.costs(part.module, alone)
+        ours = ours + self._hidden_states.costs(model, self._teacher.model.hidden_size, workload)
         forward = Costs(
             flops=theirs.flops,
             frozen_flops=2 * theirs.flops,  # neither product of a backward pass
@@ -185,9 +237,10 @@ class DistillationObjective(TaughtObjective):
         own = {name: tensor for name, tensor in stage_inputs.items() if not name.startswith(_TEACHER)}
         theirs = {name.removeprefix(_TEACHER): each for name, each in stage_inputs.items() if name.startswith(_TEACHER)}
         quiet = dataclasses.replace(microbatch)  # its layers' losses are reported nowhere
-        with torch.no_grad():
-            taught = self._teacher.family.forward(beside, theirs, quiet)
-        learned = super().forward(model, own, microbatch)
+        with self._hidden_states.during(microbatch):
+            with torch.no_grad():
+                taught = self._teacher.family.forward(beside, theirs, quiet)
+            learned = super().forward(model, own, microbatch)
         if isinstance(learned, VocabularyOutput):
             assert isinstance(taught, VocabularyOutput)
             return TaughtOutput(learned, taught)

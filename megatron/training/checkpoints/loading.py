@@ -10,6 +10,7 @@ from typing import Any, get_type_hints
 from megatron.config.checkpoint import CheckpointConfig, keeps_meaning
 from megatron.config.flags import flags_of, group_name
 from megatron.config.lora import LoraConfig, is_adapter
+from megatron.config.objective import is_of_objective
 from megatron.config.optimizer import OptimizerConfig
 from megatron.config.run import RunConfig, group_from_json
 from megatron.config.update_rules import STATE_FLAGS
@@ -117,6 +118,8 @@ def _load_from(run: Run, folder: CheckpointFolder, *, weights_only: bool) -> Non
     own = [*run.model_state(), *run.buffer_state(), *optimizer_state, *stored_scales(run, folder)]
     if starts_adapters:
         own = [entry for entry in own if not is_adapter(entry.name)]
+    if weights_only:  # what an objective trains beside the model begins with it
+        own = [entry for entry in own if not is_of_objective(entry.name)]
     shared, mesh = list[ShardedState](), run.context.mesh
     if run.outer is not None and with_optimizer and state.get("diloco") is not None:
         run.outer.resume(state["diloco"])

@@ -16,6 +16,7 @@ from megatron.config.checkpoint import CheckpointConfig
 from megatron.config.family import FamilyConfig
 from megatron.config.flags import plural_s
 from megatron.config.lora import LoraConfig, is_adapter, without_adapters
+from megatron.config.objective import is_of_objective
 from megatron.config.run import RunConfig, groups_to_json
 from megatron.core.checkpointing.agreement import gather_from_all, run_on_all, run_on_first
 from megatron.core.checkpointing.find import is_unused
@@ -157,7 +158,8 @@ def load_published(run: Run) -> None:
         portable = weights_for(config, published)
         entries = chain(run.model_state(), run.optimizer.master_entries())
         has_adapters = LoraConfig.among(published.groups).is_on
-        fill((entry for entry in entries if has_adapters or not is_adapter(entry.name)), portable, mesh)
+        given = (entry for entry in entries if not is_of_objective(entry.name))
+        fill((entry for entry in given if has_adapters or not is_adapter(entry.name)), portable, mesh)
         return published
 
     published = run_on_all(read, mesh)

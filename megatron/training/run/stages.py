@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator
 
 from torch import nn
 
+from megatron.config.objective import name_in_checkpoints
 from megatron.config.pipeline import Stage, model_stages
 from megatron.config.run import RunConfig
 from megatron.core.models.train_spec import TrainSpec
@@ -48,7 +49,7 @@ def model_state(*models: nn.Module) -> Iterator[ShardedState]:
     """Every parameter of the parts of a model under its name in a checkpoint; tied copies share one."""
     for name, parameter in named_parameters(models):
         sharding = sharding_of(parameter)
-        yield ShardedState(f"model.{sharding.tied or name}", parameter.detach(), sharding)
+        yield ShardedState(name_in_checkpoints(sharding.tied or name), parameter.detach(), sharding)
 
 
 def buffer_state(*models: nn.Module) -> Iterator[ShardedState]:

@@ -6,6 +6,22 @@ from tests.faults.fault import Fault
 
 FAULTS = (
     Fault(
+        "recomputed_layers_without_their_distance",
+        "megatron/core/objectives/hidden_states.py",
+        old="                    inputs.kept[module] = compared\n",
+        new="                    pass\n",
+        suffers="With recomputation hidden states are compared and reported, and nothing is learned from it.",
+        first=("equivalence/test_distillation.py::hidden",),
+    ),
+    Fault(
+        "projections_of_a_part_of_the_sequence",
+        "megatron/core/objectives/hidden_states.py",
+        old="sharding = Sharding((teacher, student), partial_grad=partial_under_sequence_parallel(context))",
+        new="sharding = Sharding((teacher, student))",
+        suffers="With sequence parallelism each rank learns its own matrix between hidden sizes.",
+        first=("equivalence/test_distillation.py::hidden",),
+    ),
+    Fault(
         "teacher_sees_a_part_of_the_vocabulary",
         "megatron/core/tensor_parallel/distillation.py",
         old='    log_z = highest + all_reduce((log_sum - highest).exp(), mesh, "tp").log()\n',

@@ -12,10 +12,11 @@ import numpy as np
 import pytest
 import torch
 
-from megatron.config.distillation import DistillationConfig
+from megatron.config.distillation import DistillationConfig, HiddenPair
 from megatron.core.checkpointing.find import find_checkpoint
 from megatron.core.checkpointing.stored_tensors import StoredTensors
 from megatron.core.conversion.huggingface.writing import write_huggingface
+from megatron.core.conversion.native import read_native
 from megatron.core.datasets.samples import Sample
 from megatron.core.datasets.teacher_scores import (
     PLACES,
@@ -97,6 +98,53 @@ def test_a_run_that_is_resumed_learns_the_same(tmp_path: Path) -> None:
     assert "lm loss" in steps(ready(f"--load {save} --seed 3"), 1)[0].losses
 
 
+PAIRS = "--distill-hidden-states 0:1 1:2:mse final:final"
+NAMES = ("hidden states 0-1 cosine", "hidden states 1-2 mse", "hidden states final-final cosine")
+
+
+def test_hidden_states_are_learned_and_resumed(tmp_path: Path) -> None:
+    """Each distance falls; with their matrices a resumed run goes on bit for bit, and no other command sees these."""
+    place, save = teacher_at(tmp_path / "teacher"), tmp_path / "saved"
+    flags = f"--teacher-load {place} {PAIRS} --distill-share 0.2 --distill-hidden-scale 3 --seed 3"
+    whole, first = ready(flags), ready(f"{flags} --save {save}")
+    expected = steps(whole, 3)
+    assert all(expected[0].losses[name] > expected[-1].losses[name] > 0 for name in NAMES)
+    steps(first, 2)
+    Saver(first).save()
+    stored = StoredTensors(find_checkpoint(save).path).entries
+    own = {name for name in dict(whole.models[0].named_parameters()) if name.startswith("objective_")}
+    assert len(own) == 3 and own < {*stored} and not any(name.startswith("model.objective") for name in stored)
+    resumed = ready(f"{flags} --load {save}")
+    assert steps(resumed, 1)[0].losses == expected[2].losses
+    assert resumed.models[0].objective_projection_0_1.shape == (24, 16)
+    assert not any(name.startswith("objective_") for name in read_native(save).tensors)
+    assert "lm loss" in steps(ready(f"--load {save} --seed 3"), 1)[0].losses
+    assert steps(ready(f"{flags} --load {save} --finetune"), 1)[0].losses[NAMES[0]] > 0
+
+
+def test_hidden_states_of_a_student_equal_to_its_teacher(tmp_path: Path) -> None:
+    """Of equal widths nothing is projected, and equal hidden states have nothing to learn."""
+    place = teacher_at(tmp_path / "teacher", "")
+    flags = "--distill-hidden-states 0:0:mse 1:1:mse final:final:mse --weight-decay 0"
+    run = ready(f"--teacher-load {place} --pretrained-checkpoint {place} {flags}")
+    (record,) = steps(run, 1)
+    assert [record.losses[f"hidden states {each} mse"] for each in ("0-0", "1-1", "final-final")] == [0.0] * 3
+    assert record.grad_norm == 0.0 and not any("objective" in name for name, _ in run.models[0].named_parameters())
+
+
+def test_hidden_states_that_cannot_be_compared(tmp_path: Path) -> None:
+    """Layers that there are not, that lie on two ranks, or beside adapters."""
+    place = teacher_at(tmp_path / "teacher")
+    with expect_error(ConfigError, "--distill-hidden-states", "layer 3", "0 to 2"):
+        ready(f"--teacher-load {place} --distill-hidden-states 0:3")
+    run = ready(f"--teacher-load {place} --distill-hidden-states 0:2")
+    divided = tiny_config(f"{PLAIN} {LLAMA} --pipeline-model-parallel-size 2", ranks=2).with_vocab_size(51)
+    with expect_error(ConfigError, "layer 0", "stage 0", "layer 2", "stage 1", "0 to 1"):
+        run.train_spec.check_beside(divided, run.tokenizer)
+    with expect_error(ConfigError, "16", "24", "--lora-rank"):
+        ready(f"--teacher-load {place} {PAIRS} --lora-rank 2 --pretrained-checkpoint {place}")
+
+
 def test_a_teacher_in_hugging_faces_format_teaches_the_same(tmp_path: Path) -> None:
     """The same weights from a folder of another program."""
     flags = f"{PLAIN} {LLAMA} --disable-bias-linear --num-layers 3 --make-vocab-size-divisible-by 1"
@@ -175,6 +223,10 @@ def test_what_was_stored_of_a_teacher_teaches_the_same(tmp_path: Path) -> None:
         ("--distill-share 0.5", ("--distill-share 0.5", "--teacher-load")),
         ("--teacher-load t --distill-share 1.5", ("--distill-share", "1.5")),
         ("--teacher-load t --distill-temperature 0", ("--distill-temperature", "0.0")),
+        ("--teacher-load t --distill-hidden-states 3-7", ("--distill-hidden-states 3-7", "3:7:mse")),
+        ("--teacher-load t --distill-hidden-states 2:7", ("--distill-hidden-states", "layer 2", "0 to 1")),
+        ("--teacher-load t --distill-hidden-states 1:7 1:7:mse", ("--distill-hidden-states", "twice")),
+        ("--teacher-scores t --distill-hidden-states 1:7", ("--distill-hidden-states", "--teacher-scores")),
     ],
 )
 def test_settings_that_cannot_be(flags: str, facts: tuple[str, ...]) -> None:
@@ -186,14 +238,20 @@ def test_settings_that_cannot_be(flags: str, facts: tuple[str, ...]) -> None:
 def test_settings_of_megatron_lm(tmp_path: Path) -> None:
     """Its names are taken where they mean something here, and refused by name where they don't."""
     path = tmp_path / "kd.yaml"
-    path.write_text("logit_layers: [output_layer, output_layer]\nskip_lm_loss: true\nlogit_kl_temperature: 2.0\n")
+    path.write_text(
+        "logit_layers: [output_layer, output_layer]\nskip_lm_loss: true\nlogit_kl_temperature: 2.0\n"
+        "intermediate_layer_pairs:\n  - [decoder.layers.1, decoder.layers.5, mse]\n"
+        "  - [decoder.final_layernorm, decoder.final_layernorm]\n"
+    )
     run = tiny_config(f"{PLAIN} --export-kd-teacher-load t --export-kd-cfg {path}")
     found = run.part(DistillationConfig)
     assert (found.teacher_load, found.distill_share, found.distill_temperature, found.scale) == ("t", 1.0, 2.0, 1.0)
+    assert found.hidden_pairs == (HiddenPair(1, 5, "mse"), HiddenPair(None, None))
     for line, facts in {
         "skip_lm_loss: false": ("skip_lm_loss", "--distill-share"),
         "kd_loss_scale: 0.5": ("kd_loss_scale", "0.5"),
-        "intermediate_layer_pairs: [[a, b, cosine]]": ("intermediate_layer_pairs",),
+        "intermediate_layer_pairs: [[a, b, cosine]]": ("intermediate_layer_pairs", "decoder.layers.3"),
+        "intermediate_layer_pairs: [[decoder.layers.0, decoder.layers.1, l1]]": ("intermediate_layer_pairs", "l1"),
         "logit_kl_topk: 100": ("logit_kl_topk", "100"),
         "logit_layers: [a, b]": ("logit_layers",),
         "logit_kl_temperature: warm": ("logit_kl_temperature", "warm"),
