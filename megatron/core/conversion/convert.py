@@ -250,13 +250,13 @@ def _prove(
     step: int | None,
 ) -> proof.Proof:
     """Compare the logits of the files read with those of the files written."""
-    question, words = question_for(portable.model, portable.groups), portable.model.vocab_size or 0
+    question = question_for(portable.model, portable.groups)
     if job.target == "peft":
         others = training_of(job.load, portable, step=job.step).others
         after = answer_beside(portable, aside, question, others=others)
         return _compared(portable, proof.portable_answer(portable, question), after)
     if job.source == "gguf" and job.adapter is None:
-        return prove_reading(gguf_file(_folder(place)), _answer(job.target, aside, question), question, words=words)
+        return prove_reading(gguf_file(_folder(place)), portable, _answer(job.target, aside, question), question)
     with _reading(job.load):
         if job.adapter is not None:
             before = answer_beside(portable, job.adapter, question)

@@ -239,8 +239,8 @@ def prove(config: RunConfig, context: ParallelContext) -> str:
         portable = read_published(folder)
         question = question_for(portable.model, portable.groups)
         if is_gguf(folder_of(folder)):
-            ours, words = proof.portable_answer(portable, question), portable.model.vocab_size or 0
-            return f"proof: {prove_reading(gguf_file(folder_of(folder)), ours, question, words=words)}"
+            ours = proof.portable_answer(portable, question)
+            return f"proof: {prove_reading(gguf_file(folder_of(folder)), portable, ours, question)}"
         try:
             proof.transformers_version(skip=_SKIP)
             proof.check_memory(proof.memory_needed(portable, {"hf"}), skip=_SKIP)

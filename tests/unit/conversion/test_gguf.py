@@ -97,6 +97,32 @@ OWN: dict[str, tuple[str, dict[str, Any]]] = {
             "rope_parameters": {**YARN, "mscale": 1, "mscale_all_dim": 1},
         },
     ),
+    "nemotron_h, hardly limited steps": ("nemotron_h", {**MODELS["nemotron_h"][1], "time_step_min": 1e-4}),
+    "nemotron_h with biases, hardly limited steps": (
+        "nemotron_h",
+        {**MODELS["nemotron_h with biases"][1], "time_step_min": 1e-4},
+    ),
+    "nemotron_h with experts, hardly limited steps": (
+        "nemotron_h",
+        {**MODELS["nemotron_h with experts"][1], "time_step_min": 1e-4},
+    ),
+    "nemotron_h with experts in groups and attention": (
+        "nemotron_h",
+        {
+            **MODELS["nemotron_h with experts in groups"][1],
+            "time_step_min": 1e-4,
+            "hybrid_override_pattern": "M*E",
+        },
+    ),
+    "mamba2 tied, a convolution of 3": (
+        "mamba2",
+        {**MODELS["mamba2 tied, limited steps, a convolution of 3"][1], "time_step_limit": [0.0, 1e31]},
+    ),
+    "qwen3_next with square states": (
+        "qwen3_next",
+        {**MODELS["qwen3_next"][1], "linear_key_head_dim": 10, "rms_norm_eps": 1e-6},
+    ),
+    "gpt_oss clamped at 7": ("gpt_oss", {**MODELS["gpt_oss"][1], "swiglu_limit": 7.0}),
     "deepseek_v2 yarn": ("deepseek_v2", {**V2, "rope_parameters": {**YARN, "mscale": 0.8, "mscale_all_dim": 0.8}}),
 }
 """Cases that llama.cpp's architectures know, where those of ``MODELS`` are others."""
@@ -111,6 +137,9 @@ FIRST = (
     "nemotron",
     "glm yarn",
     "deepseek_v3 in groups, yarn",
+    "granitemoehybrid with experts",
+    "qwen3_next with square states",
+    "gpt_oss clamped at 7",
 )
 MEASURED = (
     *FIRST,
@@ -118,6 +147,7 @@ MEASURED = (
     *("bloom", "bloom three heads, untied", "falcon newer", "falcon newer, one norm, one group", "falcon multi-query"),
     *("gemma", "glm", "glm without biases, tied", "glm three heads, whole heads rotated", "glm4"),
     *("glm4 without biases, wide heads", "gpt2 narrow mlp", "gpt_neox", "gpt_neox in sequence, three heads, tied"),
+    *("granitemoehybrid", "bamba", "mamba2"),
     *("granite", "granite tied, usual scale, wide heads", "granite with biases, three heads", "llama"),
     *("llama multi-head, tied", "llama one group, wide heads", "llama with biases", "llama with attention biases"),
     *("llama with mlp biases", "llama stretched", "llama 3 with other factors", "llama yarn", "smollm2", "mistral"),
@@ -324,6 +354,20 @@ def test_layers_for_later_tokens_are_left_out(source: Folder, tmp_path: Path) ->
     assert not any(name.startswith("mtp.") for name in read(tmp_path / "model", tmp_path).tensors)
 
 
+def test_sizes_of_each_layer_are_checked(source: Folder) -> None:
+    """A list of another length than there are layers, or with two sizes, was taken for the first of them."""
+    portable, tables = read_huggingface(source("nemotron_h with experts, hardly limited steps")), DecoderFiles()
+    form = gguf_form(portable)
+    assert form.keys["attention.head_count_kv"] == [0, 0, 2, 0]
+    for key, value, facts in (
+        ("attention.head_count_kv", [0, 2], ("2 entries", "4 layers")),
+        ("attention.head_count_kv", [1, 2, 0, 0], ("attention.head_count_kv", "[1, 2]")),
+        ("feed_forward_length", [24, 0, 0, 8], ("feed_forward_length", "[8, 24]")),
+    ):
+        with expect_error(CheckpointError, *facts):
+            tables.read({**form.keys, key: value}, form.tensors, form.architecture)
+
+
 REFUSED = {
     "opt": ("opt", "--to hf"),
     "llama dynamic, short": ("llama", "dynamic_ntk"),
@@ -336,6 +380,15 @@ REFUSED = {
     "gemma untied, three heads": ("lm_head.weight",),
     "deepseek_v2 lite, three heads": ("no --q-lora-rank",),
     "deepseek_v2": ("--rotary-attention-factor",),
+    "gpt_oss": ("--activation-func-clamp-value is 0.4",),
+    "gpt_oss with full attention alone": ("--window-size",),
+    "qwen3_next": ("--linear-key-head-dim is 6", "10", "--norm-epsilon is 0.01"),
+    "qwen3_next other layers, dense ones, biases, tied": ("--linear-key-head-dim is 6",),
+    "mamba2 tied, limited steps, a convolution of 3": ("--mamba-time-step-limits",),
+    "nemotron_h": ("--mamba-time-step-limits is (0.4",),
+    "granitemoehybrid with rotary positions and no state": ("Mamba-2",),
+    "bert": ("BERT", "bert", "--to hf"),
+    "modernbert": ("modernbert", "--to hf"),
 }
 
 
@@ -362,7 +415,9 @@ def test_rows_that_no_blocks_divide(source: Folder, tmp_path: Path) -> None:
 
 def test_a_wrong_file_is_not_written(source: Folder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The proof is by llama.cpp: rows of queries in another order are another model there, and the same read back."""
-    wrong = [dataclasses.replace(each, rules=()) if each.name == "llama" else each for each in ARCHITECTURES]
+    wrong = [
+        dataclasses.replace(each, rules=lambda groups: ()) if each.name == "llama" else each for each in ARCHITECTURES
+    ]
     monkeypatch.setattr(DecoderFiles, "architectures", wrong)
     with expect_error(ProofError, "llama.cpp", hide=[r"xllamacpp [\d.]+", r"difference \S+", r"up to [\d.]+"]):
         do("hf", source("llama in blocks"), "gguf", tmp_path / "model", gguf_type="f32")

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from megatron.config.model import ModelConfig
-from megatron.core.conversion.gguf.transforms import Rule
+from megatron.core.conversion.gguf.transforms import Division, Rule
 from megatron.core.models.registry import all_families
 from megatron.errors import CheckpointError
 
@@ -19,29 +19,42 @@ Metadata = Mapping[str, Any]
 """Keys and values of a file; those of an architecture without its name in front."""
 
 
+def _same(model: ModelConfig, groups: tuple[object, ...]) -> tuple[ModelConfig, tuple[object, ...]]:
+    return model, groups
+
+
 @dataclass(frozen=True, kw_only=True)
 class Architecture:
     """An architecture of llama.cpp.
 
-    ``name``: in files. ``types``: published types that are written so; the fixed fields are those of the first.
+    ``name``: in files. ``types``: published types that are written so, those models whose groups ``fits`` takes; the
+    fixed fields are those of the first. ``aliases``: parts of published names that the package's table has otherwise.
     ``facts``: fields that all such models have beside those; ``expert_facts``: the same of experts. ``keys``: settings
     that a file may hold beside those of all decoders. ``write``, ``read``: keys from a model's settings, and fields
     from keys and names of tensors, that no table says; ``groups``: parts of a model beside experts.
 
     ``read_experts``: fields of experts that no table says, from keys and names of tensors. ``period``: layers with a
     window are all but each ``period``-th (0: all layers); None where there are no windows. ``rules``: how some tensors
-    differ from the published type's. ``lacks``: ends of names of tensors that it doesn't have; ``needs``: names of some
-    that other models may lack. ``has_output``: whether the output layer is written also where it is the word embedding.
-    ``refuse``: why a model isn't one of these. ``unread``: fields that need not be found again. ``tolerance``: largest
+    differ from the published type's, also by the family's groups; ``divisions``: those of which a file has several, or
+    that it names by the table of another type. ``lacks``: ends of names of tensors that it doesn't have; ``needs``:
+    names of some that other models may lack. ``has_output``: whether the output layer is written also where it is the
+    word embedding.
+
+    ``refuse``: why a model isn't one of these. ``unread``: fields that need not be found again. ``computed``: what
+    llama.cpp computes in place of a model, near enough to be written, and ``difference``: what a user should know of
+    it. ``as_run``: the model that llama.cpp runs of a file, where files can't say enough. ``tolerance``: largest
     difference of llama.cpp's logits in fp32, as a part of the largest.
     """
 
     name: str
     types: tuple[str, ...]
+    fits: Callable[[Sequence[object]], bool] = lambda groups: True
+    aliases: Mapping[str, str] = field(default_factory=dict)
     facts: Mapping[str, Any] = field(default_factory=dict)
     keys: Collection[str] = ()
     period: int | None = None
-    rules: Sequence[Rule] = ()
+    rules: Callable[[Sequence[object]], Sequence[Rule]] = lambda groups: ()
+    divisions: Callable[[Sequence[object]], Sequence[Division]] = lambda groups: ()
     write: Callable[[ModelConfig, Sequence[object]], Metadata] = lambda model, groups: {}
     read: Callable[[Metadata, Collection[str]], Mapping[str, Any]] = lambda keys, tensors: {}
     expert_facts: Mapping[str, Any] = field(default_factory=dict)
@@ -50,8 +63,11 @@ class Architecture:
     lacks: tuple[str, ...] = ()
     needs: tuple[str, ...] = ()
     unread: tuple[str, ...] = ()
-    refuse: Callable[[ModelConfig], Sequence[str]] = lambda model: ()
+    refuse: Callable[[ModelConfig, Sequence[object]], Sequence[str]] = lambda model, groups: ()
     has_output: bool = False
+    computed: Callable[[ModelConfig, tuple[object, ...]], tuple[ModelConfig, tuple[object, ...]]] = _same
+    difference: str = ""
+    as_run: Callable[[ModelConfig], ModelConfig] = lambda model: model
     tolerance: float = 1e-4
 
 

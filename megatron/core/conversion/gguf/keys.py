@@ -11,11 +11,19 @@ from megatron.small_files import Between, check_kinds
 
 _Id = Annotated[int, Between(-1, 1 << 32)]  # of a token; a number that no token has says that there is none
 _Number = Annotated[float, Between(-1e12, 1e12)]
+_Heads = Annotated[int, Between(0, 1 << 16)]
+_Widths = Annotated[int, Between(0, 1 << 24)]
 _KINDS: dict[str, Any] = {
     "block_count": Layers,
     **dict.fromkeys(("context_length", "vocab_size"), Count),
-    **dict.fromkeys(("embedding_length", "feed_forward_length"), Width),
-    **dict.fromkeys(("attention.head_count", "attention.head_count_kv"), Heads),
+    "embedding_length": Width,
+    "feed_forward_length": _Widths | list[int],  # a number for each layer where some have none
+    "attention.head_count": _Heads,
+    "attention.head_count_kv": _Heads | list[int],
+    **dict.fromkeys(("ssm.conv_kernel", "ssm.time_step_rank", "ssm.group_count"), Heads),
+    **dict.fromkeys(("ssm.inner_size", "ssm.state_size"), Width),
+    "rope.scaling.finetuned": bool,
+    "full_attention_interval": Annotated[int, Between(1, 1 << 17)],
     **dict.fromkeys(("attention.key_length", "attention.value_length", "rope.dimension_count"), Heads),
     **dict.fromkeys(("attention.layer_norm_rms_epsilon", "attention.layer_norm_epsilon"), Small),
     **dict.fromkeys(("attention.scale", "attention.clamp_kqv", "logit_scale"), _Number),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -175,12 +176,26 @@ def prove_writing(
     if kind == "f32":
         context = _context_of(held)  # where the source has a window, both are the same within it alone
         compare(*({name: each[:, :context] for name, each in answer.items()} for answer in (unpadded, ours)))
-    return _prove_reader(file, held, ours, question, words=words)
+    return _prove_reader(file, held, _as_run(back, ours, question, held), question, words=words)
 
 
-def prove_reading(file: Path, target: Answer, question: Question, *, words: int) -> Proof:
-    """The proof that the readers of ``file`` compute what ``target`` says, the answer of what was made of it."""
-    return _prove_reader(file, open_gguf(file), target, question, words=words)
+def prove_reading(file: Path, portable: PortableModel, target: Answer, question: Question) -> Proof:
+    """The proof that the readers of ``file`` compute what ``target`` says, the answer of what was made of it.
+    ``portable``: the model as it was read.
+    """
+    held, words = open_gguf(file), portable.model.vocab_size or 0
+    return _prove_reader(file, held, _as_run(portable, target, question, held), question, words=words)
+
+
+def _as_run(portable: PortableModel, answer: Answer, question: Question, held: GgufFile) -> Answer:
+    """The answer of the model as llama.cpp runs it. ``answer``: that of the model itself."""
+    architecture, _ = architecture_named(str(held.keys["general.architecture"]), where="it")
+    model = architecture.as_run(portable.model)
+    if model == portable.model:
+        return answer
+    words = portable.model.vocab_size or 0
+    compare({name: each[..., :words] for name, each in answer.items()}, portable_answer(portable, question))
+    return portable_answer(dataclasses.replace(portable, model=model), question)
 
 
 def _prove_reader(file: Path, held: GgufFile, ours: Answer, question: Question, *, words: int) -> Proof:

@@ -17,7 +17,7 @@ from megatron.core.conversion.gguf.architecture import Architecture, architectur
 from megatron.core.conversion.gguf.files import GgufFile, open_gguf
 from megatron.core.conversion.gguf.keys import check_keys
 from megatron.core.conversion.gguf.rotary import FACTORS
-from megatron.core.conversion.gguf.tensors import EMBEDDING, OUTPUT, file_matches
+from megatron.core.conversion.gguf.tensors import EMBEDDING, OUTPUT, divided, file_matches
 from megatron.core.conversion.gguf.tokenizer_files import write_tokenizer
 from megatron.core.conversion.huggingface.reading import CONFIG
 from megatron.core.conversion.huggingface.writing import fitting_type, theirs_of
@@ -69,12 +69,20 @@ def read_gguf(place: Path, *, scratch: Path) -> PortableModel:
         for their, part in zip(match.theirs, match.transform.split(torch.empty(match.shape, device="meta"), model))
     }
     in_halves = dataclasses.replace(model, rotary_interleaved=False)
-    found = file_matches(shapes, in_halves, architecture)
+    whole, parts = divided(shapes, groups, architecture)
+    of_parts = {
+        part: tuple(one.shape)
+        for match in parts
+        for part, one in zip(match.theirs, match.transform.split(torch.empty(match.shape, device="meta"), in_halves))
+    }
+    found = file_matches({**{name: shapes[name] for name in whole}, **of_parts}, in_halves, groups, architecture)
     held = {each: tensor for each, tensor in tensors.items() if each not in FACTORS}
     check_shapes(
         {each: tensor.shape for each, tensor in held.items()}, {match.ours: match.shape for match in found}, where=where
     )
     theirs = to_theirs(found, held, in_halves)
+    of_file = {part: theirs.pop(part) for part in of_parts}
+    theirs |= to_ours(parts, of_file, in_halves, where=where)
     _write_once(keys, scratch)
     tokenizer = tokenizer_in(scratch, rows=model.vocab_size or 0)
     files = companions_in(scratch)

@@ -11,7 +11,7 @@ import torch
 from megatron.config.model import ModelConfig
 from megatron.core.checkpointing.manifest import listed
 from megatron.core.conversion.gguf.architecture import Architecture
-from megatron.core.conversion.gguf.transforms import STACKED, stacked_parts
+from megatron.core.conversion.gguf.transforms import STACKED, Rule, stacked_parts
 from megatron.core.conversion.tables import Match
 from megatron.core.conversion.transforms import SAME
 from megatron.errors import CheckpointError
@@ -20,11 +20,30 @@ EMBEDDING, OUTPUT = "token_embd.weight", "output.weight"
 _ONE_OF_MANY = re.compile(r"(.+\.(?:experts|norms))\.(\d+)\.(.+)")
 
 
-def file_matches(shapes: Mapping[str, Sequence[int]], model: ModelConfig, architecture: Architecture) -> list[Match]:
-    """The file's tensors, and of which published ones each is made. ``shapes``: of those, by name.
+def divided(
+    shapes: Mapping[str, Sequence[int]], groups: Sequence[object], architecture: Architecture
+) -> tuple[list[str], list[Match]]:
+    """Published tensors that a file has whole, and those that it has in parts, or under the name of another type."""
+    whole, found = list[str](), list[Match]()
+    divisions = architecture.divisions(groups)
+    for name, shape in shapes.items():
+        own = next((each for each in divisions if name.endswith(each.end)), None)
+        if own is None:
+            whole.append(name)
+        else:
+            parts = tuple(f"{name.removesuffix(own.end)}{part}" for part in own.parts)
+            found.append(Match(name, parts, own.transform, tuple(shape)))
+    return whole, found
+
+
+def file_matches(
+    shapes: Mapping[str, Sequence[int]], model: ModelConfig, groups: Sequence[object], architecture: Architecture
+) -> list[Match]:
+    """The file's tensors, and of which published ones each is made. ``shapes``: of those, divided, by name.
 
     CheckpointError for tensors that the architecture has no names for.
     """
+    rules = architecture.rules(groups)
     names = _names(architecture, model.num_layers)
     found: dict[str, list[str]] = {}
     unnamed = []
@@ -33,7 +52,10 @@ def file_matches(shapes: Mapping[str, Sequence[int]], model: ModelConfig, archit
         single = name if many is None else f"{many[1]}.{many[3]}".replace(".norms.", ".")
         endings = (".weight", ".bias")
         single = single.replace("e_score_correction_bias", "e_score_correction.bias")
-        theirs = names.get_name(single, endings) or names.get_name(single.removeprefix("transformer."), endings)
+        other = single.removeprefix("transformer.")
+        for part, in_table in architecture.aliases.items():
+            other = other.replace(part, in_table)
+        theirs = names.get_name(single, endings) or names.get_name(other, endings)
         if theirs is None or theirs.endswith(architecture.lacks):
             unnamed.append(name)
         else:
@@ -48,13 +70,13 @@ def file_matches(shapes: Mapping[str, Sequence[int]], model: ModelConfig, archit
             f"this model can't be written as GGUF: llama.cpp's {architecture.name} needs {listed(missing)}, which it "
             "doesn't have; a folder that vLLM and transformers read is written by --to hf"
         )
-    return [_match(name, parts, shapes, model, architecture) for name, parts in found.items()]
+    return [_match(name, parts, shapes, model, rules) for name, parts in found.items()]
 
 
 def _match(
-    name: str, parts: Sequence[str], shapes: Mapping[str, Sequence[int]], model: ModelConfig, architecture: Architecture
+    name: str, parts: Sequence[str], shapes: Mapping[str, Sequence[int]], model: ModelConfig, rules: Sequence[Rule]
 ) -> Match:
-    transform = next((rule.transform for rule in architecture.rules if parts[0].endswith(rule.ends)), SAME)
+    transform = next((rule.transform for rule in rules if parts[0].endswith(rule.ends)), SAME)
     if _ONE_OF_MANY.fullmatch(parts[0]):
         transform = STACKED if transform is SAME else stacked_parts(transform)
     made = transform.join([torch.empty(tuple(shapes[part]), device="meta") for part in parts], model)

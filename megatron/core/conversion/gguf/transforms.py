@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from megatron.config.model import ModelConfig
-from megatron.core.conversion.transforms import FUSED_QUERY_KEY_VALUE, TRANSPOSED, Transform, halves, neighbours
+from megatron.core.conversion.transforms import FUSED_QUERY_KEY_VALUE, SAME, TRANSPOSED, Transform, halves, neighbours
 
 
 @dataclass(frozen=True)
@@ -21,6 +21,17 @@ class Rule:
 
     ends: tuple[str, ...]
     transform: Transform
+
+
+@dataclass(frozen=True)
+class Division:
+    """A published tensor whose name ends with ``end``, of which a file has ``parts``, under the same name with these
+    ends. ``transform``: ``split`` makes the parts.
+    """
+
+    end: str
+    parts: tuple[str, ...]
+    transform: Transform = SAME
 
 
 def _one(forward: Callable[[Tensor, ModelConfig], Tensor], back: Callable[[Tensor, ModelConfig], Tensor]) -> Transform:
@@ -55,6 +66,9 @@ MINUS_EXP = _one(
     lambda tensor, model: -torch.exp(tensor.float())[:, None], lambda tensor, model: torch.log(-tensor.squeeze(-1))
 )
 """Decay rates of Mamba-2: their logarithms there, ``[heads, 1]`` in a file."""
+
+MINUS_EXP_OF_HEADS = _one(lambda tensor, model: -torch.exp(tensor.float()), lambda tensor, model: torch.log(-tensor))
+"""Decay rates of gated delta nets: their logarithms there."""
 
 COLUMN = _one(lambda tensor, model: tensor[:, None], lambda tensor, model: tensor.squeeze(-1))
 """A number for each head: ``[heads]`` there, ``[heads, 1]`` in a file."""

@@ -19,12 +19,12 @@ from megatron.core.conversion.gguf.architecture import Architecture, GgufFormat,
 from megatron.core.conversion.gguf.k_types import packed
 from megatron.core.conversion.gguf.number_types import FEW_BITS, FILE_TYPES, library, tensor_types
 from megatron.core.conversion.gguf.rotary import factor_tensors, spelled_out
-from megatron.core.conversion.gguf.tensors import EMBEDDING, OUTPUT, file_matches
+from megatron.core.conversion.gguf.tensors import EMBEDDING, OUTPUT, divided, file_matches
 from megatron.core.conversion.gguf.vocabulary import vocabulary_keys
 from megatron.core.conversion.huggingface.writing import published_form
 from megatron.core.conversion.portable import LazyTensor, PortableModel
 from megatron.core.conversion.programs import GgufType
-from megatron.core.conversion.tables import to_ours
+from megatron.core.conversion.tables import to_ours, to_theirs
 from megatron.core.models.registry import family_of
 from megatron.errors import CheckpointError
 
@@ -55,24 +55,31 @@ def gguf_form(portable: PortableModel) -> GgufForm:
     model = portable.model
     if architecture.period is None and model.window_size is not None:
         model = _without_windows(model)
-    if wrong := architecture.refuse(model):
+    if wrong := architecture.refuse(model, portable.groups):
         raise _computed_otherwise(architecture, wrong)
+    exact = model, tuple(portable.groups)
+    model, groups = architecture.computed(*exact)
     shapes = {name: tensor.shape for name, tensor in published.items()}
     in_halves = dataclasses.replace(model, rotary_interleaved=False)
-    found = file_matches(shapes, in_halves, architecture)
-    tensors = {**to_ours(found, published, in_halves, where=f"a {architecture.name} file"), **factor_tensors(model)}
+    whole, parts = divided(shapes, groups, architecture)
+    theirs = {**{name: published[name] for name in whole}, **to_theirs(parts, published, in_halves)}
+    found = file_matches({name: tensor.shape for name, tensor in theirs.items()}, in_halves, groups, architecture)
+    tensors = {**to_ours(found, theirs, in_halves, where=f"a {architecture.name} file"), **factor_tensors(model)}
     if architecture.has_output:
         tensors.setdefault(OUTPUT, tensors[EMBEDDING])
-    keys = written.written(model, portable.groups, architecture)
+    keys = written.written(model, groups, architecture)
     again = partial(written.read, architecture=architecture)
-    _check_said(model, portable.groups, keys, tensors, architecture, again)
+    _check_said(model, groups, keys, tensors, architecture, again)
     words = vocabulary_keys(portable.tokenizer, portable.chat, rows=model.vocab_size or 0)
-    return GgufForm(architecture, {**keys, **words}, tensors, tuple(_notes(given.model, model)))
+    differs = (model, groups) != exact or architecture.as_run(model) != model
+    notes = [f"note: {architecture.difference}"] * differs
+    return GgufForm(architecture, {**keys, **words}, tensors, (*_notes(given.model, model), *notes))
 
 
 def _architecture_of(portable: PortableModel) -> tuple[Architecture, GgufFormat, Mapping[str, LazyTensor]]:
     """The architecture that the model is written as, its family's format, and the published type's tensors."""
-    by_type = {each: found for found in known_architectures() for each in found[0].types}
+    groups = portable.groups
+    by_type = {each: found for found in known_architectures() if found[0].fits(groups) for each in found[0].types}
     model_type, published = published_form(portable, wanted=list(by_type))
     if model_type not in by_type:
         raise CheckpointError(

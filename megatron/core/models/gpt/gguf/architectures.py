@@ -9,27 +9,36 @@ from megatron.config.model import ModelConfig
 from megatron.core.conversion.gguf.architecture import Architecture, Metadata
 from megatron.core.conversion.gguf.transforms import NEIGHBOURS, PLUS_ONE, TURNED, UNGROUPED, Rule
 from megatron.core.models.gpt.gguf.deepseek import DEEPSEEK
+from megatron.core.models.gpt.gguf.delta_nets import QWEN3_NEXT
+from megatron.core.models.gpt.gguf.gpt_oss import GPT_OSS
+from megatron.core.models.gpt.gguf.hybrids import HYBRIDS
 
 _GELU = 1e-3  # GELU and its relatives are looked up in a table of 16 bits
 _HALVES = ("q_proj.weight", "q_proj.bias", "k_proj.weight", "k_proj.bias")
-_TURNED = (Rule(_HALVES, NEIGHBOURS),)
-_FUSED = (Rule(("query_key_value.weight", "query_key_value.bias"), UNGROUPED),)
-_ONE_MORE = (Rule(("norm.weight", "norm1.weight", "norm2.weight"), PLUS_ONE),)
+
+
+def _rules(*rules: Rule) -> Callable[[Sequence[object]], Sequence[Rule]]:
+    return lambda groups: rules
+
+
+_TURNED = _rules(Rule(_HALVES, NEIGHBOURS))
+_FUSED = _rules(Rule(("query_key_value.weight", "query_key_value.bias"), UNGROUPED))
+_ONE_MORE = _rules(Rule(("norm.weight", "norm1.weight", "norm2.weight"), PLUS_ONE))
 _NO_OUTPUT_BIAS = ("attn_output.bias",)
 
 
-def _narrow(model: ModelConfig) -> Sequence[str]:
+def _narrow(model: ModelConfig, groups: Sequence[object]) -> Sequence[str]:
     """Why it isn't one of the architectures whose heads are always hidden size / heads wide."""
     wide = model.kv_channels * model.num_attention_heads != model.hidden_size
     return ["heads are not hidden size / heads wide"] if wide else []
 
 
-def _ungrouped(model: ModelConfig) -> Sequence[str]:
+def _ungrouped(model: ModelConfig, groups: Sequence[object]) -> Sequence[str]:
     shared = model.num_query_groups != model.num_attention_heads
-    return [*_narrow(model), *["keys and values are shared by heads"] * shared]
+    return [*_narrow(model, groups), *["keys and values are shared by heads"] * shared]
 
 
-def _command_r(model: ModelConfig) -> Sequence[str]:
+def _command_r(model: ModelConfig, groups: Sequence[object]) -> Sequence[str]:
     large = model.num_layers >= 64  # it looks for these norms by the number of layers
     return ["queries and keys are normalized in models of 64 layers and more, and in no others"] * (
         model.qk_layernorm != large
@@ -82,7 +91,7 @@ ARCHITECTURES = (
         name="gpt2",
         types=("gpt2",),
         facts={"activation": "gelu_tanh"},
-        rules=(Rule(("c_attn.weight", "c_proj.weight", "c_fc.weight"), TURNED),),
+        rules=_rules(Rule(("c_attn.weight", "c_proj.weight", "c_fc.weight"), TURNED)),
         tolerance=_GELU,
     ),
     Architecture(
@@ -179,6 +188,9 @@ ARCHITECTURES = (
     ),
     Architecture(name="qwen3moe", types=("qwen3_moe",), keys=("expert_feed_forward_length",), lacks=_NO_OUTPUT_BIAS),
     DEEPSEEK,
+    *HYBRIDS,
+    QWEN3_NEXT,
+    GPT_OSS,
     Architecture(name="smollm3", types=("smollm3",), rules=_TURNED, facts={"no_rope_freq": "4"}),
     Architecture(name="glm4", types=("glm4",), facts={"rotary_interleaved": True}),
     Architecture(name="chatglm", types=("glm",), facts={"rotary_interleaved": True}),

@@ -75,7 +75,7 @@ def _read_experts(keys: Metadata, tensors: Collection[str]) -> Mapping[str, Any]
     return found
 
 
-def _refuse(model: ModelConfig) -> Sequence[str]:
+def _refuse(model: ModelConfig, groups: Sequence[object]) -> Sequence[str]:
     reasons = []
     has_latents = model.q_lora_rank is not None
     if has_latents == (model.num_layers in _WITHOUT_LATENT_QUERIES):

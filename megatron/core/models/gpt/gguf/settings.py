@@ -66,7 +66,8 @@ def written_settings(model: ModelConfig, groups: Sequence[object], architecture:
         found[_WINDOW] = model.window_size[0] + 1
         pattern = model.window_attn_skip_freq or "0"
         found |= {_PATTERN: int(pattern)} if pattern.isdigit() else {}
-    return {**found, **architecture.write(model, groups)}
+    found |= architecture.write(model, groups)
+    return {key: value for key, value in found.items() if value is not None}
 
 
 def read_settings(
@@ -88,7 +89,7 @@ def read_settings(
             raise CheckpointError(f"a file of a model has the key {architecture.name}.{key}, and it is missing")
     for key, field in _SIZES.items():
         if key in keys:
-            found[field] = keys[key]
+            found[field] = only_one(keys, key) if isinstance(keys[key], list) else keys[key]
     found["norm_epsilon"] = next((keys[key] for key in _NORMS.values() if key in keys), found.get("norm_epsilon", 1e-5))
     found |= _by_tensors(tensors)
     if found.get("position_embedding_type") == "rope":
@@ -116,6 +117,23 @@ def read_settings(
         return ModelConfig(**found, group_query_attention=shared), with_all_groups(groups)
     except TypeError as error:
         raise CheckpointError(f"its keys don't describe a {architecture.name} model: {error}") from None
+
+
+def by_layer(keys: Metadata, key: str) -> list[int]:
+    """A number for each layer of a file; CheckpointError for a list of another length."""
+    layers, value = keys["block_count"], keys.get(key, 0)
+    found = list(value) if isinstance(value, list) else [value] * layers
+    if len(found) != layers:
+        raise CheckpointError(f"{key} has {len(found)} entries for {layers} layers")
+    return found
+
+
+def only_one(keys: Metadata, key: str) -> int | None:
+    """The number of all layers that have one; None where no layer has."""
+    found = {*by_layer(keys, key)} - {0}
+    if len(found) > 1:
+        raise CheckpointError(f"{key} differs between layers: {sorted(found)[:4]}; one size for all is read")
+    return next(iter(found), None)
 
 
 def _windows(pattern: int | Sequence[bool], num_layers: int) -> tuple[bool, ...]:
