@@ -30,7 +30,7 @@ def _projections(groups: Sequence[object]) -> Transform:
     net = GatedDeltaNetConfig.among(groups)
     keys, values = net.key_width, net.value_width
     numbers = torch.arange(2 * keys + 2 * values).view(net.linear_num_key_heads, -1)
-    q, k, v, z = (part.flatten() for part in numbers.split(_widths(net), dim=1))
+    q, k, v, z = (part.flatten() for part in torch.split(numbers, _widths(net), dim=1))
     apart = rearranged(torch.cat([q, k, v]), z)
 
     def join(parts: Sequence[Tensor], model: ModelConfig) -> Tensor:
