@@ -100,6 +100,11 @@ class PartConfig(CheckedSettings):
         return {}
 
     @property
+    def makes_samples(self) -> bool:
+        """Whether the run makes what it learns from, so that it needs no ``--data-path``."""
+        return False
+
+    @property
     def segments(self) -> tuple[int, ...]:
         """Numbers of layers of the pipeline stages, where the part says how the model is cut."""
         return ()

@@ -145,9 +145,13 @@ make the checkpoint of experts first, with tools/checkpoint/upcycle.py, and star
     moe-use-upcycling moe-upcycling-granularity
 experts have no such setting here; leave it out
     moe-* num-experts-teacher noisy-gate-policy create-moe-param-group disable-moe-token-dropping
-reinforcement learning is not available: this project pretrains; leave it out
-    rl-* rollout-* sglang-* vllm-* advantage-estimator kl-loss-coef kl-loss-type kl-coef use-kl-loss entropy-coef
-    eps-clip eps-clip-high use-dynamic-batch-size max-tokens-per-gpu langrl-* grpo-* perform-rl-step
+GRPO (--perform-rl-step) has no such setting here; leave it out
+    rl-* grpo-*
+rewards are those of a function: give --reward-function FILE.py:NAME, and prompts with --grpo-prompts
+    langrl-*
+it is another program's setting of reinforcement learning; --perform-rl-step trains with GRPO
+    rollout-* sglang-* vllm-* advantage-estimator kl-loss-coef kl-loss-type kl-coef use-kl-loss entropy-coef
+    eps-clip eps-clip-high use-dynamic-batch-size max-tokens-per-gpu
 offloading by chunks of a sequence is not available; --cpu-offloading offloads activations by layer
     ds-sequence-parallel-fpdt ds-sequence-parallel-fpdt-chunk-size ds-sequence-parallel-fpdt-offloading
 offloading weights is not available yet; --tensor-model-parallel-size divides them

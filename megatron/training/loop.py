@@ -25,6 +25,7 @@ from megatron.training.evaluation.samples import Samples
 from megatron.training.reporting.metrics import Evaluation
 from megatron.training.reporting.profiling import Profiled, profiling
 from megatron.training.reporting.startup import startup_report
+from megatron.training.rollouts.collecting import RolloutError, training_batches
 from megatron.training.run.agreement import check_parameter_count, check_ranks_agree, check_replicas_agree
 from megatron.training.run.gc import (
     collect_garbage,
@@ -112,13 +113,19 @@ def train(run: Run, saver: Saver, profiled: Profiled) -> bool:
     samples = Samples(run)
     folders = HuggingFaceFolders(run, saver)
     folders.write_if_due()  # a start before this one may have ended between checkpoint and model
-    batches = run.data.training_batches(progress.consumed_samples)
+    batches = training_batches(run)
     reporter.restart_clock(progress.iteration)
     while progress.iteration < config.train_iters and reason is None:
         run.context.mesh.activity.progress = f"iteration {progress.iteration + 1}"
         with profiled(progress.iteration + 1):
-            with reporter.timers("batch-generator", level=1):
-                microbatches = next(batches)
+            try:
+                with reporter.timers("batch-generator", level=1):
+                    microbatches = next(batches)
+            except RolloutError:  # on all ranks; what has been learned is not lost
+                if checkpoint.save is not None and saved_at != progress.iteration:
+                    saver.save()
+                    saver.finish()
+                raise
             if any(progress.iteration + 1 in skipped for skipped in training.skipped_iterations):
                 pass_over(run)
             else:

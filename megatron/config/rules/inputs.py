@@ -35,7 +35,7 @@ def one_data_source(run: RunConfig) -> str | None:
     ]
     if len(named) > 1:
         return f"{' and '.join(named)} are mutually exclusive; keep one"
-    if not named and not run.purpose.reads_own_data:
+    if not (named or run.purpose.reads_own_data or any(part.makes_samples for part in run.parts)):
         return "there is no data: give --data-path PREFIX (of PREFIX.bin and PREFIX.idx), or --mock-data"
     return None
 

@@ -125,6 +125,10 @@ class TrainSpec(ABC):
         """What checkpoints keep for the run that goes on, as JSON; by default nothing."""
         return {}
 
+    def files(self) -> Mapping[str, bytes]:
+        """Files that checkpoints keep beside what ``state`` gives, by name; by default none."""
+        return {}
+
     def samples(self, dataset: SampleDataset, split: SplitName, name: str = "") -> SampleDataset:
         """A data set of ``build_datasets`` with what else a loss reads of its samples. ``name``: among several of a
         split.

@@ -101,6 +101,10 @@ class Objective(TrainSpec):
         return self.family.state()
 
     @override
+    def files(self) -> Mapping[str, bytes]:
+        return self.family.files()
+
+    @override
     def samples(self, dataset: SampleDataset, split: SplitName, name: str = "") -> SampleDataset:
         return self.family.samples(dataset, split, name)
 

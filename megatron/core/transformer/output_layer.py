@@ -31,6 +31,7 @@ from megatron.core.tensor_parallel.distillation import (
     distilled_cross_entropy,
     top_of_distribution,
 )
+from megatron.core.tensor_parallel.entropy import token_losses_and_entropies
 from megatron.core.tensor_parallel.initialize import Constant
 from megatron.core.tensor_parallel.layers import make_parameter
 from megatron.core.tensor_parallel.linear import added_at_once, read_in_forward_alone
@@ -147,6 +148,21 @@ class VocabularyOutput:
         return losses.view(length, batch).t()
 
     @torch.no_grad()
+    def token_losses_and_entropies(self, labels: Tensor) -> tuple[Tensor, Tensor]:
+        """Cross entropy ``[b, S]`` of each token, and the entropy of its distribution in nats, without gradient."""
+        length, batch, _ = self.hidden.shape
+        found = token_losses_and_entropies(
+            self.hidden.flatten(0, 1),
+            self.weight,
+            labels.t().reshape(-1),
+            vocabulary=self._vocabulary,
+            bias=self.bias,
+            cap=self.cap,
+        )
+        losses, entropies = (each.view(length, batch).t() for each in found)
+        return losses, entropies
+
+    @torch.no_grad()
     def most_likely(self) -> Tensor:
         """The likeliest id ``[b, S]`` after each token, the lowest of several that are equal."""
         length, batch, _ = self.hidden.shape
@@ -158,6 +174,17 @@ class VocabularyOutput:
             cap=self.cap,
         )
         return ids.view(length, batch).t()
+
+    def tempered(self, temperature: float) -> VocabularyOutput:
+        """The output whose logits are divided by ``temperature``."""
+        if temperature == 1.0:
+            return self
+        return dataclasses.replace(
+            self,
+            hidden=self.hidden / temperature,
+            bias=None if self.bias is None else self.bias / temperature,
+            cap=None if self.cap is None else self.cap / temperature,
+        )
 
     def where(self, wanted: Tensor) -> VocabularyOutput:
         """The output at the positions that the mask ``[b, S]`` keeps, sample by sample, as a batch of one."""

@@ -92,7 +92,7 @@ class Saver:
             run_state(run),
             run.context.mesh,
             background=self._staging,
-            files=self._files,
+            files={**self._files, **run.train_spec.files()},
         )
         self._pending = _Pending(save, progress.iteration, progress.consumed_samples)
         if self._staging is None:

@@ -45,7 +45,16 @@ def origin_of(run: Run) -> str:
     if run.loaded_from is None:
         model = (dataclasses.asdict(run.config.model), run.config.training.seed)
         return hashlib.sha256(repr(model).encode()).hexdigest()
-    if published is not None and run.loaded_from == published:
-        found = [digest_of_files(published), *([] if adapter is None else [digest_of_files(adapter)])]
-        return hashlib.sha256(repr(found).encode()).hexdigest()
-    return fingerprint_of(path_of(run.loaded_from))
+    is_published = published is not None and run.loaded_from == published
+    return digest_of_start(run.loaded_from, is_published=is_published, adapter=adapter)
+
+
+def digest_of_start(place: str, *, is_published: bool, adapter: str | None = None) -> str:
+    """A digest of the weights in ``place``: a published model, which may have an ``adapter``, or a checkpoint of ours.
+
+    Raises CheckpointError where there is none.
+    """
+    if not is_published:
+        return fingerprint_of(path_of(place))
+    found = [digest_of_files(place), *([] if adapter is None else [digest_of_files(adapter)])]
+    return hashlib.sha256(repr(found).encode()).hexdigest()

@@ -203,6 +203,15 @@ def engine_of_every_rank(
 ) -> Engine | None:
     """A rank's engine, which all ranks of a replica ask the same, for texts of up to ``length`` tokens. A collective.
 
+    None for a model that can't generate with a cache.
+    """
+    runner = runner_of_every_rank(placed, length=length, max_requests=max_requests)
+    return None if runner is None else Engine(runner, tokenizer=placed.tokenizer, options=options)
+
+
+def runner_of_every_rank(placed: PlacedModel, *, length: int, max_requests: int) -> EveryRanksRunner | None:
+    """What such engines compute with, one after the other: each begins with an empty cache. A collective.
+
     Ranks that split sequences in training don't here: those of context parallelism compute the same. None for a model
     that can't generate with a cache.
     """
@@ -219,8 +228,7 @@ def engine_of_every_rank(
         has_states=needs.bytes_per_text > 0,
     )
     stages = [CachedRunner(part, model, context, limits) for part in placed.models]
-    runner = EveryRanksRunner(stages, context.mesh, PipelineSettings.of(placed.config).placement)
-    return Engine(runner, tokenizer=placed.tokenizer, options=options)
+    return EveryRanksRunner(stages, context.mesh, PipelineSettings.of(placed.config).placement)
 
 
 def exactness(

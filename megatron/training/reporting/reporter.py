@@ -234,6 +234,11 @@ class Reporter:
         texts = {f"sample {number}": prompt + text for number, (prompt, text) in enumerate(continued, start=1)}
         self._curves.texts(texts, iteration=iteration)
 
+    def numbers(self, line: str, values: Mapping[str, float], *, iteration: int) -> None:
+        """Print a line, and add the numbers that it is about to the curves."""
+        self.say(line)
+        self._curves.scalars(values, iteration=iteration)
+
     def close(self) -> None:
         """Clear the progress bar and close the curves' writers."""
         self._progress.clear()

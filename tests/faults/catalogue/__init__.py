@@ -18,6 +18,7 @@ from tests.faults.catalogue import (
     public_reports,
     quantized,
     ranks,
+    rewards,
     service,
     sharding_stages,
     state_space,
@@ -49,6 +50,7 @@ FAULTS: tuple[Fault, ...] = (
     *tensorrt_llm.FAULTS,
     *preferences.FAULTS,
     *pruning.FAULTS,
+    *rewards.FAULTS,
 )
 """Their numbers on the command line count from 1 in this order."""
 

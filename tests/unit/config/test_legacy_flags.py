@@ -299,7 +299,7 @@ def test_other_dashes_are_meant_as_flags(typed: str) -> None:
         ("--glu-activation reglu", ["--swiglu", "--geglu"]),
         ("--retro-add-retriever", []),
         ("--img-h 224", []),
-        ("--grpo-group-size 4", []),
+        ("--grpo-filter-groups-with-same-reward", ["--perform-rl-step"]),
         ("--qk-clip-alpha 0.5", ["--qk-layernorm"]),
     ],
 )

@@ -6,6 +6,7 @@ from typing import ClassVar
 
 from megatron.config.distillation import DistillationConfig
 from megatron.config.family import FamilyConfig
+from megatron.config.grpo import GRPOConfig
 from megatron.config.hybrid import HybridConfig
 from megatron.config.linear_attention import GatedDeltaNetConfig
 from megatron.config.lora import LoraConfig
@@ -36,4 +37,5 @@ GROUPS: tuple[type, ...] = (
     QuantizationTrainingConfig,
     DistillationConfig,
     PreferenceConfig,
+    GRPOConfig,
 )

@@ -1,0 +1,1 @@
+"""Answers that a model in training generates, and what becomes of them: rewards, and batches to learn from."""

@@ -1,0 +1,333 @@
+"""Batches of answers that the model in training gives, rated by a function of the user's: GRPO's samples."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from megatron.core.checkpointing.agreement import run_on_all
+from megatron.core.datasets.answers import Answer, batch_of
+from megatron.core.datasets.index_build import random_state
+from megatron.core.datasets.prompts import PromptTexts, read_prompts
+from megatron.core.files.remote_path import path_of
+from megatron.core.inference.sampling import Sampling
+from megatron.core.objectives.grpo import GRPOObjective
+from megatron.core.objectives.grpo_losses import advantages, deviations, loss_weights
+from megatron.core.parallel.collectives import all_reduce, gather_objects
+from megatron.core.parallel.rng import StreamKey
+from megatron.core.pipeline_parallel.chunk import Microbatch
+from megatron.errors import RESTART_CANNOT_HELP, CheckpointError, ConfigError, ParallelError
+from megatron.training.evaluation.evaluate import evaluate
+from megatron.training.rollouts import stored
+from megatron.training.rollouts.generation import AnswerGenerator, Generated, seed_of
+from megatron.training.rollouts.reference import ReferenceWeights
+from megatron.training.rollouts.rewards import RewardFunction
+from megatron.training.run.run import Run
+
+_STATE = "grpo"
+
+
+class RolloutError(ConfigError):
+    """Answers that can't be generated or rated; raised on every rank."""
+
+
+def training_batches(run: Run) -> Iterator[list[Microbatch]]:
+    """This rank's microbatches of each step that is left, from data or from what the model answers. A collective."""
+    objective = run.train_spec
+    if isinstance(objective, GRPOObjective) and not run.config.data.mock_data:
+        return Rollouts(run, objective).batches()
+    return run.data.training_batches(run.progress.consumed_samples)
+
+
+@dataclass(frozen=True)
+class _Rated:
+    """An answer as ranks exchange it."""
+
+    ids: tuple[int, ...]
+    has_ended: bool
+    reward: float | None
+
+
+class Rollouts:
+    """Makes the answers that a run learns from, and the batches of its steps on them.
+
+    Answers to a prompt depend on the weights, the seed, how many times the run has made answers, and the prompt. Every
+    rank knows all of them. What a checkpoint needs to go on in the middle of them is in ``GRPOObjective.kept``.
+    """
+
+    def __init__(self, run: Run, objective: GRPOObjective) -> None:
+        """Read the prompts, keep or load the initial weights, start the reward function. A collective.
+
+        Raises DataError for prompts, ConfigError for a reward function or a model, and CheckpointError for a checkpoint
+        to go on from, that can't be used.
+        """
+        self._run, self._objective, self._settings = run, objective, objective.settings
+        settings, saved = self._settings, run.spec_state.get(_STATE)
+        length, most = run.config.data.seq_length, settings.most_tokens
+        self._texts = PromptTexts(
+            read_prompts(settings.prompt_files),
+            run.tokenizer,
+            run.chat,
+            tokenizer_model=run.config.tokenizer.tokenizer_model,
+            longest=length - most,
+            seed=run.config.training.seed,
+        )
+        self._steps = settings.steps(run.config.training.global_batch_size)
+        self._answers, self._taken, self._made, self._place = list[Answer](), 0, 0, 0
+        self._check_prompts(saved)
+        self._reference = self._reference_of(saved)
+        if saved is not None:
+            self._resume(saved)
+        temperature, top_p, top_k = settings.sampling
+        self._generator = AnswerGenerator(
+            run,
+            sampling=Sampling(temperature=temperature, top_p=top_p, top_k=top_k),
+            longest=length,
+            most_tokens=most,
+            at_once=settings.at_once,
+        )
+        self._rewards = self._started()
+        objective.kept = self._kept
+        left_out = f", {self._texts.left_out:,} are left out, as they are longer" if self._texts.left_out else ""
+        run.reporter.say(
+            f"learning from answers to {len(self._texts.tokens):,} prompts of up to {length - most} tokens{left_out}; "
+            f"{settings.answers:,} answers at a time, {self._steps} steps on them"
+        )
+
+    def batches(self) -> Iterator[list[Microbatch]]:
+        """This rank's microbatches of each step, without end. The next one is a collective."""
+        trained_since = time.perf_counter()
+        try:
+            while True:
+                if not self._answers:
+                    self._collect(training_seconds=time.perf_counter() - trained_since)
+                    trained_since = time.perf_counter()
+                yield self._next_step()
+        finally:
+            if self._rewards is not None:
+                self._rewards.close()
+
+    def _check_prompts(self, saved: Mapping[str, Any] | None) -> None:
+        digests = gather_objects(self._texts.digest, self._run.context.mesh)
+        if wrong := [rank for rank, each in enumerate(digests) if each != digests[0]]:
+            raise ParallelError(
+                f"rank {wrong[0]} reads other prompts than rank 0: --grpo-prompts must be the same on every node; copy "
+                "the files again",
+                exit_code=RESTART_CANNOT_HELP,
+            )
+        if saved is not None and saved["prompts"] != self._texts.digest:
+            raise CheckpointError(
+                f"the checkpoint was trained on other prompts than those of --grpo-prompts "
+                f"{' '.join(self._settings.prompt_files)}, or --seq-length and --grpo-max-new-tokens left room for "
+                "others: give those, or begin anew with --finetune"
+            )
+
+    def _reference_of(self, saved: Mapping[str, Any] | None) -> ReferenceWeights | None:
+        if not self._settings.has_reference:
+            return None
+        return ReferenceWeights(self._run, None if saved is None else saved.get("reference") or {"path": None})
+
+    def _resume(self, saved: Mapping[str, Any]) -> None:
+        """Go on where the checkpoint's run was, which may have been in the middle of some answers."""
+        self._made, self._place, self._taken = saved["made"], saved["place"], saved["taken"]
+        if not self._taken:
+            return
+        if saved["sizes"] != self._sizes:
+            names = ("--grpo-prompts-per-step", "--grpo-group-size", "--grpo-iterations", "--global-batch-size")
+            then = ", ".join(f"{name} {size}" for name, size in zip(names, saved["sizes"]))
+            raise CheckpointError(
+                f"{self._run.loaded_from} was saved in the middle of answers that were made with {then}: give these, "
+                "or begin anew with --finetune"
+            )
+        path = path_of(self._run.loaded_from or "") / stored.FILE_NAME
+        self._answers = run_on_all(lambda: stored.read(path), self._run.context.mesh)
+        if self._reference is not None and self._answers[0].reference is None:
+            self._answers = self._with_scores(self._answers, "reference", self._reference)
+
+    @property
+    def _sizes(self) -> list[int]:
+        return [*self._settings.sizes, self._run.config.training.global_batch_size]
+
+    def _started(self) -> RewardFunction | None:
+        """The reward function, on the ranks that rate answers; raises ConfigError on all ranks."""
+        found, error = None, None
+        if self._generator.is_first:
+            try:
+                found = RewardFunction(self._settings.rewards)
+            except ConfigError as raised:
+                error = str(raised)
+        self._agree(error)
+        return found
+
+    def _agree(self, error: str | None) -> None:
+        if errors := [each for each in gather_objects(error, self._run.context.mesh) if each is not None]:
+            raise RolloutError(errors[0])
+
+    def _kept(self) -> tuple[Mapping[str, Any], Mapping[str, bytes]]:
+        """What a checkpoint keeps: counters, and the answers in the middle of which it is."""
+        state = {
+            "prompts": self._texts.digest,
+            "made": self._made,
+            "place": self._place,
+            "taken": self._taken,
+            "sizes": self._sizes,
+            **({} if self._reference is None else {"reference": self._reference.state}),
+        }
+        return {_STATE: state}, {stored.FILE_NAME: stored.to_bytes(self._answers)} if self._taken else {}
+
+    def _collect(self, *, training_seconds: float) -> None:
+        """Make the next answers, and all that the steps on them need. A collective; raises RolloutError."""
+        count, *_ = self._settings.sizes
+        activity, numbers = (
+            self._run.context.mesh.activity,
+            [self._texts.at(self._place + each) for each in range(count)],
+        )
+        with activity.during("generation of answers"):
+            groups, seconds = self._rated(numbers)
+        start = time.perf_counter()
+        answers = self._answers_of(numbers, groups)
+        if self._steps > 1:
+            answers = self._with_scores(answers, "old", None)
+        if self._reference is not None:
+            answers = self._with_scores(answers, "reference", self._reference)
+        seconds["scoring"] = time.perf_counter() - start
+        self._answers, self._taken = answers, 0
+        self._made, self._place = self._made + 1, self._place + len(numbers)
+        self._report(groups, {**seconds, "training": training_seconds})
+
+    def _rated(self, numbers: Sequence[int]) -> tuple[list[list[_Rated]], dict[str, float]]:
+        """Answers to each prompt with their rewards, and the seconds that both took. A collective."""
+        generator, texts, each = self._generator, self._texts, self._settings.sizes[1]
+        mine, error, found, rating = generator.mine(len(numbers)), None, list[list[_Rated]](), 0.0
+        seeds = [seed_of(self._run.config.training.seed, self._made, numbers[place]) for place in mine]
+        try:
+            groups = generator.answers([texts.tokens[numbers[place]] for place in mine], seeds, each=each)
+            start = time.perf_counter()
+            if generator.is_first and groups:
+                found = self._with_rewards([numbers[place] for place in mine], groups)
+            rating = time.perf_counter() - start
+        except ConfigError as raised:
+            error = str(raised)
+        gathered = gather_objects((dict(zip(mine, found)), error), self._run.context.mesh)
+        if errors := [each for _, each in gathered if each is not None]:
+            raise RolloutError(errors[0])
+        everyone = {place: group for part, _ in gathered for place, group in part.items()}
+        return [everyone[place] for place in range(len(numbers))], {
+            "generation": generator.seconds,
+            "rewards": rating,
+        }
+
+    def _with_rewards(self, numbers: Sequence[int], groups: Sequence[Sequence[Generated]]) -> list[list[_Rated]]:
+        """This rank's answers with the rewards that the user's function gives them."""
+        assert self._rewards is not None
+        prompts = [self._texts.prompts[number] for number, group in zip(numbers, groups) for _ in group]
+        answers = [each for group in groups for each in group]
+        completions: list[Any] = [
+            [{"role": "assistant", "content": answer.text}] if prompt.is_conversation else answer.text
+            for prompt, answer in zip(prompts, answers)
+        ]
+        rewards = iter(
+            self._rewards(
+                prompts=[prompt.prompt for prompt in prompts],
+                completions=completions,
+                completion_ids=[answer.ids for answer in answers],
+                others={name: [prompt.fields[name] for prompt in prompts] for name in prompts[0].fields},
+            )
+        )
+        return [[_Rated(each.ids, each.has_ended, next(rewards)) for each in group] for group in groups]
+
+    def _answers_of(self, numbers: Sequence[int], groups: Sequence[Sequence[_Rated]]) -> list[Answer]:
+        settings = self._settings
+        rewards = torch.tensor(
+            [[np.nan if each.reward is None else each.reward for each in group] for group in groups],
+            dtype=torch.float64,
+        )
+        scaled, spreads = advantages(rewards, scale=settings.scaling), deviations(rewards).tolist()
+        mean_length = float(np.mean([len(each.ids) for group in groups for each in group]))
+        found = list[Answer]()
+        for row, (number, group) in enumerate(zip(numbers, groups)):
+            prompt = self._texts.tokens[number]
+            for column, each in enumerate(group):
+                share, count = loss_weights(settings, len(each.ids), mean_length=mean_length)
+                found.append(
+                    Answer(
+                        tokens=np.array((*prompt, *each.ids), np.int64),
+                        prompt_length=len(prompt),
+                        reward=rewards[row, column].item(),
+                        spread=spreads[row],
+                        advantage=scaled[row, column].item(),
+                        loss_share=share,
+                        loss_count=count,
+                    )
+                )
+        return found
+
+    def _with_scores(self, answers: Sequence[Answer], name: str, weights: ReferenceWeights | None) -> list[Answer]:
+        """The answers with log-probabilities by the run's weights, or others, as ``name``. A collective."""
+        run, length = self._run, self._run.config.data.seq_length
+        table = torch.zeros(len(answers), length, dtype=torch.float64)
+        size = run.config.training.global_batch_size
+        batches = (
+            self._microbatches(answers, range(first, first + size), key=first) for first in range(0, len(answers), size)
+        )
+        with self._objective.recording(table), nullcontext() if weights is None else weights.in_place():
+            evaluate(run, batches)
+        whole = all_reduce(table.to(run.context.device), run.context.mesh, "pp", "dp", "cp").cpu().numpy()
+        found = list[Answer]()
+        for each, row in zip(answers, whole):
+            scores = row[each.prompt_length - 1 : len(each.tokens) - 1].copy()
+            found.append(replace(each, old=scores) if name == "old" else replace(each, reference=scores))
+        return found
+
+    def _next_step(self) -> list[Microbatch]:
+        size, number = self._run.config.training.global_batch_size, len(self._answers)
+        times, start = divmod(self._taken * size, number)
+        order = random_state(self._run.config.training.seed, self._made, times).permutation(number)
+        found = self._microbatches(
+            self._answers, order[start : start + size].tolist(), key=self._run.progress.consumed_samples
+        )
+        self._taken += 1
+        if self._taken == self._steps:
+            self._answers, self._taken = [], 0
+        return found
+
+    def _microbatches(self, answers: Sequence[Answer], numbers: Sequence[int], *, key: int) -> list[Microbatch]:
+        """This rank's microbatches of some answers. ``key``: number of the first, for random streams."""
+        run, mesh = self._run, self._run.context.mesh
+        size, replicas, replica = run.config.training.micro_batch_size, mesh.size("dp"), mesh.rank("dp")
+        return [
+            run.data.microbatch(
+                batch_of(answers, numbers[first : first + size], run.config.data.seq_length), StreamKey(key + first)
+            )
+            for first in range(replica * size, len(numbers), replicas * size)
+        ]
+
+    def _report(self, groups: Sequence[Sequence[_Rated]], seconds: Mapping[str, float]) -> None:
+        rewards = np.array([[np.nan if each.reward is None else each.reward for each in group] for group in groups])
+        rated = rewards[~np.isnan(rewards)]
+        spreads = deviations(torch.from_numpy(rewards)).numpy()
+        answers = [each for group in groups for each in group]
+        numbers = {
+            "reward": float(rated.mean()) if len(rated) else 0.0,
+            "reward_std": float(spreads.mean()),
+            "frac_reward_zero_std": float((spreads == 0).mean()),
+            "completions/mean_length": float(np.mean([len(each.ids) for each in answers])),
+            "completions/clipped_ratio": float(np.mean([not each.has_ended for each in answers])),
+        }
+        spent = ", ".join(f"{name} {each:.2f} s" for name, each in seconds.items())
+        unrated = len(answers) - len(rated)
+        line = (
+            f"answers {self._made} after iteration {self._run.progress.iteration}: reward {numbers['reward']:.4f} (in "
+            f"groups +-{numbers['reward_std']:.4f}, all equal in {numbers['frac_reward_zero_std']:.0%}), "
+            f"{numbers['completions/mean_length']:.1f} tokens ({numbers['completions/clipped_ratio']:.0%} cut off)"
+            f"{f', {unrated} without a reward' if unrated else ''}; {spent}"
+        )
+        values = {f"answers/{name}": value for name, value in numbers.items()}
+        times = {f"answers/{name}-seconds": value for name, value in seconds.items()}
+        self._run.reporter.numbers(line, values | times, iteration=self._run.progress.iteration)
