@@ -6,7 +6,9 @@ from typing import Literal, cast
 
 from megatron.config.flags import Settings, architecture_flag
 
-Activation = Literal["gelu_tanh", "gelu", "relu", "squared_relu", "swiglu", "geglu_tanh", "geglu", "quick_geglu"]
+Activation = Literal[
+    "gelu_tanh", "gelu", "quick_gelu", "relu", "squared_relu", "swiglu", "geglu_tanh", "geglu", "quick_geglu"
+]
 Nonlinearity = Literal["gelu_tanh", "gelu", "quick_gelu", "silu", "relu", "squared_relu"]
 
 _GATES: dict[str, Nonlinearity] = {
@@ -21,7 +23,7 @@ class ActivationConfig(Settings):
     """Settings of the activation, part of those of the model."""
 
     activation: Activation = architecture_flag(
-        "Activation of the MLP. gelu uses the error function, gelu_tanh its tanh approximation, quick_geglu "
+        "Activation of the MLP. gelu uses the error function, gelu_tanh its tanh approximation, quick_gelu "
         "that by a sigmoid; swiglu, geglu, geglu_tanh and quick_geglu have a gate.",
         default="gelu_tanh",
         short_forms={

@@ -183,6 +183,7 @@ def _unknown_there(model: ModelConfig) -> dict[str, bool]:
         "no clamped MLP and no offset but in --quick-geglu": model.activation != "quick_geglu"
         and any(getattr(model, name) for name in OF_QUICK_GEGLU),
         "no flag for ReLU (--relu)": model.activation == "relu",
+        "no flag for GELU by a sigmoid (--activation quick_gelu)": model.activation == "quick_gelu",
         "no flag for biases in some of the layers (--add-attention-output-bias, --add-mlp-bias)": (
             not model.add_bias_linear and (model.add_attention_output_bias or model.add_mlp_bias)
         ),
