@@ -7,7 +7,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from multiprocessing.queues import Queue
@@ -35,13 +35,21 @@ _SIGNAL_SECONDS = 1.0  # until a worker's death has been signalled to the traine
 class BatchLoader:
     """Microbatches of a rank in the order of ``sampler``; reading starts at its ``consumed`` immediately.
 
-    Each batch maps names to tensors [micro_batch_size, S]. Batches don't depend on ``num_workers``; 0 reads in this
-    process. A DataError in a worker is raised here.
+    Each batch maps names to tensors [micro_batch_size, S]. ``ragged``: fields of which samples have different numbers
+    of rows, as of images; a batch has the rows of all samples one after the other, and ``rows_field`` how many are of
+    each. Batches don't depend on ``num_workers``; 0 reads in this process. A DataError in a worker is raised here.
     """
 
-    def __init__(self, dataset: SampleDataset, sampler: MicrobatchSampler, *, num_workers: int = 0) -> None:
+    def __init__(
+        self,
+        dataset: SampleDataset,
+        sampler: MicrobatchSampler,
+        *,
+        num_workers: int = 0,
+        ragged: Collection[str] = (),
+    ) -> None:
         self._loader = _Loader(
-            _Batches(dataset),
+            _Batches(dataset, ragged),
             batch_size=None,  # the sampler's elements are batches
             sampler=sampler,
             num_workers=num_workers,
@@ -91,8 +99,8 @@ class _Loader(DataLoader[Any]):
 class _Batches(Dataset[Any]):
     """Batches by their sample numbers; an error of the data is returned, as torch would wrap its message."""
 
-    def __init__(self, dataset: SampleDataset) -> None:
-        self._dataset = dataset
+    def __init__(self, dataset: SampleDataset, ragged: Collection[str]) -> None:
+        self._dataset, self._ragged = dataset, ragged
 
     @override
     def __getitem__(self, indices: Sequence[int | None]) -> Sample | DataError:
@@ -100,7 +108,21 @@ class _Batches(Dataset[Any]):
             samples = [self._dataset[index] for index in indices]
         except DataError as error:
             return error
-        return {name: np.stack([sample[name] for sample in samples]) for name in samples[0]}
+        return joined(samples, self._ragged)
+
+
+def joined(samples: Sequence[Sample], ragged: Collection[str] = ()) -> Sample:
+    """A batch of samples: each field stacked, and ``ragged`` ones concatenated, with their numbers of rows."""
+    found = {name: np.stack([sample[name] for sample in samples]) for name in samples[0] if name not in ragged}
+    for name in (name for name in samples[0] if name in ragged):
+        parts = [sample[name] for sample in samples]
+        found |= {name: np.concatenate(parts), rows_field(name): np.array([len(part) for part in parts])}
+    return found
+
+
+def rows_field(name: str) -> str:
+    """The field of a batch that says how many rows of the ragged field ``name`` each sample has, int64 [b]."""
+    return f"{name}_rows"
 
 
 @contextmanager

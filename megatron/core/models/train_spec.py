@@ -35,12 +35,14 @@ class TrainSpec(ABC):
     with prefixes of the parameters that they may lack; a train spec with any never starts from random weights.
     ``batch_fields``: every tensor of a batch that forward or loss may read, with the dimension in which it runs along
     the sequence: context-parallel ranks keep their slices of it. None: each rank needs all of it.
+    ``ragged_fields``: those of which samples have different numbers of rows; see ``BatchLoader``.
     ``continues_texts``: whether it is a causal language model, which predicts each token from those before it.
     """
 
     name: str
     starts_from: Mapping[str, tuple[str, ...]] = {}
     batch_fields: Mapping[str, int | None]
+    ragged_fields: frozenset[str] = frozenset()
     continues_texts: bool = False
 
     @abstractmethod

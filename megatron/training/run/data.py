@@ -165,6 +165,7 @@ class TrainingData:
             self._train_spec.samples(dataset, split, name),
             self._sampler(samples),
             num_workers=self._config.data.num_workers,
+            ragged=self._train_spec.ragged_fields,
         )
         return self._microbatches(loader, split, 0)
 
@@ -204,7 +205,8 @@ class TrainingData:
         if not self._fields:
             return _Counting(sampler)
         samples = self._train_spec.samples(dataset, split, name)
-        return BatchLoader(samples, sampler, num_workers=config.data.num_workers)
+        ragged = self._train_spec.ragged_fields
+        return BatchLoader(samples, sampler, num_workers=config.data.num_workers, ragged=ragged)
 
     def _microbatches(self, loader: Iterable[Batch], split: SplitName, consumed: int) -> Iterator[Microbatch]:
         mesh, size = self._context.mesh, self._config.training.micro_batch_size

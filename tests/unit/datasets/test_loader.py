@@ -18,7 +18,7 @@ import torch
 from typing_extensions import override
 
 from megatron.core.datasets import loader as module
-from megatron.core.datasets.loader import Batch, BatchLoader
+from megatron.core.datasets.loader import Batch, BatchLoader, joined
 from megatron.core.datasets.sampler import MicrobatchSampler
 from megatron.core.datasets.samples import Sample
 from megatron.core.parallel.environment import EXIT_SIGNALS
@@ -101,6 +101,15 @@ def test_padding_counts_for_nothing() -> None:
     batches = list(build_loader(Numbers(6), consumed=0, micro_batch_size=4, pad_to=4))
     assert first_tokens(batches) == [[0, 1, 2, 3], [4, 5, -1, -1]]
     assert batches[-1]["loss_mask"][:, 0].tolist() == [1, 1, 0, 0]
+
+
+def test_samples_with_different_numbers_of_images_make_a_batch() -> None:
+    """Without a count of each sample's rows, a text would be told the image of the sample before it."""
+    samples = [{"tokens": np.arange(3), "images": np.full((count, 2, 2), count, np.uint8)} for count in (2, 0, 1)]
+    batch = joined(samples, ["images"])
+    assert batch["tokens"].shape == (3, 3)
+    assert (batch["images"][:, 0, 0].tolist(), batch["images"].dtype) == ([2, 2, 1], np.uint8)
+    assert batch["images_rows"].tolist() == [2, 0, 1]
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])
