@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
@@ -73,6 +73,7 @@ class Mesh:
     urgent: frozenset[tuple[int, ...]] = frozenset()
     timeout: timedelta | None = None
     _groups: dict[tuple[int, ...], ProcessGroup] = field(default_factory=dict, repr=False)
+    _whole: Mesh | None = field(default=None, repr=False, compare=False)
     _members: dict[tuple[Axis, ...], tuple[int, ...]] = field(default_factory=dict, repr=False)
     _sizes: dict[tuple[Axis, ...], int] = field(default_factory=dict, repr=False)
 
@@ -118,6 +119,17 @@ class Mesh:
     def seen_by(self, rank: int) -> Mesh:
         """The coordinates of another rank, which asks for no groups."""
         return Mesh(self.dense, self.expert, rank, self.copies)
+
+    def of_whole_sequences(self) -> Mesh:
+        """The mesh for a part of the model in which no rank has slices of sequences: context-parallel ranks are more
+        replicas of it. Tensor-parallel groups are the same.
+        """
+        if self.size("cp") == 1:
+            return self
+        axes, names = dict(self.dense.axes), list(self.dense.axes)
+        before = names[names.index("cp") - 1]
+        axes |= {before: axes[before] * axes["cp"], "cp": 1}
+        return replace(self, dense=RankGrid(axes), _members={}, _sizes={}, _whole=self._whole or self)
 
     def levels(self, axes: tuple[Axis, ...]) -> tuple[tuple[Axis, ...], tuple[Axis, ...]]:
         """Axes of replicas as two levels: that of the ranks of one copy, and that of the copies, none for one copy."""
@@ -178,6 +190,8 @@ class Mesh:
         """
         if len(ranks) == 1:
             return None
+        if self._whole is not None:
+            return self._whole.group_of(ranks)
         first = [self.members(*axes) for axes in SPANNING] if not self._groups and self.size("pp") > 1 else []
         for members in (*first, ranks):
             if members in self._groups or len(members) == 1:

@@ -58,6 +58,18 @@ class ModelContext(ParallelContext):
         """The context for parts of layer ``number`` of the whole model; None: for parts that belong to no layer."""
         return replace(self, layer=number)
 
+    def of_whole_sequences(self) -> ModelContext:
+        """The context of a part of the model in which every rank has whole sequences, as of images, whatever divides
+        those of the decoder. Its products are in the model's type.
+        """
+        return replace(
+            self,
+            mesh=self.mesh.of_whole_sequences(),
+            sequence_parallel=False,
+            low_precision=LowPrecision(),
+            operands=Operands(),
+        )
+
     @property
     @override
     def splits_sequence(self) -> bool:

@@ -108,3 +108,14 @@ def test_grids_over_different_worlds_are_refused() -> None:
     """Both grids number the same ranks."""
     with expect_error(ValueError, "2 ranks", "4"):
         Mesh(RankGrid({"pp": 1, "dp": 1, "cp": 1, "tp": 2}), RankGrid({"pp": 1, "edp": 4, "ep": 1, "etp": 1}))
+
+
+@pytest.mark.parametrize("pp_before_dp", [True, False])
+def test_parts_with_whole_sequences_have_the_same_tensor_parallel_groups(pp_before_dp: bool) -> None:
+    """An encoder of images on context-parallel ranks would exchange parts of its layers with ranks of other parts."""
+    for rank in range(16):
+        mesh = Mesh.of(tp=2, cp=2, dp=2, pp=2, rank=rank, pp_before_dp=pp_before_dp)
+        whole = mesh.of_whole_sequences()
+        assert (whole.size("cp"), whole.rank("cp"), whole.world_size) == (1, 0, 16)
+        assert whole.members("tp") == mesh.members("tp")
+    assert Mesh.single().of_whole_sequences().size("cp") == 1
