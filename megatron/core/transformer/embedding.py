@@ -124,16 +124,17 @@ class LanguageModelEmbedding(nn.Module):
         """Token ids, and for a model that has them types, ``[b, S]``, to hidden states ``[s, b, h]``.
 
         ``replaced``: a mask ``[b, S]`` of places that hold no word, whose ids don't count, and the vectors that stand
-        there, ``[h]`` or this rank's ``[s, b, h]``. ``stream``: name of the random stream of its dropout.
+        there as they are, without ``--embedding-multiplier``: ``[h]`` or this rank's ``[s, b, h]``. ``stream``: name of
+        the random stream of its dropout.
         """
         x: Tensor = self.word_embeddings(tokens)
-        if replaced is not None:
-            mask, vectors = replaced
-            x = torch.where(sequence_slice(mask.t(), self._context).unsqueeze(-1), vectors, x)
         if self._multiplier != 1.0:
             x = x * self._multiplier
         if self.projection is not None:
             x = self.projection(x)
+        if replaced is not None:
+            mask, vectors = replaced
+            x = torch.where(sequence_slice(mask.t(), self._context).unsqueeze(-1), vectors, x)
         if self.position_embeddings is not None:
             x = x + self._multiplied(self.position_embeddings(tokens.shape[1], position_ids))
         if self.tokentype_embeddings is not None:

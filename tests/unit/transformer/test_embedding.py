@@ -16,7 +16,12 @@ from tests.harness import run_ranks
 def embedded(context: ModelContext) -> tuple[Tensor, Tensor, Tensor]:
     """Hidden states of this rank's part of six places, of which three hold no word; gradients of vector and words."""
     config = ModelConfig(
-        num_layers=1, hidden_size=4, num_attention_heads=2, vocab_size=20, position_embedding_type="none"
+        num_layers=1,
+        hidden_size=4,
+        num_attention_heads=2,
+        vocab_size=20,
+        position_embedding_type="none",
+        embedding_multiplier=3.0,
     )
     embedding = LanguageModelEmbedding(config, context).eval()
     initialize(embedding, context.mesh, seed=1)
@@ -30,7 +35,9 @@ def embedded(context: ModelContext) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def test_places_without_a_word_hold_the_vector_that_is_given() -> None:
-    """A family that puts vectors among its tokens had to add them after sequence parallelism had divided the rows."""
+    """A family that puts vectors among its tokens had to add them after sequence parallelism had divided the rows. They
+    are hidden states: a Gemma would multiply features of images by the square root of its width.
+    """
     whole, vector, first_word = embedded(ModelContext.single(dtype=torch.float64))
     assert (whole.transpose(0, 1)[0, [0, 2, 5]] == 9).all() and (whole != 9).sum() == 7 * 4
     assert vector.tolist() == [5] * 4
