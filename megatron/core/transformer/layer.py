@@ -16,7 +16,7 @@ from megatron.core.parallel.model_context import ModelContext
 from megatron.core.parallel.recompute import recomputed, with_recomputed_inputs
 from megatron.core.tensor_parallel.low_rank import Adaptable
 from megatron.core.transformer.inputs import LayerInputs
-from megatron.core.transformer.norm import Norm
+from megatron.core.transformer.norm import LayerScale, Norm
 from megatron.core.transformer.place import BranchPlace
 from megatron.core.transformer.stack import Branch, StackConfig
 
@@ -45,7 +45,10 @@ class TransformerLayer(nn.Module):
         self._post_norm = model.apply_residual_connection_post_layernorm
         names = [branch.name for branch in self._branches]
         names += [
-            name for each in self._branches for name in (each.norm_after, not each.parallel and each.norm) if name
+            name
+            for each in self._branches
+            for name in (each.norm_after, each.layer_scale, not each.parallel and each.norm)
+            if name
         ]
         assert len({*names}) == len(names), f"modules of a layer need different names, not {names}"
         self._recomputed = {branch.name for branch in self._branches if branch.recompute_name in recompute}
@@ -58,6 +61,8 @@ class TransformerLayer(nn.Module):
                 if name is not None and name not in self._modules:
                     self.add_module(name, Norm(model.hidden_size, model, context))
             self.add_module(branch.name, branch.build(place))
+            if branch.layer_scale is not None:
+                self.add_module(branch.layer_scale, LayerScale(model.hidden_size, context))
         if stack.lora.is_on:
             self._add_adapters(stack.lora)
 
@@ -89,6 +94,8 @@ class TransformerLayer(nn.Module):
                 output = self._run(branch, branch_input, inputs)
             if branch.norm_after is not None:
                 output = getattr(self, branch.norm_after)(output)
+            if branch.layer_scale is not None:
+                output = getattr(self, branch.layer_scale)(output)
             if branch.scale != 1.0:
                 output = output * branch.scale
             if self.training and self._dropout > 0.0:

@@ -67,6 +67,24 @@ class Norm(nn.Module):
         return self.weight + self._offset
 
 
+class LayerScale(nn.Module):
+    """Multiply what a branch adds to the residual stream by a learned vector, small at first (arXiv:2103.17239)."""
+
+    def __init__(self, size: int, context: ParallelContext, *, initial: float = 0.1) -> None:
+        super().__init__()
+        sharding = Sharding((size,), partial_grad=partial_under_sequence_parallel(context))
+        self.weight = make_parameter(sharding, Constant(initial), context)
+
+    @override
+    def forward(self, x: Tensor) -> Tensor:
+        """``[..., size] -> [..., size]``."""
+        return x * self.weight
+
+    def costs(self, workload: Workload) -> Costs:
+        """Keeps what it multiplies, for the vector's gradient."""
+        return Costs(kept=workload.rows * self.weight.numel() * workload.itemsize)
+
+
 class HeadNorm(Norm):
     """Normalize this rank's heads ``[S, b, n, d]``, of ``heads`` in all: of queries or of keys; see
     ``--qk-layernorm-kind`` and ``--qk-l2-norm``.

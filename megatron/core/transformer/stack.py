@@ -18,12 +18,13 @@ from megatron.core.transformer.place import BranchPlace
 
 @dataclass(frozen=True)
 class Branch:
-    """A kind of residual branch, ``x + scale * norm_after(module(norm(x)))`` with dropout on what is added.
+    """A kind of residual branch, ``x + scale * layer_scale * norm_after(module(norm(x)))`` with dropout on what is added.
 
     ``build``: makes the module, whose ``forward(x, inputs: LayerInputs)`` is ``[s, b, h] -> [s, b, h]``; ``x`` is
     normalized, and side losses go to ``inputs.side_losses``.
     ``name``, ``norm``, ``norm_after``: of its module and its norms, in the names of parameters; a norm that is None is
     left out (norms after only: OLMo 2, arXiv:2501.00656; before and after: Gemma 2, arXiv:2408.00118).
+    ``layer_scale``: name of the module that multiplies what it adds by a learned vector (arXiv:2103.17239), if any.
     ``dropout_stream``: name of its random stream. ``parallel``: it reads what the branch before it read, not its result
     (GPT-NeoX, arXiv:2204.06745), and shares that branch's norm if it names the same. ``scale``: as Granite's residual
     multiplier. ``recompute_name``: of the whole branch among ``--recompute-modules``. ``norm_placement``: if another
@@ -35,6 +36,7 @@ class Branch:
     dropout_stream: str
     build: Callable[[BranchPlace], nn.Module]
     norm_after: str | None = None
+    layer_scale: str | None = None
     parallel: bool = False
     scale: float = 1.0
     recompute_name: RecomputeModule | None = None
