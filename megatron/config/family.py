@@ -130,6 +130,11 @@ class PartConfig(CheckedSettings):
         return ()
 
     @property
+    def frozen(self) -> tuple[str, ...]:
+        """Patterns of the names of parameters, its own or others, that its settings say are not trained."""
+        return ()
+
+    @property
     def columns(self) -> Mapping[str, int]:
         """Widths that tensor-parallel ranks split, by name."""
         return {}

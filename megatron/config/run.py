@@ -129,6 +129,9 @@ class RunConfig:
         trained_alone = {pattern for part in self.parts for pattern in part.trained_alone}
         if trained_alone - {*self.optimizer.train_only}:
             found["optimizer"]["train_only"] = tuple(sorted(trained_alone | {*self.optimizer.train_only}))
+        frozen = {pattern for part in self.parts for pattern in part.frozen}
+        if frozen - {*self.optimizer.freeze}:
+            found["optimizer"]["freeze"] = tuple(sorted(frozen | {*self.optimizer.freeze}))
         if tokenizer.padded_vocab_size is not None:
             unit = tokenizer.padded_vocab_size // max(self.parallel.tensor_model_parallel_size, 1)
             found["model"]["make_vocab_size_divisible_by"] = max(unit, 1)
