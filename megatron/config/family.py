@@ -130,6 +130,11 @@ class PartConfig(CheckedSettings):
         return ()
 
     @property
+    def own_layers(self) -> int:
+        """Layers of the part that are in none of the family's stacks."""
+        return 0
+
+    @property
     def frozen(self) -> tuple[str, ...]:
         """Patterns of the names of parameters, its own or others, that its settings say are not trained."""
         return ()

@@ -293,7 +293,8 @@ class FlagResolver:
             return
         where, owner = "" if source == "flag" else f"{source}: ", self._owner_of(spelling)
         legacy = self._legacy(spelling)
-        if owner is not None:
+        is_taken = legacy is not None and legacy.verdict == "renamed"
+        if owner is not None and not is_taken:
             self._wrong(f"{where}{spelling} belongs to {owner}; leave it out, or train such a model")
         elif legacy is not None:
             self._take_legacy(spelling, legacy, values, source=source, rank=rank)

@@ -178,8 +178,8 @@ a model with layers of different sizes is not available yet; leave it out
     heterogeneous-layers-config-path heterogeneous-layers-config-encoded-json
 writing BERT's embeddings is not available yet; leave it out
     output-bert-embeddings bert-embedder-type
-a vision model is not available: only language models are trained here
-    dino-* num-classes img-h img-w img-dim num-channels patch-dim classes-fraction data-per-class-fraction head-lr-mult
+a vision model alone is not trained here; pretrain_vlm.py trains one in front of a language model
+    dino-* num-classes img-dim num-channels classes-fraction data-per-class-fraction head-lr-mult
     vision-pretraining vision-pretraining-type vision-backbone-type swin-backbone-type mask-type mask-factor
     iter-per-epoch
 that part of the generation engine is not available; leave it out

@@ -77,6 +77,8 @@ FACTS |= {name: _fields([group]) for name, group in PARTS.items()}
 FACTS["bert"] |= {"is_random", "sop", "nsp", "sop_loss", "binary_head", "pooler"}
 FACTS["t5"] |= {"decoder_layers", "decoder_length", "encoder_num_layers", "relative_pos_emb"}
 EVERY_FACT = set[str]().union(*FACTS.values())
+BUILDS_ON = {"vlm": "gpt"}
+"""Families whose models are those of another, which reads more than tokens."""
 KNOWS_FAMILIES = (
     *(f"{family.package.replace('.', '/')}/" for family in FAMILIES.values()),
     "megatron/core/models/registry.py",
@@ -103,6 +105,7 @@ KNOWS_FACTS = (
     "megatron/core/transformer/",  # parts of models are theirs
     "megatron/core/moe/",
     "megatron/core/ssm/",
+    "megatron/core/vision/",
     "megatron/core/objectives/",  # what they train for is theirs
     *(f"{part.__module__.replace('.', '/')}.py" for part in PARTS.values()),  # their settings, for any family
     "megatron/config/expert_settings.py",
@@ -346,9 +349,12 @@ def fact_of_one_family(source: Source) -> list[str]:
 
 
 def another_family(source: Source) -> list[str]:
-    """A family builds on parts and engines, not on another family: either can be changed or removed alone."""
+    """A family builds on parts and engines, not on another family: either can be changed or removed alone. One whose
+    models are another's with more in front of them builds on that one, and says so in ``BUILDS_ON``.
+    """
     packages = {family.package for family in FAMILIES.values()}
     own = next((each for each in packages if source.path.startswith(f"{each.replace('.', '/')}/")), None)
+    packages -= {FAMILIES[BUILDS_ON[name]].package for name in BUILDS_ON if own == FAMILIES[name].package}
     return [
         f"{source.at(node)} imports {name}"
         for node in source.nodes
@@ -364,7 +370,8 @@ def knowing(checked: Iterable[Source]) -> dict[str, list[str]]:
         if source.path.startswith("megatron/") and source.path not in SPEAKERS:
             words = {*_code_words(source)}
             for family, paths in known.items():
-                is_own = source.path.startswith(f"{FAMILIES[family].package.replace('.', '/')}/")
+                those = (name for name in FAMILIES if family in (name, BUILDS_ON.get(name)))
+                is_own = source.path.startswith(tuple(f"{FAMILIES[name].package.replace('.', '/')}/" for name in those))
                 if not is_own and (words & FACTS[family] or any(family in _named_by(word) for word in words)):
                     paths.append(source.path)
     return known

@@ -16,6 +16,7 @@ from typing_extensions import override
 from megatron.config.model import ModelConfig
 from megatron.config.moe import MoEConfig
 from megatron.config.run import RunConfig
+from megatron.config.vision import VisionConfig
 from megatron.core.datasets.build import DatasetSplits
 from megatron.core.datasets.samples import Sample
 from megatron.core.datasets.splits import SplitSizes
@@ -26,6 +27,8 @@ from megatron.core.models.gpt.train_spec import GPTSpec
 from megatron.core.models.registry import FAMILIES
 from megatron.core.models.t5.train_spec import T5Spec
 from megatron.core.models.train_spec import TrainSpec
+from megatron.core.models.vlm.data import IMAGES, PLACES
+from megatron.core.models.vlm.train_spec import VLMSpec
 from megatron.core.parallel.context import ParallelContext
 from megatron.core.parallel.model_context import ModelContext
 from megatron.core.pipeline_parallel.chunk import Microbatch
@@ -51,7 +54,7 @@ class Batches:
 
     digest = prefix = "the equivalence table"
 
-    def __init__(self, batch: Callable[[int], dict[str, Tensor]]) -> None:
+    def __init__(self, batch: Callable[[int], Mapping[str, Sequence[Any] | Tensor]]) -> None:
         self._batches = [batch(step) for step in range(STEPS)]
 
     def __len__(self) -> int:
@@ -59,7 +62,7 @@ class Batches:
 
     def __getitem__(self, index: int | None) -> Sample:
         step, sample = divmod(index or 0, GLOBAL_BATCH)
-        return {name: np.asarray(tensor[sample]) for name, tensor in self._batches[step].items()}
+        return {name: np.asarray(each[sample]) for name, each in self._batches[step].items()}
 
     def origin(self, index: int) -> str:
         """The table."""
@@ -96,6 +99,21 @@ def causal_batch(step: int) -> dict[str, Tensor]:
         "document_ids": boundary.int().cumsum(1).int(),
         "text_mask": torch.arange(LENGTH) < torch.tensor([16, 3, 9, 12, 16, 0, 7, 15]).unsqueeze(1),
     }
+
+
+def image_batch(step: int, *, size: int, features: int) -> dict[str, Sequence[Any] | Tensor]:
+    """The causal batch with images of ``size`` pixels a side in some samples, one or two, at its beginning, end or
+    middle; two samples of a microbatch have none.
+    """
+    generator = torch.Generator().manual_seed(400 + step)
+    found: dict[str, Sequence[Any] | Tensor] = {**causal_batch(step)}
+    places, images = torch.full((GLOBAL_BATCH, LENGTH), -1), list[Tensor]()
+    starts: tuple[list[int], ...] = ([0], [], [1, LENGTH // 2], [LENGTH - features], [], [], [5], [LENGTH // 2, 0])
+    for sample, runs in enumerate(starts[step:] + starts[:step]):
+        for tile, start in enumerate(runs):
+            places[sample, start : start + features] = tile * features + torch.arange(features)
+        images.append(torch.randint(256, (len(runs), 3, size, size), dtype=torch.uint8, generator=generator))
+    return found | {PLACES: places, IMAGES: images}
 
 
 def masked_batch(step: int) -> dict[str, Tensor]:
@@ -252,6 +270,16 @@ class SpanSpec(T5Spec):
         return DatasetSplits(Batches(span_batch), None, None)
 
 
+class ImageSpec(VLMSpec):
+    """A vision-language model on the table's batches."""
+
+    @override
+    def build_datasets(self, run: RunConfig, tokenizer: Tokenizer, sizes: SplitSizes) -> DatasetSplits:
+        vision = run.part(VisionConfig)
+        batch = functools.partial(image_batch, size=vision.img_h, features=vision.features_per_tile)
+        return DatasetSplits(Batches(batch), None, None)
+
+
 class AnswerSpec(ClassificationSpec):
     """A BERT that answers, on the table's batches."""
 
@@ -287,6 +315,12 @@ ROW_FAMILIES: Mapping[str, Family] = {
     "bert": Family(MaskedSpec(), FAMILIES["bert"].groups),
     "classes": fine_tuning("MNLI"),
     "choices": fine_tuning("RACE"),
+    "vlm": Family(
+        ImageSpec(),
+        FAMILIES["vlm"].groups,
+        "--vision-num-layers 2 --vision-hidden-size 16 --vision-num-attention-heads 4 --vision-ffn-hidden-size 24 "
+        "--img-h 8 --img-w 8 --patch-dim 4",
+    ),
     "t5": Family(
         SpanSpec(),
         FAMILIES["t5"].groups,

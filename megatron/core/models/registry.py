@@ -86,6 +86,7 @@ FAMILIES = {
         Family("gpt", "megatron.core.models.gpt"),
         Family("bert", "megatron.core.models.bert"),
         Family("t5", "megatron.core.models.t5"),
+        Family("vlm", "megatron.core.models.vlm"),
     )
 }
 """The families that are built in."""

@@ -18,7 +18,8 @@ from megatron.core.transformer.place import BranchPlace
 
 @dataclass(frozen=True)
 class Branch:
-    """A kind of residual branch, ``x + scale * layer_scale * norm_after(module(norm(x)))`` with dropout on what is added.
+    """A kind of residual branch, ``x + scale * layer_scale * norm_after(module(norm(x)))``, with dropout on what is
+    added.
 
     ``build``: makes the module, whose ``forward(x, inputs: LayerInputs)`` is ``[s, b, h] -> [s, b, h]``; ``x`` is
     normalized, and side losses go to ``inputs.side_losses``.

@@ -298,7 +298,7 @@ def test_other_dashes_are_meant_as_flags(typed: str) -> None:
         ("--fsdp2-config-path x", ["--data-parallel-sharding-strategy"]),
         ("--glu-activation reglu", ["--swiglu", "--geglu"]),
         ("--retro-add-retriever", []),
-        ("--img-h 224", []),
+        ("--img-dim 224", []),
         ("--grpo-filter-groups-with-same-reward", ["--perform-rl-step"]),
         ("--qk-clip-alpha 0.5", ["--qk-layernorm"]),
     ],

@@ -21,7 +21,8 @@ def test_every_family_has_a_train_spec_and_a_command(known: Family) -> None:
     assert known.train_spec.name == known.name
     assert (REPOSITORY / f"pretrain_{known.name}.py").exists()
     assert family_of(group() for group in known.groups) is known
-    config = parse_any_family(words(f"--model-type {known.title}"), prog="tool")
+    needed = {"vlm": "--vision-model-type clip --img-h 28 --img-w 28"}.get(known.name, "")
+    config = parse_any_family(words(f"--model-type {known.title} {needed}"), prog="tool")
     assert config.group(ModelTypeConfig).model_type == known.title
     assert family_of(config.extra) is known
 

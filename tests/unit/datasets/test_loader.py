@@ -105,10 +105,12 @@ def test_padding_counts_for_nothing() -> None:
 
 def test_samples_with_different_numbers_of_images_make_a_batch() -> None:
     """Without a count of each sample's rows, a text would be told the image of the sample before it."""
-    samples = [{"tokens": np.arange(3), "images": np.full((count, 2, 2), count, np.uint8)} for count in (2, 0, 1)]
+    samples: list[Sample] = [
+        {"tokens": np.arange(3), "images": np.full((count, 2, 2), count, np.uint8)} for count in (2, 0, 1)
+    ]
     batch = joined(samples, ["images"])
     assert batch["tokens"].shape == (3, 3)
-    assert (batch["images"][:, 0, 0].tolist(), batch["images"].dtype) == ([2, 2, 1], np.uint8)
+    assert batch["images"][:, 0, 0].tolist() == [2, 2, 1] and batch["images"].dtype == np.uint8
     assert batch["images_rows"].tolist() == [2, 0, 1]
 
 

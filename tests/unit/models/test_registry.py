@@ -56,7 +56,7 @@ def test_messages_call_a_family_by_its_own_title(folder: Path) -> None:
     toy = Family("toy", "toy_package")
     register(toy)
     assert toy.title == "toy"
-    assert [family.title for family in registry.FAMILIES.values()] == ["GPT", "BERT", "T5"]
+    assert [family.title for family in registry.FAMILIES.values()] == ["GPT", "BERT", "T5", "VLM"]
     with expect_error(ConfigError, "--position-embedding-type relative"):
         parse_any_family(words("--model-type toy --position-embedding-type relative"), prog="x")
 

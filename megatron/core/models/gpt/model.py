@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 
 from torch import Tensor, nn
 from typing_extensions import override
@@ -28,7 +29,8 @@ from megatron.core.transformer.stack import StackConfig
 class GPTModel(nn.Module):
     """The stage's part of a GPT. Parameter names and initial values don't depend on how stages are cut.
 
-    ``stack``: its layers, when they are not all causal attention and MLP.
+    ``stack``: its layers, when they are not all causal attention and MLP. ``before``: modules by name that a subclass
+    uses before the embedding.
     """
 
     def __init__(
@@ -40,8 +42,11 @@ class GPTModel(nn.Module):
         stack: StackConfig | None = None,
         recompute: RecomputePlan | None = None,
         seed: int | None = None,
+        before: Mapping[str, nn.Module] | None = None,
     ) -> None:
         super().__init__()
+        for name, module in (before or {}).items():
+            self.add_module(name, module)
         stage = stage or Stage(range(config.num_layers), is_first=True, is_last=True)
         self._config, self._context, self._stage = config, context, stage
         predicts_later = stage.is_last and config.mtp_num_layers > 0
@@ -76,6 +81,7 @@ class GPTModel(nn.Module):
         future_tokens: Tensor | None = None,
         text_mask: Tensor | None = None,
         future_text_mask: Tensor | None = None,
+        replaced: tuple[Tensor, Tensor] | None = None,
     ) -> VocabularyOutput | Tensor:
         """Token ids ``[b, S]`` (None after the first stage) to the vocabulary output, before the last to hidden states.
 
@@ -87,12 +93,13 @@ class GPTModel(nn.Module):
         ``future_tokens`` ``[b, depths, S]``: what each depth of multi-token prediction reads; without them the last
         stage predicts the next token alone. ``text_mask`` ``[b, S]``: the positions of the rank's slice that are text,
         and not padding; None: all. ``future_text_mask`` ``[b, depths, S]``: the same for each future token.
+        ``replaced``: see ``LanguageModelEmbedding``.
         """
         rng_key = rng_key or StreamKey(0)
         if self._stage.is_first:
             assert self.embedding is not None
             assert tokens is not None, "the first stage needs tokens"
-            hidden = self.embedding(tokens, position_ids, rng_key)
+            hidden = self.embedding(tokens, position_ids, rng_key, replaced=replaced)
         assert hidden is not None, "a later stage needs the hidden states of the one before"
         inputs = LayerInputs(
             rng_key=rng_key,

@@ -121,8 +121,13 @@ class GPTSpec(TrainSpec):
             future_tokens=microbatch.tensors.get(TOKENS),
             text_mask=microbatch.tensors.get(TEXT_MASK),
             future_text_mask=microbatch.tensors.get(TEXT),
+            **self.more_inputs(microbatch),
         )
         return output if isinstance(output, VocabularyOutput) else {"hidden": output}
+
+    def more_inputs(self, microbatch: Microbatch) -> Mapping[str, Any]:
+        """What the model of a derived family reads of a batch, by argument of its ``forward``."""
+        return {}
 
     @override
     def loss(self, output: Any, microbatch: Microbatch) -> LossSum:

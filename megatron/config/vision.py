@@ -1,0 +1,372 @@
+"""A vision encoder as a part of a model: its kind and sizes, and how its features become a text's hidden states."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+from typing_extensions import override
+
+from megatron.config.activation import Activation
+from megatron.config.family import PartConfig, Rule
+from megatron.config.flags import architecture_flag, architecture_switch, flag, switch
+from megatron.config.model import ModelConfig
+from megatron.config.rules.sentence import rule
+from megatron.config.rules.sizes import indivisible, multiples_near
+from megatron.config.run import RunConfig
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+VisionModelType = Literal["clip", "siglip", "internvit", "internvit300M"]
+_IMAGENET = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+
+
+@dataclass(frozen=True, kw_only=True)
+class VisionKind:
+    """Facts about the encoders of a type.
+
+    ``mean``, ``deviation``: of pixels between 0 and 1, by channel. ``class_token``: whether one stands before the
+    patches. ``pre_norm``, ``post_norm``: whether a norm stands before the first and behind the last layer.
+    ``patch_bias``: of the matrix of patches. ``layer_scale``: whether branches have a learned one. ``usual``: sizes of
+    the best-known model, unless others are given. ``choices``: fields of the encoder's layers.
+    """
+
+    mean: tuple[float, float, float]
+    deviation: tuple[float, float, float]
+    class_token: bool
+    usual: dict[str, Any]
+    choices: dict[str, Any]
+    pre_norm: bool = False
+    post_norm: bool = False
+    patch_bias: bool = True
+    layer_scale: bool = False
+
+
+def _usual(
+    layers: int, hidden: int, heads: int, ffn: int, *, image: int, activation: str, eps: float
+) -> dict[str, Any]:
+    return {
+        "vision_num_layers": layers,
+        "vision_hidden_size": hidden,
+        "vision_num_attention_heads": heads,
+        "vision_ffn_hidden_size": ffn,
+        "vision_activation": activation,
+        "vision_norm_epsilon": eps,
+        "img_h": image,
+        "img_w": image,
+    }
+
+
+_ALL_BIASES = {"add_bias_linear": True}
+_NO_QKV_BIAS = {"add_bias_linear": False, "add_attention_output_bias": True, "add_mlp_bias": True}
+
+KINDS: dict[VisionModelType, VisionKind] = {
+    "clip": VisionKind(
+        mean=(0.48145466, 0.4578275, 0.40821073),
+        deviation=(0.26862954, 0.26130258, 0.27577711),
+        class_token=True,
+        pre_norm=True,
+        patch_bias=False,
+        usual=_usual(24, 1024, 16, 4096, image=336, activation="quick_gelu", eps=1e-5),
+        choices=_ALL_BIASES,
+    ),
+    "siglip": VisionKind(
+        mean=(0.5, 0.5, 0.5),
+        deviation=(0.5, 0.5, 0.5),
+        class_token=False,
+        post_norm=True,
+        usual=_usual(27, 1152, 16, 4304, image=384, activation="gelu_tanh", eps=1e-6),
+        choices=_ALL_BIASES,
+    ),
+    "internvit": VisionKind(
+        mean=_IMAGENET[0],
+        deviation=_IMAGENET[1],
+        class_token=True,
+        layer_scale=True,
+        usual=_usual(45, 3200, 25, 12800, image=448, activation="gelu", eps=1e-6),
+        choices={
+            **_NO_QKV_BIAS,
+            "normalization": "RMSNorm",
+            "qk_layernorm": True,
+            "qk_layernorm_kind": "all_heads",
+        },
+    ),
+    "internvit300M": VisionKind(
+        mean=_IMAGENET[0],
+        deviation=_IMAGENET[1],
+        class_token=True,
+        layer_scale=True,
+        usual=_usual(24, 1024, 16, 4096, image=448, activation="gelu", eps=1e-6),
+        choices=_ALL_BIASES,
+    ),
+}
+
+
+class VisionConfig(PartConfig):
+    """A vision encoder (ViT, arXiv:2010.11929), and the projector between it and the language model."""
+
+    vision_model_type: VisionModelType | None = architecture_flag(
+        "Kind of the vision encoder: which norms, biases and scales it has, and its usual sizes.", default=None
+    )
+    vision_num_layers: int = architecture_flag(
+        "Layers of the vision encoder.",
+        derived="by --vision-model-type",
+        follows=("vision_model_type",),
+        aliases=("--encoder-num-layers",),
+        at_least=1,
+        at_most=10_000,
+    )
+    vision_hidden_size: int = architecture_flag(
+        "Width of the vision encoder's hidden states.",
+        derived="by --vision-model-type",
+        follows=("vision_model_type",),
+        at_least=1,
+    )
+    vision_num_attention_heads: int = architecture_flag(
+        "Attention heads of each layer of the vision encoder.",
+        derived="by --vision-model-type",
+        follows=("vision_model_type",),
+        at_least=1,
+    )
+    vision_ffn_hidden_size: int = architecture_flag(
+        "Inner width of the vision encoder's MLP.",
+        derived="by --vision-model-type",
+        follows=("vision_model_type",),
+        at_least=1,
+    )
+    vision_activation: Activation = architecture_flag(
+        "Activation of the vision encoder's MLP.", derived="by --vision-model-type", follows=("vision_model_type",)
+    )
+    vision_norm_epsilon: float = architecture_flag(
+        "Epsilon of the vision encoder's norms.",
+        derived="by --vision-model-type",
+        follows=("vision_model_type",),
+        above=0,
+    )
+    patch_dim: int = architecture_flag("Pixels of a side of a patch.", default=14, at_least=1, at_most=65536)
+    img_h: int = flag(
+        "Height of an image, or of a tile of it, in pixels.",
+        derived="by --vision-model-type",
+        follows=("vision_model_type",),
+        at_least=1,
+        at_most=65536,
+        from_checkpoint=True,
+    )
+    img_w: int = flag(
+        "Width of an image, or of a tile of it, in pixels.",
+        derived="by --vision-model-type",
+        follows=("vision_model_type",),
+        at_least=1,
+        at_most=65536,
+        from_checkpoint=True,
+    )
+    vision_position_size: int = architecture_flag(
+        "Pixels of a side of the square images whose positions the vision encoder has learned; for others they are "
+        "interpolated.",
+        derived="the larger of --img-h and --img-w",
+        follows=("img_h", "img_w"),
+        at_least=1,
+        at_most=65536,
+    )
+    vision_class_token: bool = architecture_switch(
+        "Leave the class token out of the features.", off="--disable-vision-class-token"
+    )
+    pixel_shuffle: bool = architecture_switch(
+        "Join the features of each square of 2 x 2 patches, without the class token (InternVL)."
+    )
+    vision_projection_type: Literal["mlp", "affine"] = architecture_flag(
+        "Projector of features to the language model's width: two matrices around an activation, or one.",
+        default="mlp",
+    )
+    vision_projection_activation: Activation = architecture_flag(
+        "Activation of the projector of type mlp.", default="gelu"
+    )
+    vision_projection_norm: bool = architecture_switch("Apply a LayerNorm to what the projector reads (InternVL).")
+    freeze_lm: bool = switch("Do not train the language model.", aliases=("--freeze-LM",))
+    freeze_vit: bool = switch("Do not train the vision encoder.", aliases=("--freeze-ViT",))
+    freeze_vision_projection: bool = switch("Do not train the projector.")
+
+    @property
+    def has_vision(self) -> bool:
+        """Whether the model has a vision encoder."""
+        return self.vision_model_type is not None
+
+    @property
+    def kind(self) -> VisionKind:
+        """Facts about encoders of its type, of which there must be one."""
+        assert self.vision_model_type is not None, "a model without a vision encoder"
+        return KINDS[self.vision_model_type]
+
+    @property
+    def grid(self) -> tuple[int, int]:
+        """Rows and columns of patches of a tile."""
+        return self.img_h // self.patch_dim, self.img_w // self.patch_dim
+
+    @property
+    def learned_grid(self) -> int:
+        """Rows, and columns, of patches with a learned position."""
+        return self.vision_position_size // self.patch_dim
+
+    @property
+    def encoded_per_tile(self) -> int:
+        """Hidden states of the encoder for a tile: of its patches and, with one, of the class token."""
+        return self.grid[0] * self.grid[1] + self.kind.class_token
+
+    @property
+    def keeps_class_token(self) -> bool:
+        """Whether the class token's hidden state is one of a tile's features."""
+        return self.kind.class_token and self.vision_class_token and not self.pixel_shuffle
+
+    @property
+    def features_per_tile(self) -> int:
+        """Places of a text that a tile takes."""
+        patches = self.grid[0] * self.grid[1]
+        return patches // 4 if self.pixel_shuffle else patches + self.keeps_class_token
+
+    @property
+    def feature_width(self) -> int:
+        """Width of what the projector reads."""
+        return self.vision_hidden_size * (4 if self.pixel_shuffle else 1)
+
+    def encoder(self, decoder: ModelConfig) -> ModelConfig:
+        """Sizes and choices of the encoder's stack. Of the language model's it has those that are no architecture: how
+        attention is computed, and the deviation of initial weights.
+        """
+        return ModelConfig(
+            num_layers=self.vision_num_layers,
+            hidden_size=self.vision_hidden_size,
+            ffn_hidden_size=self.vision_ffn_hidden_size,
+            num_attention_heads=self.vision_num_attention_heads,
+            max_position_embeddings=self.encoded_per_tile,
+            norm_epsilon=self.vision_norm_epsilon,
+            activation=self.vision_activation,
+            position_embedding_type="none",
+            attention_dropout=0.0,
+            hidden_dropout=0.0,
+            init_method_std=decoder.init_method_std,
+            attention_backend=decoder.attention_backend,
+            attention_softmax_in_fp32=decoder.attention_softmax_in_fp32,
+            **self.kind.choices,
+        )
+
+    @override
+    def resolved(self, model: ModelConfig, stacks: Sequence[int]) -> Self:
+        """The group with the sizes that its type has unless they are given."""
+        if not self.has_vision:
+            return self
+        usual = self.kind.usual
+        found = {name: value for name, value in usual.items() if getattr(self, name) is None}
+        if self.vision_position_size is None:
+            found["vision_position_size"] = max(self.img_h or usual["img_h"], self.img_w or usual["img_w"])
+        return dataclasses.replace(self, **found) if found else self
+
+    @property
+    @override
+    def own_layers(self) -> int:
+        """The encoder's."""
+        return self.vision_num_layers if self.has_vision else 0
+
+    @property
+    @override
+    def frozen(self) -> tuple[str, ...]:
+        """What ``--freeze-…`` names: parameters of the encoder, of the projector, and all others."""
+        chosen = (
+            (self.freeze_vit, "vision_model.*"),
+            (self.freeze_vision_projection, "vision_projection.*"),
+            (self.freeze_lm, "[!v]*"),  # whatever modules a decoder has, tied and named by others' names or not
+        )
+        return tuple(pattern for is_frozen, pattern in chosen if is_frozen)
+
+    @override
+    def described(self, run: RunConfig) -> Sequence[str]:
+        """The encoder's kind and sizes, and what it makes of a tile."""
+        if not self.has_vision:
+            return ()
+        size = f"{self.vision_num_layers} layers of width {self.vision_hidden_size}"
+        return (f"{self.vision_model_type} encoder of {size}, {self.features_per_tile} features a tile",)
+
+    @override
+    def shrunk(self, stacks: Sequence[int], small: Sequence[int]) -> Self:
+        """Two narrow layers with all heads, which ranks divide, and images of 2 x 2 patches of 2 x 2 pixels, several of
+        which fit into the shortest texts.
+        """
+        if not self.has_vision:
+            return self
+        width = 4 * self.vision_num_attention_heads
+        return dataclasses.replace(
+            self,
+            vision_num_layers=min(self.vision_num_layers, 2),
+            vision_hidden_size=width,
+            vision_ffn_hidden_size=2 * width,
+            patch_dim=2,
+            img_h=4,
+            img_w=4,
+            vision_position_size=4,
+        )
+
+    @override
+    def rules(self) -> Sequence[Rule]:
+        """Rules about sizes that patches and ranks divide."""
+        return RULES
+
+    @override
+    def remarks(self) -> Sequence[Rule]:
+        """Remarks about what the encoder doesn't take part in."""
+        return (
+            rule(
+                "--fp8-format {run.fp8.fp8_format}: the vision encoder and its projector compute in the model's type",
+                lambda run: self.has_vision and run.fp8.is_on,
+            ),
+        )
+
+
+def patches_fill_the_image(run: RunConfig) -> str | None:
+    """Height, width and the size of learned positions are whole patches, and even numbers of them are joined."""
+    vision = run.part(VisionConfig)
+    if not vision.has_vision:
+        return None
+    sizes = (
+        ("--img-h", vision.img_h),
+        ("--img-w", vision.img_w),
+        ("--vision-position-size", vision.vision_position_size),
+    )
+    for name, size in sizes:
+        if size % vision.patch_dim:
+            fits = multiples_near(size, vision.patch_dim)
+            return f"{name} {size} is not divisible by --patch-dim {vision.patch_dim}; use {fits}"
+        if vision.pixel_shuffle and name != "--vision-position-size" and size // vision.patch_dim % 2:
+            fits = multiples_near(size, 2 * vision.patch_dim)
+            return (
+                f"--pixel-shuffle joins squares of 2 x 2 patches, and {name} {size} has "
+                f"{size // vision.patch_dim} of --patch-dim {vision.patch_dim}; use {fits}"
+            )
+    return None
+
+
+def encoder_divides(run: RunConfig) -> str | None:
+    """Heads divide the encoder's width, and tensor-parallel ranks its heads and the MLP."""
+    vision, ranks = run.part(VisionConfig), run.parallel.tensor_model_parallel_size
+    if not vision.has_vision:
+        return None
+    heads = vision.vision_num_attention_heads
+    split = ("--vision-num-attention-heads", heads), ("--vision-ffn-hidden-size", vision.vision_ffn_hidden_size)
+    return indivisible(
+        "--vision-hidden-size", vision.vision_hidden_size, "--vision-num-attention-heads", heads
+    ) or next(
+        filter(None, (indivisible(name, size, "--tensor-model-parallel-size", ranks) for name, size in split)), None
+    )
+
+
+RULES: tuple[Rule, ...] = (
+    patches_fill_the_image,
+    encoder_divides,
+    rule(
+        "--freeze-LM, --freeze-ViT and --freeze-vision-projection leave nothing to train: leave one of them out",
+        lambda run: (
+            (vision := run.part(VisionConfig)).freeze_lm and vision.freeze_vit and vision.freeze_vision_projection
+        ),
+    ),
+)

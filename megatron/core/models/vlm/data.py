@@ -1,0 +1,108 @@
+"""Samples of texts with images: what a data set gives beside a GPT's fields, and mock images."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from typing_extensions import override
+
+from megatron.config.run import RunConfig
+from megatron.config.vision import VisionConfig
+from megatron.core.datasets.build import DatasetSplits, Part, build_splits
+from megatron.core.datasets.index_cache import digest_of
+from megatron.core.datasets.samples import Sample, SourceDataset
+from megatron.core.datasets.splits import SplitSizes
+from megatron.core.models.gpt.data import GPTDatasets
+from megatron.core.tokenizers.base import Tokenizer
+
+IMAGES = "images"
+"""A ragged field of samples: tiles, uint8 [t, 3, H, W], RGB and not normalized."""
+PLACES = "image_places"
+"""A field of samples: number of the feature that stands at a place, counted over the sample's tiles, or -1 for a word;
+int64 [S]."""
+_MOCK_IMAGES = 3  # samples have none, one or two, in turn
+
+
+def with_images(sample: Sample, images: NDArray[np.uint8], places: NDArray[np.int64]) -> Sample:
+    """A GPT's sample with images [t, 3, H, W] at ``places`` [S]. No token is trained to announce a feature."""
+    mask = sample["loss_mask"].copy()
+    mask[:-1][places[1:] >= 0] = 0
+    return {**sample, "loss_mask": mask, IMAGES: images, PLACES: places}
+
+
+class MockImages:
+    """Samples of ``texts`` that begin with random images, none, one or two in turn, as many as fit; without ``is_mock``
+    they are texts alone.
+    """
+
+    def __init__(self, texts: SourceDataset, vision: VisionConfig, *, seq_length: int, is_mock: bool) -> None:
+        self._texts, self._vision, self._length, self._is_mock = texts, vision, seq_length, is_mock
+
+    @property
+    def digest(self) -> str:
+        """Hex digest of what determines the samples."""
+        size = (self._vision.img_h, self._vision.img_w, self._vision.features_per_tile)
+        return digest_of(self._texts.digest, "images", self._is_mock, *size)
+
+    @property
+    def prefix(self) -> str:
+        """The source's name for messages."""
+        return self._texts.prefix
+
+    def __len__(self) -> int:
+        return len(self._texts)
+
+    def __getitem__(self, index: int | None) -> Sample:
+        """Sample ``index``; None: one without loss."""
+        features, places = self._vision.features_per_tile, np.full(self._length, -1, np.int64)
+        wanted = (index or 0) % _MOCK_IMAGES if self._is_mock else 0
+        count = min(wanted, (self._length - 1) // features)
+        places[: count * features] = np.arange(count * features)
+        shape = (count, 3, self._vision.img_h, self._vision.img_w)
+        random = np.random.default_rng(index or 0)
+        return with_images(self._texts[index], random.integers(0, 256, shape, np.uint8), places)
+
+    def origin(self, index: int) -> str:
+        """Where a sample's tokens are stored, for messages."""
+        return self._texts.origin(index)
+
+    def describe(self) -> list[str]:
+        """The source, in a line."""
+        return [*self._texts.describe()]
+
+    def with_samples(self, num_samples: int) -> MockImages:
+        """This data set with another number of samples, of which the common ones are unchanged."""
+        texts = self._texts.with_samples(num_samples)
+        return MockImages(texts, self._vision, seq_length=self._length, is_mock=self._is_mock)
+
+    def prepare(self) -> None:
+        """Store all indices that the samples need in the cache."""
+        self._texts.prepare()
+
+
+class VLMDatasets(GPTDatasets):
+    """A GPT's samples, with images."""
+
+    def __init__(self, run: RunConfig, tokenizer: Tokenizer, *, vocab_size: int) -> None:
+        super().__init__(run.data, seed=run.training.seed, tokenizer=tokenizer, vocab_size=vocab_size)
+        self._vision = run.part(VisionConfig)
+
+    @override
+    def dataset(self, part: Part, num_samples: int | None, *, remedy: str) -> Any:
+        """Samples of a part, as a GPT's."""
+        texts: Any = super().dataset(part, num_samples, remedy=remedy)
+        return MockImages(texts, self._vision, seq_length=self._data.seq_length, is_mock=self._data.mock_data)
+
+
+def build_vlm_splits(run: RunConfig, sizes: SplitSizes, tokenizer: Tokenizer) -> DatasetSplits:
+    """Data sets of a run: with random images for mock data, and else texts alone."""
+    known = tokenizer.vocab_size if run.model.vocab_size is None else run.model.vocab_size
+    family = VLMDatasets(run, tokenizer, vocab_size=known)
+    found = build_splits(run.data, family, sizes=sizes, tokenizer=tokenizer, vocab_size=known)
+    if run.data.mock_data:
+        return found
+    remark = "note: --data-path holds texts alone, so the vision encoder and its projector learn nothing"
+    return dataclasses.replace(found, remarks=(*found.remarks, remark))

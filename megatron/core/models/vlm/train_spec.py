@@ -1,0 +1,83 @@
+"""Vision-language models: next-token prediction in texts with images."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from typing_extensions import override
+
+from megatron.config.model import ModelConfig
+from megatron.config.pipeline import Stage
+from megatron.config.run import RunConfig
+from megatron.config.vision import VisionConfig
+from megatron.core.datasets.build import DatasetSplits
+from megatron.core.datasets.loader import rows_field
+from megatron.core.datasets.splits import SplitSizes
+from megatron.core.models.gpt.layer_kinds import decoder_stack
+from megatron.core.models.gpt.train_spec import GPTSpec
+from megatron.core.models.train_spec import TrainSpec
+from megatron.core.models.vlm.data import IMAGES, PLACES, build_vlm_splits
+from megatron.core.models.vlm.model import VLMModel
+from megatron.core.parallel.model_context import ModelContext
+from megatron.core.pipeline_parallel.chunk import Microbatch
+from megatron.core.tokenizers.base import Tokenizer
+from megatron.core.transformer.block import RecomputePlan
+
+
+class VLMSpec(GPTSpec):
+    """A causal language model that reads images, whose loss is that of its texts."""
+
+    name = "vlm"
+    continues_texts = False
+    batch_fields: Mapping[str, int | None] = {**GPTSpec.batch_fields, IMAGES: None, PLACES: 1}
+    ragged_fields = frozenset({IMAGES})
+
+    @override
+    def fields(self, run: RunConfig, stages: Sequence[Stage]) -> frozenset[str]:
+        """A GPT's, and images where the embedding is."""
+        images = {IMAGES, PLACES} if any(stage.is_first for stage in stages) else set()
+        return super().fields(run, stages) | images
+
+    @override
+    def add_derived_fields(self, batch: Mapping[str, Tensor], run: RunConfig) -> Mapping[str, Tensor]:
+        """Number the features of a batch over all of its samples, each of which counts its own."""
+        found = dict(super().add_derived_fields(batch, run))
+        if batch:
+            rows = batch[rows_field(IMAGES)]
+            before = (rows.cumsum(0) - rows) * run.part(VisionConfig).features_per_tile
+            places = batch[PLACES]
+            found[PLACES] = torch.where(places >= 0, places + before.unsqueeze(1), -1)
+        return found
+
+    @override
+    def build_model(
+        self,
+        model: ModelConfig,
+        groups: Sequence[object],
+        context: ModelContext,
+        *,
+        stage: Stage | None = None,
+        recompute: RecomputePlan | None = None,
+        seed: int | None = None,
+    ) -> nn.Module:
+        """The stage's part of the model."""
+        stack = decoder_stack(model, groups)
+        vision = VisionConfig.among(groups)
+        return VLMModel(model, vision, context, stage=stage, stack=stack, recompute=recompute, seed=seed)
+
+    @override
+    def more_inputs(self, microbatch: Microbatch) -> Mapping[str, Any]:
+        """Images, and where they stand."""
+        tensors = microbatch.tensors
+        return {"images": tensors.get(IMAGES), "image_places": tensors.get(PLACES)}
+
+    @override
+    def build_datasets(self, run: RunConfig, tokenizer: Tokenizer, sizes: SplitSizes) -> DatasetSplits:
+        """A GPT's samples: with random images for mock data, else texts alone."""
+        return build_vlm_splits(run, sizes, tokenizer)
+
+
+TRAIN_SPEC: TrainSpec = VLMSpec()

@@ -1,0 +1,91 @@
+"""Projectors: from features of images to hidden states of a language model."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from torch import Tensor, nn
+from typing_extensions import override
+
+from megatron.config.model import ModelConfig
+from megatron.config.vision import VisionConfig
+from megatron.core.ops.activation import gated_activation, plain_activation
+from megatron.core.parallel.costs import Costs, Workload, costs_of, total_of
+from megatron.core.parallel.model_context import ModelContext
+from megatron.core.parallel.sharding import StackedPart
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, ReplicatedLinear, RowParallelLinear
+from megatron.core.transformer.initialization import input_init
+from megatron.core.transformer.norm import Norm
+
+
+def build_projector(
+    settings: VisionConfig, encoder: ModelConfig, decoder: ModelConfig, context: ModelContext
+) -> nn.Module:
+    """The projector of the settings, ``[f, t, w] -> [f, t, h]``. ``context``: one with whole sequences."""
+    kind = MlpProjector if settings.vision_projection_type == "mlp" else AffineProjector
+    return kind(settings, encoder, decoder, context)
+
+
+class _Projector(nn.Module):
+    def __init__(
+        self, settings: VisionConfig, encoder: ModelConfig, decoder: ModelConfig, context: ModelContext
+    ) -> None:
+        super().__init__()
+        normed = dataclasses.replace(encoder, normalization="LayerNorm", norm_epsilon=1e-5)
+        has_norm = settings.vision_projection_norm
+        self.norm = Norm(settings.feature_width, normed, context) if has_norm else None
+
+    def _normed(self, x: Tensor) -> Tensor:
+        return x if self.norm is None else self.norm(x)
+
+
+class MlpProjector(_Projector):
+    """Two matrices around an activation (LLaVA-1.5, arXiv:2310.03744), as wide inside as the language model."""
+
+    def __init__(
+        self, settings: VisionConfig, encoder: ModelConfig, decoder: ModelConfig, context: ModelContext
+    ) -> None:
+        super().__init__(settings, encoder, decoder, context)
+        of_inside = dataclasses.replace(encoder, activation=settings.vision_projection_activation)
+        self._kind, self._gated = of_inside.nonlinearity, of_inside.gated
+        hidden, init = decoder.hidden_size, input_init(encoder)
+        parts = (StackedPart(hidden),) * (1 + self._gated)
+        self.linear_fc1 = ColumnParallelLinear(
+            settings.feature_width, len(parts) * hidden, context, init=init, bias=True, parts=parts
+        )
+        self.linear_fc2 = RowParallelLinear(hidden, hidden, context, init=init, bias=True)
+
+    @override
+    def forward(self, x: Tensor) -> Tensor:
+        """``[f, t, w] -> [f, t, h]``."""
+        inner = self.linear_fc1(self._normed(x))
+        inner = gated_activation(inner, self._kind) if self._gated else plain_activation(inner, self._kind)
+        out: Tensor = self.linear_fc2(inner)
+        return out
+
+    def costs(self, workload: Workload) -> Costs:
+        """Costs of both products, and of the activation, which keeps its input."""
+        inner = Costs(kept=workload.tokens * self.linear_fc1.weight.shape[0] * workload.itemsize)
+        return total_of((self.norm, self.linear_fc1, self.linear_fc2), workload) + inner
+
+
+class AffineProjector(_Projector):
+    """One matrix with a bias (PaliGemma, arXiv:2407.07726)."""
+
+    def __init__(
+        self, settings: VisionConfig, encoder: ModelConfig, decoder: ModelConfig, context: ModelContext
+    ) -> None:
+        super().__init__(settings, encoder, decoder, context)
+        self.linear = ReplicatedLinear(
+            settings.feature_width, decoder.hidden_size, context, init=input_init(encoder), bias=True
+        )
+
+    @override
+    def forward(self, x: Tensor) -> Tensor:
+        """``[f, t, w] -> [f, t, h]``."""
+        out: Tensor = self.linear(self._normed(x))
+        return out
+
+    def costs(self, workload: Workload) -> Costs:
+        """Costs of the product."""
+        return costs_of(self.norm, workload) + costs_of(self.linear, workload)

@@ -1,0 +1,103 @@
+"""Rows of the table with images: an encoder in front of a decoder of any kind, frozen or not, at every kind of layout.
+
+Microbatches with and without images come in turn, and a data-parallel rank may have none.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+
+from megatron.config.parameter_names import matches
+from megatron.training.evaluation.parity import Observed, logical
+from tests.equivalence.flags import (
+    CP2,
+    EXPERTS,
+    FULL,
+    HYBRID,
+    LLAMA,
+    LOOPED,
+    PP2,
+    PP4,
+    SELECTIVE,
+    SMALL,
+    SP,
+    TP2,
+    VEE,
+    ZB_H1,
+    ZERO_2,
+    ZERO_3,
+    ZERO_OVERLAPPED,
+)
+from tests.equivalence.test_equivalence import check
+from tests.equivalence.training import run_of, train_alone, train_at
+from tests.tiers import pairs
+
+MAMBA = "--mamba-state-dim 3 --mamba-head-dim 4 --mamba-num-heads 8 --mamba-num-groups 2"
+VARIANTS: dict[str, str] = {
+    "clip, llama": f"vlm: {LLAMA} --num-layers 4 --vision-model-type clip --disable-vision-class-token",
+    "internvit, pixel shuffle, gpt2 tied": (
+        f"vlm: {SMALL} --num-layers 4 --vision-model-type internvit --pixel-shuffle --vision-projection-norm "
+        "--embedding-multiplier 3.0"
+    ),
+    "siglip, affine, experts, frozen language model": (
+        f"vlm: {LLAMA} --num-layers 4 {EXPERTS} --vision-model-type siglip --vision-projection-type affine --freeze-LM"
+    ),
+    "clip, frozen but for the projector": (
+        f"vlm: {LLAMA} --num-layers 4 --vision-model-type clip --freeze-LM --freeze-ViT --disable-vision-class-token"
+    ),
+    "internvit 300M with interpolated positions, hybrid, frozen encoder": (
+        f"vlm: {HYBRID} {MAMBA} --hybrid-layer-pattern M*E- --vision-model-type internvit300M --freeze-ViT "
+        "--vision-position-size 12 --disable-vision-class-token"
+    ),
+    "clip, llama, frozen encoder and projector": (
+        f"vlm: {LLAMA} --num-layers 4 --vision-model-type clip --freeze-ViT --freeze-vision-projection "
+        "--disable-vision-class-token"
+    ),
+}
+LAYOUTS: dict[str, str] = {
+    "dp4, rank without images": "--world-size 4 --micro-batch-size 1",
+    "tp2 sp dp2 zero, recompute full": (
+        f"--world-size 4 {TP2} {SP} {ZERO_OVERLAPPED} --ddp-bucket-size 1000 {FULL} --micro-batch-size 2"
+    ),
+    "cp2 tp2 sp": f"--world-size 4 {TP2} {SP} {CP2} --micro-batch-size 4",
+    "cp2 tp2, recompute selective": f"--world-size 4 {TP2} {CP2} {SELECTIVE}",
+    "pp2 cp2, dp outside": f"--world-size 8 {PP2} {CP2} --use-tp-pp-dp-mapping",
+    "pp2 tp2 sp zb-h1": f"--world-size 4 {TP2} {SP} {PP2} {ZB_H1} --micro-batch-size 1",
+    "pp2 zb-v dp2 zero": f"--world-size 4 {VEE} {ZERO_OVERLAPPED} --ddp-bucket-size 1000",
+    "pp2 vpp2": f"--world-size 2 {LOOPED} --micro-batch-size 1 {FULL}",
+    "pp4": f"--world-size 4 {PP4}",
+    "zero 2 tp2 dp2": f"--world-size 4 {TP2} {ZERO_2} --micro-batch-size 1",
+    "zero 3 dp2 cp2": f"--world-size 4 {CP2} {ZERO_3} --micro-batch-size 1 {FULL}",
+    "zero 3 pp2 dp2": f"--world-size 4 {PP2} {ZERO_3} --micro-batch-size 1",
+}
+
+
+@functools.cache
+def reference(variant: str) -> Observed:
+    """The table's steps on one rank."""
+    return train_alone(VARIANTS[variant])
+
+
+@pytest.mark.parametrize(
+    ("variant", "layout"),
+    pairs(
+        VARIANTS,
+        LAYOUTS,
+        rich=("cp2 tp2 sp", "zero 3 dp2 cp2", "tp2 sp dp2 zero, recompute full", "pp2 tp2 sp zb-h1"),
+        slow=("pp2 cp2, dp outside", "pp4", "zero 3 pp2 dp2", "pp2 vpp2", "zero 2 tp2 dp2"),
+    ),
+)
+def test_layout_trains_the_images_of_one_rank(variant: str, layout: str) -> None:
+    """Features at places of other ranks, gradients of a part of the places alone, or a rank that misses a collective
+    since it has no image would train another model, or none.
+    """
+    freeze = run_of(VARIANTS[variant])[1].optimizer.freeze
+    outcomes = train_at(VARIANTS[variant], LAYOUTS[layout])
+    check(outcomes, [reference(variant)])
+    initial, weights = logical(outcomes, "initial"), logical(outcomes, "weights")
+    frozen = {name for name in initial if matches(name, freeze)}
+    assert frozen.isdisjoint(logical(outcomes, "gradients"))
+    assert frozen == {name for name in initial if torch.equal(initial[name], weights[name])}
