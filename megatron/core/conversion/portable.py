@@ -239,7 +239,7 @@ def _resized(tensor: LazyTensor, rows: int) -> Tensor:
 
 def refuse_more_layers(model: ModelConfig, groups: Sequence[object], tensors: Collection[str], *, where: str) -> None:
     """Raise CheckpointError for more layers than there are ``tensors``, before a billion of them are built."""
-    layers = layers_of(model, groups)
+    layers = layers_of(model, groups) + sum(part.own_layers for part in groups if isinstance(part, PartConfig))
     if layers > len(tensors):
         raise CheckpointError(f"{where} describes {layers:,} layers, and there are {len(tensors):,} tensors in all")
 

@@ -18,9 +18,10 @@ from megatron.config.model import ModelConfig
 from megatron.core.checkpointing.manifest import listed
 from megatron.core.conversion.portable import LazyTensor, check_shapes, parameters_of
 from megatron.core.conversion.transforms import SAME, Transform
+from megatron.core.parallel.sharding import Sharding
 from megatron.errors import CheckpointError
 
-LAYER = re.compile(r"(\w+\.layers\.)(\d+)(\..*)")
+LAYER = re.compile(r"([\w.]+?\.layers\.)(\d+)(\..*)")
 
 
 @dataclass(frozen=True)
@@ -54,9 +55,16 @@ def matches(table: Sequence[Row], model: ModelConfig, groups: Sequence[object] =
 
     ``groups``: settings of its family alone.
     """
+    return matches_of(parameters_of(model, groups), table, model, where=where)
+
+
+def matches_of(
+    parameters: Mapping[str, Sharding], table: Sequence[Row], model: ModelConfig, *, where: str
+) -> list[Match]:
+    """The table's rows for ``parameters`` of ``model``, as ``matches``."""
     rows = {row.ours: row for row in table}
     found, unnamed = [], []
-    for name, sharding in parameters_of(model, groups).items():
+    for name, sharding in parameters.items():
         layer = LAYER.fullmatch(name)
         parameter = f"{layer[1]}{{n}}{layer[3]}" if layer else name
         module, _, kind = name.rpartition(".")

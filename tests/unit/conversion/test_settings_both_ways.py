@@ -21,6 +21,7 @@ from megatron.core.conversion.megatron_lm import arguments
 from megatron.core.conversion.megatron_lm.arguments import arguments_of, model_from_arguments
 from megatron.core.conversion.megatron_lm.saved_arguments import Arguments
 from megatron.core.models.gpt import megatron_lm
+from megatron.core.models.gpt.huggingface.llama import LLAMA
 from megatron.core.transformer.positions import rotary_of
 from megatron.errors import CheckpointError
 from tests.published import FIRST, MODELS
@@ -226,6 +227,7 @@ NEEDED: dict[str, dict[str, Any]] = {
     "granitemoehybrid": {"position_embedding_type": "none", "ffn_hidden_size": 1024},  # of its shared expert
     "olmo_hybrid": {"position_embedding_type": "none"},
     "mt5": {"untie_embeddings_and_output_weights": True},  # the files say it, and no setting
+    "llava": {**LLAMA.merged("fixed"), "activation": "swiglu"},  # its language model
 }
 
 

@@ -320,8 +320,10 @@ class HuggingFaceFormat:
         """The architecture, completed from the names of the files' tensors; aliases are added to ``tensors``."""
         return model
 
-    def is_unused(self, name: str, model_type: str) -> bool:
-        """Whether no model of this type needs the tensor of this name."""
+    def is_unused(self, name: str, model_type: str, groups: Sequence[object] = ()) -> bool:
+        """Whether no model of this type, and with these settings of its family's groups, needs the tensor of this
+        name.
+        """
         described = self.types[model_type]
         return name.endswith(described.unused)
 

@@ -126,7 +126,7 @@ def _portable(config: dict[str, Any], widened: Widened, where: str, *, settings:
 
     def ignored(name: str) -> bool:
         is_copy = name in copies or (name in described.tied_copies and name not in wanted)
-        return is_copy or published.is_unused(name, model_type)
+        return is_copy or published.is_unused(name, model_type, groups)
 
     for copy, original in copies.items():
         if copy in theirs and original in theirs and _digest(theirs[copy]) != _digest(theirs[original]):

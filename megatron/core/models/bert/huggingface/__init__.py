@@ -89,7 +89,7 @@ class BertFormat(HuggingFaceFormat):
         return model
 
     @override
-    def is_unused(self, name: str, model_type: str) -> bool:
+    def is_unused(self, name: str, model_type: str, groups: Sequence[object] = ()) -> bool:
         """Whether a tensor isn't read: also the pooler of a model without the head that reads it."""
         return super().is_unused(name, model_type) or name.startswith(f"{self.types[model_type].prefix}pooler.")
 

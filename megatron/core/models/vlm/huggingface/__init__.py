@@ -1,0 +1,7 @@
+"""Published vision-language models, whose config.json has those of an encoder and of a language model inside."""
+
+from __future__ import annotations
+
+from megatron.core.models.vlm.huggingface.llava import LlavaFormat
+
+FORMAT = LlavaFormat()

@@ -1,0 +1,60 @@
+"""What a vision-language model is asked in a proof: a text with an image, and one without."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from megatron.config.model import ModelConfig
+from megatron.config.vision import VisionConfig
+from megatron.core.conversion.megatron_lm.forward import MegatronLMModel
+from megatron.core.conversion.questions import Answer
+from megatron.core.models.vlm.config import VLMConfig
+from megatron.core.transformer.output_layer import VocabularyOutput
+from megatron.errors import CheckpointError
+
+_WORDS_BEFORE, _WORDS_AFTER = 5, 11
+
+
+@dataclass(frozen=True)
+class ImageQuestion:
+    """What follows each of ``tokens`` ``[b, s]``, where ``places`` ``[b, s]`` are those of ``images``?"""
+
+    tokens: Tensor
+    places: Tensor
+    images: Tensor
+    auto_class = "AutoModelForImageTextToText"
+
+    def ask_theirs(self, model: Any) -> Answer:
+        """Logits of every position."""
+        return {"words": model(input_ids=self.tokens, pixel_values=self.images, use_cache=False).logits}
+
+    def ask_megatron_lm(self, model: MegatronLMModel) -> Answer:
+        """Refuse: such files of Megatron-LM are not read."""
+        raise CheckpointError("Megatron-LM's vision-language models are not read")
+
+    def ask_ours(self, stage: nn.Module, handed: Mapping[str, Tensor]) -> Answer:
+        """Logits of every position from our model; before the last stage, its hidden states."""
+        output: VocabularyOutput | Tensor = stage(self.tokens, images=self.images, image_places=self.places, **handed)
+        return {"words": output.logits()} if isinstance(output, VocabularyOutput) else {"hidden": output}
+
+
+def question_for(model: ModelConfig, groups: Sequence[object]) -> ImageQuestion:
+    """The question for this model: an image among words, and as many words."""
+    assert model.vocab_size is not None, "a model has a vocabulary"
+    family, vision = VLMConfig.among(groups), VisionConfig.among(groups)
+    features = vision.features_per_tile
+    length = _WORDS_BEFORE + features + _WORDS_AFTER
+    marked = model.vocab_size - 1 if family.image_token_id is None else family.image_token_id
+    tokens = (torch.arange(2 * length).view(2, length) * 7919 + 13) % model.vocab_size
+    tokens[tokens == marked] = (marked + 1) % model.vocab_size
+    places = torch.full_like(tokens, -1)
+    places[0, _WORDS_BEFORE : _WORDS_BEFORE + features] = torch.arange(features)
+    tokens[places >= 0] = marked
+    pixels = torch.arange(3 * vision.img_h * vision.img_w, dtype=torch.float64)
+    images = torch.sin(pixels * 0.7919).float().view(1, 3, vision.img_h, vision.img_w)
+    return ImageQuestion(tokens, places, images)

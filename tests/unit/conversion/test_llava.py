@@ -1,0 +1,172 @@
+"""LLaVA-1.5 converts both ways, and computes what transformers does of texts with images, forward and backward."""
+
+from __future__ import annotations
+
+import functools
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron.config.flags import flags_of
+from megatron.config.vision import VisionConfig
+from megatron.core.conversion.convert import Conversion, convert
+from megatron.core.conversion.huggingface.reading import from_transformers, read_huggingface
+from megatron.core.conversion.huggingface.writing import theirs_of
+from megatron.core.conversion.portable import LazyTensor, fill
+from megatron.core.conversion.questions import question_for
+from megatron.core.conversion.tables import to_theirs
+from megatron.core.models.registry import FAMILIES
+from megatron.core.models.vlm.huggingface import FORMAT
+from megatron.core.models.vlm.huggingface.llava import LLAVA
+from megatron.core.models.vlm.questions import ImageQuestion
+from megatron.core.parallel.model_context import ModelContext
+from megatron.core.parallel.sharding import ShardedState, sharded_parameters
+from megatron.errors import CheckpointError
+from tests.harness.published import in_fp64
+from tests.harness.sentences import expect_error
+
+transformers = pytest.importorskip("transformers", reason="conversion is proven with the dev extra's transformers")
+
+SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4}
+VISION = {**SIZES, "image_size": 16, "patch_size": 4, "model_type": "clip_vision_model"}
+TEXT = {**SIZES, "num_hidden_layers": 2, "num_key_value_heads": 2, "vocab_size": 99, "model_type": "llama"}
+
+
+def random_llava(**settings: Any) -> Any:
+    """Transformers' LLaVA of three encoder layers, of which features pass two."""
+    torch.manual_seed(3)
+    config = transformers.LlavaConfig(vision_config=VISION, text_config=TEXT, image_token_index=98, **settings)
+    model = transformers.LlavaForConditionalGeneration(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(std=0.2)
+    return model.eval()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder that transformers writes."""
+    path = tmp_path_factory.mktemp("llava")
+    random_llava().save_pretrained(path)
+    return path
+
+
+def test_model_goes_there_and_back(folder: Path, tmp_path: Path) -> None:
+    """Each conversion proves logits of a text with an image. The layer that no feature passes stays behind, and a model
+    that says so is written, under the names of the released files.
+    """
+    say = list[str]().append
+    convert(Conversion("hf", folder, "megatron", tmp_path / "ours"), say)
+    convert(Conversion("megatron", tmp_path / "ours", "hf", tmp_path / "theirs"), say)
+    before, after = (read_huggingface(each) for each in (folder, tmp_path / "theirs"))
+    assert before.groups == after.groups and before.model == after.model
+    assert all(torch.equal(tensor.make(), after.tensors[name].make()) for name, tensor in before.tensors.items())
+    config = json.loads((tmp_path / "theirs" / "config.json").read_text())
+    assert (config["vision_feature_layer"], config["vision_config"]["num_hidden_layers"]) == (-1, 2)
+    assert config["text_config"]["model_type"] == "llama" and config["image_token_index"] == 98
+    from safetensors import safe_open
+
+    with safe_open(tmp_path / "theirs" / "model.safetensors", framework="pt") as file:
+        names = {*file.keys()}
+    assert "vision_tower.vision_model.embeddings.class_embedding" in names
+    assert "language_model.model.embed_tokens.weight" in names
+
+
+@pytest.mark.parametrize("strategy", ["default", "full"])
+def test_texts_with_images_have_the_logits_and_gradients_of_transformers(strategy: str) -> None:
+    """Features at another place, of another layer, or with the class token in between are another model."""
+    with in_fp64():
+        theirs = random_llava(vision_feature_select_strategy=strategy).double()
+    portable = from_transformers(theirs)
+    portable = replace(portable, model=replace(portable.model, make_vocab_size_divisible_by=1))
+    question = question_for(portable.model, portable.groups)
+    assert isinstance(question, ImageQuestion)
+    context = ModelContext.single(dtype=torch.float64)
+    ours = FAMILIES["vlm"].train_spec.build_model(portable.model, portable.groups, context)
+    state = [
+        ShardedState(f"model.{sharding.tied or name}", parameter.detach(), sharding)
+        for name, parameter, sharding in sharded_parameters(ours)
+    ]
+    fill(state, portable, context.mesh)
+    images = question.images.double()
+    with in_fp64():
+        wanted = theirs(input_ids=question.tokens, pixel_values=images).logits
+    found = ours(question.tokens, images=images, image_places=question.places)
+    torch.testing.assert_close(found.logits(), wanted, rtol=0, atol=1e-9)
+
+    labels = question.tokens.roll(-1, 1)
+    cross_entropy = torch.nn.functional.cross_entropy(wanted.flatten(0, 1), labels.flatten(), reduction="sum")
+    for loss in (cross_entropy, found.cross_entropy(labels, torch.ones_like(labels))):
+        torch.autograd.backward(loss)
+    gradients = {name: parameter.grad for name, parameter, _ in sharded_parameters(ours)}
+    assert all(each is not None for each in gradients.values())
+    made = {name: _lazy(each) for name, each in gradients.items() if each is not None}
+    back = to_theirs(theirs_of(portable.model, portable.groups, "llava"), made, portable.model)
+    names = LLAVA.current_names(name for name, _ in theirs.named_parameters())
+    for name, parameter in theirs.named_parameters():
+        if parameter.grad is not None and names[name] in back:
+            torch.testing.assert_close(back[names[name]].make(), parameter.grad, rtol=0, atol=1e-9)
+    trained = {names[name] for name, parameter in theirs.named_parameters() if parameter.grad is not None}
+    assert trained <= back.keys()
+
+
+def _lazy(tensor: Tensor) -> LazyTensor:
+    return LazyTensor(tuple(tensor.shape), tensor.dtype, functools.partial(torch.clone, tensor))
+
+
+def test_names_of_all_versions_are_known() -> None:
+    """Released files, those of today's transformers and a model in memory have other names for one tensor."""
+    first = "vision_tower.vision_model.pre_layrnorm.bias"
+    newer = ("vision_tower.pre_layrnorm.bias", "model.vision_tower.pre_layrnorm.bias")
+    assert set(LLAVA.current_names([first, *newer]).values()) == {first}
+    text = "language_model.model.norm.weight"
+    assert set(LLAVA.current_names([text, "model.language_model.norm.weight"]).values()) == {text}
+    assert set(LLAVA.current_names(["language_model.lm_head.weight", "lm_head.weight"]).values()) == {
+        "language_model.lm_head.weight"
+    }
+
+
+SMALL: dict[str, Any] = {"model_type": "llava", "text_config": TEXT, "vision_config": VISION}
+REFUSED: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
+    "features of several layers": ({"vision_feature_layer": [-2, -5]}, ("vision_feature_layer", "[-2, -5]")),
+    "a layer that isn't there": ({"vision_feature_layer": -9}, ("-9", "3 layers")),
+    "no layer": ({"vision_feature_layer": 0}, ("one layer",)),
+    "another encoder": ({"vision_config": {**VISION, "model_type": "pixtral"}}, ("clip_vision_model",)),
+    "another language model": ({"text_config": {**TEXT, "model_type": "gemma"}}, ("llama",)),
+    "images that aren't squares": ({"vision_config": {**VISION, "image_size": [16, 8]}}, ("image_size", "squares")),
+    "a projector without biases": ({"multimodal_projector_bias": False}, ("multimodal_projector_bias",)),
+    "no encoder": ({"vision_config": None}, ("vision_config",)),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_model_that_does_not_convert_is_refused(case: str) -> None:
+    """A setting that is skipped would be seen in the logits alone, or not at all."""
+    settings, words = REFUSED[case]
+    with expect_error(CheckpointError, *words):
+        reader = FORMAT.reader({**SMALL, **settings}, where="config.json")
+        FORMAT.model_from_config(reader, "llava")
+        FORMAT.groups_from_config(reader, [str(number) for number in range(99)], where="config.json")
+
+
+def test_other_vision_language_models_are_not_written_as_llava() -> None:
+    """A projector with a norm, or joined patches, would be lost."""
+    portable = from_transformers(random_llava())
+    vision = VisionConfig.among(portable.groups)
+    changed = [
+        VisionConfig(**{**_fields(vision), "pixel_shuffle": True, "vision_projection_norm": True})
+        if each is vision
+        else each
+        for each in portable.groups
+    ]
+    with expect_error(CheckpointError, "--pixel-shuffle", "norm"):
+        FORMAT.config_from_model(portable.model, changed, {})
+
+
+def _fields(vision: VisionConfig) -> dict[str, Any]:
+    return {spec.field: getattr(vision, spec.field) for spec in flags_of(VisionConfig)}
