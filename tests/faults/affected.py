@@ -16,6 +16,7 @@ AFFECTED = {
     "megatron/core/diloco": "unit/diloco parallel",
     "megatron/core/moe": "unit/moe unit/models parallel equivalence unit/conversion",
     "megatron/core/ssm": "unit/ssm unit/models equivalence parallel unit/conversion",
+    "megatron/core/vision": "unit/models unit/conversion equivalence",
     "megatron/core/ops": "unit/ops unit/models equivalence parallel",
     "megatron/core/transformer": "unit/transformer unit/models equivalence parallel unit/conversion",
     "megatron/core/models": "unit/models unit/conversion unit/training equivalence unit/tools unit/tasks end_to_end",
