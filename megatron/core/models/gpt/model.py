@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
 
 from torch import Tensor, nn
 from typing_extensions import override
@@ -29,8 +28,7 @@ from megatron.core.transformer.stack import StackConfig
 class GPTModel(nn.Module):
     """The stage's part of a GPT. Parameter names and initial values don't depend on how stages are cut.
 
-    ``stack``: its layers, when they are not all causal attention and MLP. ``before``: modules by name that a subclass
-    uses before the embedding.
+    ``stack``: its layers, if not all are causal attention and MLP. ``before``: modules that come before the embedding.
     """
 
     def __init__(
@@ -42,7 +40,7 @@ class GPTModel(nn.Module):
         stack: StackConfig | None = None,
         recompute: RecomputePlan | None = None,
         seed: int | None = None,
-        before: Mapping[str, nn.Module] | None = None,
+        before: dict[str, nn.Module] | None = None,
     ) -> None:
         super().__init__()
         for name, module in (before or {}).items():
@@ -97,8 +95,7 @@ class GPTModel(nn.Module):
         """
         rng_key = rng_key or StreamKey(0)
         if self._stage.is_first:
-            assert self.embedding is not None
-            assert tokens is not None, "the first stage needs tokens"
+            assert self.embedding is not None and tokens is not None, "the first stage needs tokens"
             hidden = self.embedding(tokens, position_ids, rng_key, replaced=replaced)
         assert hidden is not None, "a later stage needs the hidden states of the one before"
         inputs = LayerInputs(
@@ -128,8 +125,7 @@ class GPTModel(nn.Module):
 
     def _output(self, hidden: Tensor) -> VocabularyOutput:
         bias = None if self.output_layer is None else self.output_layer.bias
-        if self.output_projection is not None:
-            hidden = self.output_projection(hidden)
+        hidden = hidden if self.output_projection is None else self.output_projection(hidden)
         return vocabulary_output(hidden, self._output_weight(), self._config, self._context, bias=bias)
 
     def layer_states(self) -> LayerStates:
@@ -151,8 +147,7 @@ class GPTModel(nn.Module):
         if not self._stage.is_last:
             return found
         weight = self._output_weight()
-        output = vocabulary_costs(weight, workload, self._config)
-        output += costs_of(self.output_projection, workload)
+        output = vocabulary_costs(weight, workload, self._config) + costs_of(self.output_projection, workload)
         for layer in self.mtp.layers.values() if self.mtp is not None else ():
             found += (
                 total_of((self.embedding, layer), workload) + output + Costs(kept=weight.nbytes * weight.requires_grad)
