@@ -22,6 +22,7 @@ WHOLE_TIER_ALONE = {
     "tests/end_to_end/test_experts_quickstart.py": "the default tier runs one quickstart, that of GPT",
     "tests/end_to_end/test_hybrid_quickstart.py": "the default tier runs one quickstart, that of GPT",
     "tests/end_to_end/test_masked_quickstarts.py": "the default tier runs one quickstart, that of GPT",
+    "tests/end_to_end/test_prune_quickstart.py": "the default tier runs one quickstart, that of GPT",
     "tests/parallel/test_fsdp2.py": "a second opinion on what tests/equivalence/test_sharding_stages.py proves",
     "tests/end_to_end/test_slurm.py": "Slurm takes its time to start jobs; test_slurm_job.py has a stand-in",
 }
