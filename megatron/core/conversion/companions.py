@@ -25,6 +25,11 @@ FOLDER = "huggingface"
 
 # What makes more of a vocabulary than its pieces.
 _SAYS_MORE = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
+GPT2_SETTINGS = {
+    "tokenizer_class": "GPT2Tokenizer",
+    **dict.fromkeys(("bos_token", "eos_token", "unk_token"), END_OF_TEXT),
+}
+"""tokenizer_config.json beside the files of GPT2BPETokenizer, by which transformers' AutoTokenizer reads them."""
 TOKENIZER_FILES = ("tokenizer.json", *_SAYS_MORE, *VOCABULARY_FILES, "chat_template.jinja")
 SETTINGS = ("config.json", "generation_config.json")
 _has = partial(has_file, error=CheckpointError)
@@ -87,7 +92,10 @@ def _is_published(folder: Path) -> bool:
     tokenizer_class = folder_class(folder)
     if not has_vocabulary(folder, tokenizer_class):
         return False
-    if any(_has(folder / name) for name in _SAYS_MORE) or not is_plain(tokenizer_class):
+    more = [name for name in _SAYS_MORE if _has(folder / name)]
+    if more == ["tokenizer_config.json"] and _json(folder / more[0], {}) == GPT2_SETTINGS:
+        return False
+    if more or not is_plain(tokenizer_class):
         return True
     return tokenizer_class != AS_WRITTEN and END_OF_TEXT not in _json(folder / "vocab.json", {})
 

@@ -270,8 +270,8 @@ def test_what_can_t_be_quantized_is_refused_before_any_work(tmp_path: Path) -> N
     with expect_error(ConfigError, "--samples 9000", "--seq-length 1024"):
         check_length(model, samples=9000, length=1024, learned=False)
     latent = Recipe(scheme_named("int8"), cache=True)
-    with expect_error(ConfigError, "decoder.layers.0.self_attention", "--kv-cache-scales"):
-        quantized(ParallelContext.single(), model_of({**MODERN, **LATENT}), latent, tmp_path)
+    with expect_error(ConfigError, "--kv-cache-scales fp8", "latent"):  # before texts are read
+        latent.parameters(model_of({**MODERN, **LATENT}))
 
 
 def test_texts(tmp_path: Path) -> None:

@@ -156,6 +156,22 @@ def test_a_template_beside_another_kind_of_tokenizer_is_kept(tmp_path: Path) -> 
     assert (tmp_path / "out/chat_template.jinja").read_text() == TEMPLATE
 
 
+def test_transformers_finds_the_class_of_a_vocabulary(tmp_path: Path) -> None:
+    """vocab.json and merges.txt alone don't say what reads them: AutoTokenizer failed on our own folders."""
+    source = chat_folder(tmp_path / "hf")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (source / name).unlink()
+    do("hf", source, "megatron", tmp_path / "ours")
+    do("megatron", tmp_path / "ours", "hf", tmp_path / "out")
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
+    back = read_huggingface(tmp_path / "out").tokenizer
+    assert back.tokenizer_type == "GPT2BPETokenizer"
+    ours = build_tokenizer(back)
+    text = "It's 12 lines,\n  naïve 日本"
+    assert theirs.encode(text) == ours.tokenize(text)
+    assert theirs.eos_token_id == ours.eod
+
+
 def test_older_checkpoints_end_as_their_source_does(tmp_path: Path) -> None:
     """They were saved without an entry for it, and beside the files of the model that they come from."""
     do("hf", chat_folder(tmp_path / "hf", eos_token_id=[TURN_OVER, END, TURN_END]), "megatron", tmp_path / "ours")

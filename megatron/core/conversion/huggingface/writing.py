@@ -16,7 +16,13 @@ from typing_extensions import Self
 
 from megatron.config.model import ModelConfig
 from megatron.core.conversion.chat_files import GENERATION, write_chat
-from megatron.core.conversion.companions import TOKENIZER_FILES, copy_files, text_tokenizer_of, tokenizer_of
+from megatron.core.conversion.companions import (
+    GPT2_SETTINGS,
+    TOKENIZER_FILES,
+    copy_files,
+    text_tokenizer_of,
+    tokenizer_of,
+)
 from megatron.core.conversion.huggingface.formats import config_from_model, format_for
 from megatron.core.conversion.huggingface.quantizing import Rounding, chosen
 from megatron.core.conversion.huggingface.reading import CONFIG, read_config
@@ -74,6 +80,7 @@ def write_settings(portable: PortableModel, config: Mapping[str, Any] | None, fo
     along = (GENERATION, *TOKENIZER_FILES)
     copy_files({name: path for name, path in portable.companions.items() if name in along}, folder)
     _name_pieces(portable, folder)
+    _say_class(portable, folder)
     continues = family_of(portable.groups).train_spec.continues_texts
     write_chat(portable.chat, folder, text_tokenizer_of(portable.tokenizer), continues_texts=continues)
 
@@ -112,6 +119,13 @@ def theirs_of(model: ModelConfig, groups: Sequence[object], model_type: str) -> 
     """The matches of a model's parameters with the tensors of a folder of ``model_type``."""
     table = format_for(groups).table(model_type, model, groups)
     return matches(table, model, groups, where=f"a {model_type} model")
+
+
+def _say_class(portable: PortableModel, folder: Path) -> None:
+    """Say what reads GPT-2's vocabulary and merges, for transformers: the model's type alone doesn't."""
+    path = folder / "tokenizer_config.json"
+    if portable.tokenizer.tokenizer_type == "GPT2BPETokenizer" and not path.exists():
+        path.write_text(json.dumps(GPT2_SETTINGS, indent=2) + "\n", encoding="utf-8")
 
 
 def _name_pieces(portable: PortableModel, folder: Path) -> None:

@@ -43,9 +43,7 @@ from megatron.core.quantization.channel_scaling import (
 from megatron.core.quantization.gptq import gptq
 from megatron.core.quantization.grid import Scales, codes_of, scales_of, values_of_codes
 from megatron.core.transformer.attention import Attention
-from megatron.core.transformer.latent_attention import LatentAttention
 from megatron.core.transformer.layer import TransformerLayer
-from megatron.errors import ConfigError
 
 
 @torch.no_grad()
@@ -62,7 +60,7 @@ def calibrated(
     """The model with weights on the grid of ``recipe``, measured on ``tokens`` [samples, length]. A collective.
 
     What is new of it lies in the folder ``spool`` until it is written, which rank 0 alone can do. ``calibration``:
-    facts that are kept with it. Raises ConfigError for keys and values that have no scales.
+    facts that are kept with it.
     """
     names = recipe.parameters(portable)
     walk = _Walk(portable, recipe, frozenset(names), context, spool, say)
@@ -149,11 +147,6 @@ class _Walk:
         found, scales, zero = dict[str, Tensor](), dict[str, Tensor](), torch.zeros(1, device=self.context.device)
         if self.recipe.cache:
             for name, module in stage.named_modules():
-                if isinstance(module, LatentAttention):
-                    raise ConfigError(
-                        f"FP8 scales of keys and values: {name} is latent attention, which keeps latents and neither "
-                        "keys nor values; leave --kv-cache-scales out"
-                    )
                 if isinstance(module, Attention):
                     found |= {f"{name}.k_scale": zero, f"{name}.v_scale": zero}
                     module.sees_keys_and_values = partial(_note_peaks, found, name)

@@ -71,6 +71,11 @@ class Recipe:
                 f"the model in --load is a {family.title}, and calibration reads texts with models that continue them: "
                 "give --method rtn and a scheme without calibration"
             )
+        if self.cache and portable.model.multi_latent_attention:
+            raise ConfigError(
+                "--kv-cache-scales fp8: the model in --load has latent attention, which caches latents and neither "
+                "keys nor values; leave --kv-cache-scales out"
+            )
         found = quantized_parameters(portable.model, portable.groups, self.ignore)
         for name, shape in found.items():
             self.scheme.weights.check_divides((shape[-2], shape[-1]), name)
