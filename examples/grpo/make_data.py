@@ -1,4 +1,4 @@
-"""Write texts of sums of two digits, of which most are wrong, and prompts for GRPO; some sums are held out.
+"""Write texts of sums of two digits, of which many are wrong, and prompts for GRPO; some sums are held out.
 
 python examples/grpo/make_data.py FOLDER makes text.jsonl, prompts.jsonl and held_out.jsonl.
 """
@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-TEXTS, RIGHT, HELD_OUT = 20000, 0.3, 20
+TEXTS, RIGHT, HELD_OUT = 20000, 0.4, 20
 
 
 def main(folder: Path) -> None:
@@ -26,7 +26,7 @@ def main(folder: Path) -> None:
     texts = []
     for _ in range(TEXTS):
         digits = choose.choice(sums)
-        answer = sum(digits) if choose.random() < RIGHT else max(0, sum(digits) + choose.randint(-4, 4))
+        answer = sum(digits) if choose.random() < RIGHT else max(0, sum(digits) + choose.randint(-2, 2))
         texts.append({"text": f"{prompt(digits)}{answer}"})
     write(folder / "text.jsonl", texts)
     write(folder / "prompts.jsonl", ({"prompt": prompt(digits), "digits": digits} for digits in known))

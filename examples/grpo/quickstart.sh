@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# GRPO on CPU cores in a few minutes: a model that has read mostly wrong sums of two digits learns the right ones from a
+# GRPO on CPU cores in a few minutes: a model that has read many wrong sums of two digits learns the right ones from a
 # reward alone. bash examples/grpo/quickstart.sh [FOLDER]; the folder is runs/grpo unless given. RANKS=2 starts two ranks.
 set -euo pipefail
 out=$(realpath -m "${1:-runs/grpo}")
@@ -14,11 +14,11 @@ $python examples/grpo/make_data.py "$out"
 $python tools/train_tokenizer.py --input "$out/text.jsonl" --output-dir "$out/tokenizer" --vocab-size 257
 $python tools/preprocess_data.py --input "$out/text.jsonl" --output-prefix "$out/text" "${tokenizer[@]}" --append-eod
 
-echo "== pretraining on sums, of which about a third are right"
+echo "== pretraining on sums, of which about half are right"
 "${launch[@]}" pretrain_gpt.py --num-layers 2 --hidden-size 64 --num-attention-heads 4 --position-embedding-type rope --swiglu \
     --normalization RMSNorm --attention-dropout 0 --hidden-dropout 0 "${tokenizer[@]}" --data-path "$out/text_text_document" --split 1,0,0 \
-    --packing best-fit --seq-length 32 --num-workers 0 --micro-batch-size 32 --global-batch-size 64 --train-iters 200 --lr 3e-3 \
-    --lr-warmup-iters 20 --min-lr 3e-4 --eval-iters 0 --log-interval 50 --save "$out/pretrained" --load "$out/pretrained" --save-interval 200
+    --packing best-fit --seq-length 32 --num-workers 0 --micro-batch-size 32 --global-batch-size 64 --train-iters 300 --lr 3e-3 \
+    --lr-warmup-iters 20 --min-lr 3e-4 --eval-iters 0 --log-interval 50 --save "$out/pretrained" --load "$out/pretrained" --save-interval 300
 
 echo "== GRPO: 16 answers to each of 16 sums at a time, and two steps on them"
 "${launch[@]}" pretrain_gpt.py --pretrained-checkpoint "$out/pretrained" --use-checkpoint-args "${tokenizer[@]}" \

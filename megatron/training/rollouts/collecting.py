@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from megatron.config.flags import plural_s
 from megatron.core.checkpointing.agreement import run_on_all
 from megatron.core.datasets.answers import Answer, batch_of
 from megatron.core.datasets.index_build import random_state
@@ -97,7 +98,7 @@ class Rollouts:
         left_out = f", {self._texts.left_out:,} are left out, as they are longer" if self._texts.left_out else ""
         run.reporter.say(
             f"learning from answers to {len(self._texts.tokens):,} prompts of up to {length - most} tokens{left_out}; "
-            f"{settings.answers:,} answers at a time, {self._steps} steps on them"
+            f"{settings.answers:,} answers at a time, {self._steps} step{plural_s(self._steps)} on them"
         )
 
     def batches(self) -> Iterator[list[Microbatch]]:
