@@ -31,6 +31,8 @@ PROGRAMS = {
     "upcycle-checkpoint": "tools/checkpoint/upcycle.py",
     "prune-checkpoint": "tools/checkpoint/prune.py",
     "average-checkpoints": "tools/checkpoint/average.py",
+    "check-health": "tools/check_health.py",
+    "check-launch": "tools/check_launch.py",
     "check-widths": "tools/check_widths.py",
     "quantize": "tools/quantize.py",
     "score-with-teacher": "tools/score_with_teacher.py",

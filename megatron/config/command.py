@@ -19,8 +19,13 @@ class CommandConfig(Settings):
         "With --dry-run: do not check data, tokenizer, checkpoints and folders, which may be on another machine.",
         off="--no-check-files",
     )
+    launch_file: str | None = flag(
+        "With --dry-run: a Slurm batch script, a Kubernetes manifest or a SkyPilot task that shall start the run. Its "
+        "ranks, memory, paths and times are compared with the settings.",
+        default=None,
+    )
     world_size: int | None = flag(
-        "With --dry-run: ranks of the run; WORLD_SIZE unless given.", default=None, at_least=1
+        "With --dry-run: ranks of the run; those of --launch-file or WORLD_SIZE unless given.", default=None, at_least=1
     )
     ranks_per_node: int = flag("With --dry-run: ranks of one node.", default=8, at_least=1)
     device_memory_gb: float | None = flag(

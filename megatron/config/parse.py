@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from megatron.config.command import CommandConfig
@@ -29,6 +29,7 @@ def parse_run(
     checkpoint_config: CheckpointReader | None = None,
     published_config: PublishedReader | None = None,
     defaults: Mapping[str, Any] | None = None,
+    ranks_in: Callable[[str], int | None] = lambda launch_file: None,
 ) -> RunConfig:
     """The run that a command line describes; precedence: flag > file > checkpoint > default.
 
@@ -41,6 +42,7 @@ def parse_run(
     ``published_config(folder, groups, adapter)`` gives those of the Hugging Face model of ``--load-hf``, whose family
     must have these ``groups`` of settings, with adapters of the PEFT folder ``adapter``.
     ``defaults``: the command's own defaults by field, which replace those of its flags.
+    ``ranks_in(launch_file)`` gives the ranks that ``--launch-file`` of a dry run starts, None where it doesn't say.
     Raises ConfigError with every failure at once. ``--help`` prints and exits with code 0.
     """
     defaults = defaults or {}
@@ -51,17 +53,19 @@ def parse_run(
     resolver.read_defaults(defaults, prog)
     resolver.read_checkpoint(checkpoint_config, published_config)
     sizes = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "diloco_workers")
-    started = resolver.value("world_size") if resolver.value("dry_run") else None
+    started = None
+    if resolver.value("dry_run"):
+        launch_file = resolver.value("launch_file")
+        started = resolver.value("world_size") or (None if launch_file is None else ranks_in(launch_file))
     resolver.replicas = (started or world_size) // max(math.prod(resolver.value(size) or 1 for size in sizes), 1)
     resolver.finish()
     command: CommandConfig = resolver.build(CommandConfig)
     out_of_bounds = dict(_out_of_bounds(command))
     problems = [*resolver.problems, *out_of_bounds.values()]
-    asked = command.world_size if command.dry_run else None
     run = RunConfig(
         **{group_name(group): resolver.build(group) for group in CORE_GROUPS},
         extra=tuple(resolver.build(group) for group in extra_groups),
-        world_size=world_size if asked is None else max(asked, 1),
+        world_size=world_size if started is None else max(started, 1),
         command=command,
     )
     object.__setattr__(run, "provenance", {spec.field: resolver.source(spec, run.value(spec)) for spec in run.flags()})

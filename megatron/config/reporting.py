@@ -28,6 +28,11 @@ class ReportingConfig(Settings):
     generate_samples_temperature: float = flag(
         "Divides the logits of samples; 0 always takes the most probable token.", default=1.0, at_least=0
     )
+    health_file: str | None = flag(
+        "File that the first rank of each node writes every 10 seconds: time, iteration, place and losses. "
+        "tools/check_health.py tells a supervisor from it whether the run is alive. It must be on the node's own disk.",
+        default=None,
+    )
     log_progress: bool = switch("Append progress lines to progress.txt in the --save folder.")
     timing_log_level: Literal[0, 1, 2] = flag("Timers: 0 whole iterations, 1 their parts, 2 everything.", default=0)
     timing_log_option: Literal["max", "minmax", "all"] = flag(

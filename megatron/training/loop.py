@@ -22,6 +22,7 @@ from megatron.training.checkpoints.saving import Saver, holding_save_folder, sav
 from megatron.training.evaluation.evaluate import evaluate
 from megatron.training.evaluation.first_pass import before_training
 from megatron.training.evaluation.samples import Samples
+from megatron.training.reporting.health import health_file
 from megatron.training.reporting.metrics import Evaluation
 from megatron.training.reporting.profiling import Profiled, profiling
 from megatron.training.reporting.startup import startup_report
@@ -57,7 +58,7 @@ def train_from_start_to_end(
     run.evaluated = evaluated or run.evaluated
     built(run)
     parameters = check_parameter_count(run.config, run.train_spec, run.layout(), context)
-    with holding_save_folder(run.config, context) as still_held:
+    with health_file(run), holding_save_folder(run.config, context) as still_held:
         run.reporter.say(run_on_first(lambda: check_save_folder(run.config), context.mesh))
         load(run)
         prepared = before_training(run)

@@ -6,6 +6,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from megatron.config.flags import Settings, flag
@@ -123,10 +124,45 @@ def dry_run(config: RunConfig, train_spec: TrainSpec, *, more: Callable[[Finding
             found.raise_errors()
         lines = tuple(found.lines)
     with errors_as_typed(config):
-        config = config.with_vocab_size(vocabulary_size(config))
+        config = _on_nodes_of_launch_file(config.with_vocab_size(vocabulary_size(config)))
         check_backend(config, train_spec)
+        lines = (*lines, *_launch_lines(config, train_spec))
         report = dry_run_report(config, train_spec, files=lines)
     print(report)
+
+
+def _launch_lines(config: RunConfig, train_spec: TrainSpec) -> list[str]:
+    """What ``--launch-file`` says, in a line. Raises one ConfigError for all that disagrees with the settings."""
+    from megatron.config.rules import listed
+    from megatron.errors import ConfigError
+    from megatron.planning.estimate import memory_estimate
+    from megatron.planning.launch.disagreements import described, disagreements
+    from megatron.planning.launch.read import read_launch_file
+    from megatron.planning.stages import with_stages
+
+    if config.command.launch_file is None:
+        return []
+    file, planned = read_launch_file(config.command.launch_file), with_stages(config, train_spec)
+    if found := disagreements(planned, file, memory_estimate(planned, train_spec)):
+        raise ConfigError(listed(found, of="launch file"))
+    return [f"--launch-file: {described(planned, file)}"]
+
+
+def _on_nodes_of_launch_file(config: RunConfig) -> RunConfig:
+    """The run with ``--ranks-per-node`` of ``--launch-file``, unless the ranks were given beside it."""
+    from megatron.planning.launch.read import read_launch_file
+
+    command = config.command
+    if command.launch_file is None or command.world_size is not None:
+        return config
+    said = read_launch_file(command.launch_file).ranks_per_node
+    return replace(config, command=replace(command, ranks_per_node=said[0].value)) if said else config
+
+
+def _ranks_in(launch_file: str) -> int | None:
+    from megatron.planning.launch.read import read_launch_file
+
+    return read_launch_file(launch_file).world_size
 
 
 def parse(
@@ -151,6 +187,7 @@ def parse(
             checkpoint_config=_saved_config,
             published_config=_published_config,
             defaults=defaults,
+            ranks_in=_ranks_in,
         )
 
 

@@ -142,3 +142,38 @@ def test_ranks_have_the_cpus_of_their_task(cluster: SlurmCluster, tmp_path: Path
     job = Job(cluster, tmp_path, text=script(show))
     job.until_state("COMPLETED", "FAILED")
     assert job.log.count("CPUs=4 Tasks=2 ") == 2, job.log  # of the step: two tasks of two
+
+
+def test_preempted_job_saves_and_goes_on(cluster: SlurmCluster, tmp_path: Path) -> None:
+    """A preemption reaches the ranks alone: the job took their end for that of the training, or started them again."""
+    job = Job(cluster, tmp_path, options="--exclusive")
+    job.until_log("lm loss:")
+    urgent = tmp_path / "urgent.sh"
+    urgent.write_text("#!/bin/sh\nsleep 1\n")
+    cluster.submit(urgent, options="--partition urgent --nodes 2 --exclusive")
+    facts = job.until_state("PENDING", "COMPLETED", "FAILED", "CANCELLED", after="RUNNING")
+    assert (facts["JobState"], facts["Restarts"]) == ("PENDING", "1"), job.log
+    assert job.saved is not None and job.saved == max(losses(job.log)), job.log
+    assert job.log.count("starting from checkpoint") == 1, job.log
+
+
+def test_tasks_of_an_array_are_runs_of_their_own(cluster: SlurmCluster, tmp_path: Path) -> None:
+    """All tasks wrote into one folder, of which the first to start kept the others out."""
+    (tmp_path / "sweep").write_text("--seed 1 --train-iters 2\n--seed 2 --train-iters 3\n")
+    settings = tmp_path / "train_tiny.sh"
+    settings.write_text(TRAINING)
+    variables = {"SCRIPT": str(settings), "CHECKPOINT_PATH": str(tmp_path / "run"), "SWEEP": str(tmp_path / "sweep")}
+    number = cluster.submit(JOB, options=f"{SMALL} --array 0-1", **variables)
+    for task, last in enumerate((2, 3)):
+        tracker = tmp_path / "run" / f"task-{task}" / "latest_checkpointed_iteration.txt"
+        cluster.until(lambda: tracker.exists() and int(tracker.read_text()) == last, number)  # noqa: B023
+
+
+def test_ranks_of_a_heterogeneous_job_are_one_run(cluster: SlurmCluster, tmp_path: Path) -> None:
+    """srun starts a step on the first part of the job alone unless it is told of the others."""
+    show = "from megatron.core.parallel.environment import launch_environment as e; print('rank', vars(e()))"
+    more = ": --nodes 1 --ntasks-per-node 2 --gpus-per-node 2"
+    job = Job(cluster, tmp_path, text=script(show), options=more.replace(":", "--nodes 1 :"))
+    job.until_state("COMPLETED", "FAILED")
+    found = re.findall(r"'rank': (\d+), 'world_size': (\d+), 'local_rank': (\d+), 'local_world_size': (\d+)", job.log)
+    assert sorted(found) == [("0", "3", "0", "1"), ("1", "3", "0", "2"), ("2", "3", "1", "2")], job.log

@@ -48,7 +48,10 @@ SlurmdPidFile={folder}/%n.pid
 GresTypes=gpu
 NodeName=127.0.0.1 NodeHostname=localhost NodeAddr=127.0.0.1 Port={ports[1]} CPUs=64 Gres=gpu:8
 NodeName=127.0.0.2 NodeHostname=localhost NodeAddr=127.0.0.2 Port={ports[2]} CPUs=64 Gres=gpu:8
-PartitionName=all Nodes=ALL Default=YES State=UP
+PreemptType=preempt/partition_prio
+PreemptMode=REQUEUE
+PartitionName=all Nodes=ALL Default=YES State=UP PriorityTier=1 GraceTime=60
+PartitionName=urgent Nodes=ALL State=UP PriorityTier=2 PreemptMode=OFF
 """
 
 

@@ -108,6 +108,10 @@ RULES: tuple[Rule, ...] = (
         lambda run: run.command.world_size is not None and not run.command.dry_run,
     ),
     rule(
+        "--launch-file {run.command.launch_file} is for --dry-run, which compares it with the settings; leave it out",
+        lambda run: run.command.launch_file is not None and not run.command.dry_run,
+    ),
+    rule(
         "--device-memory-gb is for --dry-run, which estimates whether the run fits; leave it out",
         lambda run: run.command.device_memory_gb is not None and not run.command.dry_run,
     ),

@@ -179,12 +179,13 @@ def _from_open_mpi(env: Mapping[str, str]) -> LaunchEnvironment:
 
 def _from_slurm(env: Mapping[str, str]) -> LaunchEnvironment:
     nodes = env.get("SLURM_STEP_NODELIST") or env.get("SLURM_JOB_NODELIST", "")
-    tasks_here = re.match(r"\d+", env.get("SLURM_STEP_TASKS_PER_NODE", "1"))
+    tasks = tasks_per_node(env.get("SLURM_STEP_TASKS_PER_NODE", "1"))
+    node = _number(env, "SLURM_NODEID", 0)
     return LaunchEnvironment(
         rank=_number(env, "SLURM_PROCID", 0),
         world_size=_number(env, "SLURM_STEP_NUM_TASKS", 1),
         local_rank=_number(env, "SLURM_LOCALID", 0),
-        local_world_size=int(tasks_here.group()) if tasks_here else 1,
+        local_world_size=tasks[min(node, len(tasks) - 1)],
         master_address=env.get("MASTER_ADDR") or first_host(nodes),
         # Jobs that share a node get different ports.
         master_port=_number(env, "MASTER_PORT", 20000 + _number(env, "SLURM_JOB_ID", 0) % 10000),
@@ -197,6 +198,12 @@ def _number(env: Mapping[str, str], name: str, default: int, *, at_least: int = 
     if not text.isdecimal() or int(text) < at_least:
         raise ConfigError(f"the variable {name} is {text!r}; it must be a number: correct or unset it")
     return int(text)
+
+
+def tasks_per_node(text: str) -> list[int]:
+    """Tasks on each node of a Slurm step, from a list such as ``8(x2),4``."""
+    found = re.findall(r"(\d+)(?:\(x(\d+)\))?", text[:10_000])
+    return [int(tasks) for tasks, times in found for _ in range(min(int(times or 1), 100_000))] or [1]
 
 
 def first_host(nodes: str) -> str:
