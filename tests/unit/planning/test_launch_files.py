@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -61,7 +62,7 @@ def test_examples_agree_with_the_settings_that_they_start(example: str, tmp_path
     assert "4 x 8 ranks" in described(tiny_config(FLAGS, ranks=32), file)
 
 
-KINDS = {
+KINDS: dict[str, tuple[Any, ...]] = {
     "ranks of the settings": (JOB, "", "", {"ranks": 16}, "32", "16"),
     "nodes in two places": (JOB, "completions: 4", "completions: 2", {"ranks": 16}, "completions", "parallelism"),
     "ranks in two places": (
