@@ -63,17 +63,8 @@ def train_from_start_to_end(
         load(run)
         prepared = before_training(run)
         run.reporter.say(startup_report(run.config, startup_facts(run, parameters=parameters)))
-        run.reporter.say(
-            "\n".join(
-                [
-                    "== data",
-                    *(
-                        f"   {line}"
-                        for line in (*run.data.describe(), *describe_chat(run.chat, run.tokenizer), *prepared)
-                    ),
-                ]
-            )
-        )
+        about_data = (*run.data.describe(), *describe_chat(run.chat, run.tokenizer), *prepared)
+        run.reporter.say("\n".join(["== data", *(f"   {line}" for line in about_data)]))
         training = config.training
         with run.exit_watch.catching_signals(), garbage_on_schedule(training), deterministic_algorithms(training):
             finished = True if training.skip_train else train_and_save(run, still_held)
