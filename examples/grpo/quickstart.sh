@@ -25,7 +25,7 @@ echo "== GRPO: 16 answers to each of 16 sums at a time, and two steps on them"
     --perform-rl-step --grpo-prompts "$out/prompts.jsonl" --reward-function examples/grpo/rewards.py:right_sum \
     --grpo-prompts-per-step 16 --grpo-group-size 16 --grpo-iterations 1 --grpo-max-new-tokens 3 --grpo-kl-beta 0.01 \
     --grpo-clamp-eps-lower 0.2 --grpo-clamp-eps-upper 0.2 --seq-length 8 --micro-batch-size 64 --global-batch-size 128 \
-    --train-iters 160 --lr 1e-3 --lr-decay-style constant --lr-warmup-iters 0 --eval-iters 0 --num-workers 0 --log-interval 10 \
+    --train-iters 160 --lr 3e-4 --lr-decay-style constant --lr-warmup-iters 10 --eval-iters 0 --num-workers 0 --log-interval 10 \
     --save "$out/grpo" --load "$out/grpo" --save-interval 80
 
 echo "== sums of which GRPO knew no prompt, ten answers sampled for each"
