@@ -90,13 +90,13 @@ class VLMModel(GPTModel):
         """
         if not len(images):
             images = images.new_zeros(1, *images.shape[1:])
-        features = self.encode(images).transpose(0, 1).flatten(0, 1)
+        features = self.image_features(images).transpose(0, 1).flatten(0, 1)
         if self._context.splits_sequence:
             features = enter(features, self._whole)  # each rank has other places, and a part of the gradient
         own = sequence_slice(places.t(), self._context)
         return places >= 0, F.embedding(own.clamp(min=0), features)
 
-    def encode(self, images: Tensor) -> Tensor:
+    def image_features(self, images: Tensor) -> Tensor:
         """Hidden states ``[f, t, h]`` of the language model for images ``[t, 3, H, W]``."""
         features: Tensor = self.vision_projection(self.vision_model.features(self.vision_model(images)))
         return features

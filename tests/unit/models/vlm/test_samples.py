@@ -7,8 +7,10 @@ import pytest
 import torch
 
 from megatron.config.vision import VisionConfig
+from megatron.core.inference.runner import EncoderDecoder, GenerativeModel
 from megatron.core.models.registry import FAMILIES
 from megatron.core.models.vlm.data import IMAGES, PLACES, with_images
+from megatron.core.parallel.model_context import ModelContext
 from megatron.errors import ConfigError
 from tests.harness.runs import tiny_config
 from tests.harness.sentences import expect_error
@@ -98,3 +100,10 @@ def test_layers_of_the_encoder_have_the_name_that_megatron_lm_gives_them() -> No
     run = tiny_config(flags, family=VLM)
     assert (run.part(VisionConfig).vision_num_layers, run.model.num_layers) == (3, 2)
     assert tiny_config("--mock-data --encoder-num-layers 3").model.num_layers == 3
+
+
+def test_texts_are_generated_as_by_a_decoder() -> None:
+    """With a method of a name that encoder-decoders have, the server ended in a traceback before its first text."""
+    run = tiny_config(CLIP, family=VLM).with_vocab_size(50)
+    model = VLM.train_spec.build_model(run.model, run.extra, ModelContext.single(), seed=1)
+    assert isinstance(model, GenerativeModel) and not isinstance(model, EncoderDecoder)
