@@ -42,7 +42,7 @@ def test_shapes_need_no_compiler(interleaved: bool, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(torch, "cat", with_numbers)
     settings = model(interleaved=interleaved)
     for _, published in formats():
-        for model_type in published.types:
+        for model_type in {*published.types} - {"llava"}:  # its decoder has Llama's rows, its encoder sizes of its own
             for row in published.table(model_type, settings):
                 if model_type == "olmo_hybrid" and len(row.theirs) > 1:
                     continue  # these number the rows of one size
