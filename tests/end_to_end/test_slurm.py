@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 
 from tests.end_to_end.commands import ROOT, TINY, losses
-from tests.harness.sentences import check_line
 from tests.harness.slurm import SlurmCluster, slurm_cluster
 
 pytestmark = pytest.mark.slow  # Slurm takes its time to start jobs; test_slurm_job.py has a stand-in
@@ -91,7 +90,7 @@ def test_job_saves_at_its_time_limit_and_goes_on(cluster: SlurmCluster, tmp_path
     cluster.call("scontrol", "update", f"JobId={job.number}", "TimeLimit=10")
     job.start_at_once()
     job.until_log(r"starting from checkpoint: \d+.*lm loss:")
-    check_line(job.log, "starting from checkpoint", saved)
+    assert f"starting from checkpoint: {saved}" in job.log
     job.signal("--signal=TERM")  # the ranks save and end without an error
     facts = job.until_state("COMPLETED", "FAILED")
     assert (facts["JobState"], facts["ExitCode"]) == ("COMPLETED", "0:0"), job.log
