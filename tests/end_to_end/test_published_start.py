@@ -13,7 +13,6 @@ import pytest
 from tests.architecture.documents import commands
 from tests.end_to_end.commands import ROOT, losses, run
 from tests.end_to_end.test_checkpoint_commands import make_reader
-from tests.harness.sentences import check_line
 
 transformers = pytest.importorskip("transformers", reason="a published model is written with it")
 
@@ -49,19 +48,19 @@ def test_the_document(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run(script, "", *words, ranks=ranks)
     script, words, ranks = typed(1)
     shown = run(script, "--dry-run --world-size 4", *words)
-    check_line(shown, "checkpoint", "models/llama", "39,072")
-    check_line(shown, "--save-hf", "models/tuned")
+    assert "checkpoint: none yet, starts from the published weights in models/llama, 39,072 parameters" in shown
+    assert "--save-hf: models/tuned can be written, after the last iteration" in shown
     assert not Path("runs").exists()
     assert not Path("models/tuned").exists()
 
     first = run(script, "--exit-interval 3", *words, ranks=ranks)
-    check_line(first, "no checkpoint", "runs/tuned", "models/llama")
+    assert "no checkpoint in runs/tuned yet: starting from the published weights in models/llama" in first
     assert re.search(r"proof: largest difference \S+ between logits", first)
     assert sorted(losses(first)) == [1, 2, 3]
     assert not Path("models/tuned").exists()
     shutil.move("models/llama", "models/gone")
     second = run(script, "", *words, ranks=ranks)
-    check_line(second, "runs/tuned/iter_0000003", "loaded")
+    assert "successfully loaded checkpoint from runs/tuned/iter_0000003" in second
     assert sorted(losses(second)) == [4]
     model, tokenizer = _in_transformers(Path("models/tuned"))
     assert (model.config.model_type, model.config.vocab_size, len(tokenizer)) == ("llama", 320, 300)
