@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
 from megatron.core.checkpointing.agreement import gather_from_all, run_on_first
-from megatron.core.checkpointing.folders import TRACKER, iteration_of
+from megatron.core.checkpointing.folders import TRACKER, is_unfinished, iteration_of
 from megatron.core.checkpointing.foreign import foreign_format
 from megatron.core.checkpointing.manifest import MANIFEST, METADATA, Manifest, listed, unreadable
 from megatron.core.checkpointing.storage import CheckpointReader
@@ -77,12 +77,16 @@ def find_checkpoint(
 
 
 def is_unused(root: str | AnyPath) -> bool:
-    """Whether ``root`` is missing or holds nothing that looks like a checkpoint, damaged and foreign ones included."""
+    """Whether ``root`` is missing or holds nothing that looks like a checkpoint, damaged and foreign ones included.
+
+    Nor is it used by a first save that was stopped: nothing was ever called saved there.
+    """
     root = path_of(root)
     if not root.exists():
         return True
     is_named = (root / TRACKER).exists() or (root / MANIFEST).exists()
-    return not (is_named or any(_candidates(root)) or foreign_format(root))
+    is_held = any(not is_unfinished(path) for path in _candidates(root))
+    return not (is_named or is_held or foreign_format(root))
 
 
 def whole_checkpoints(root: AnyPath) -> dict[int, AnyPath]:

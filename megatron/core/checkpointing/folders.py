@@ -48,6 +48,14 @@ def iteration_of(path: AnyPath) -> int | None:
     return int(match[1]) if match else None
 
 
+def is_unfinished(path: AnyPath) -> bool:
+    """Whether a save into object storage was stopped there before its manifest, which comes last.
+
+    On a disk such a folder has another name. Names of other programs' checkpoints have no token.
+    """
+    return isinstance(path, RemotePath) and bool(_REMOTE.fullmatch(path.name)) and not (path / MANIFEST).exists()
+
+
 def begin(root: AnyPath, iteration: int) -> AnyPath:
     """Make the folder that a save writes into, and ``root``; clear away what saves that never finished have left."""
     root.mkdir(parents=True, exist_ok=True)
@@ -55,7 +63,7 @@ def begin(root: AnyPath, iteration: int) -> AnyPath:
         with _cleaning(path):
             if _LEFTOVER.fullmatch(path.name):
                 _delete(cast(Path, path))
-            elif isinstance(path, RemotePath) and _REMOTE.fullmatch(path.name) and not (path / MANIFEST).exists():
+            elif isinstance(path, RemotePath) and is_unfinished(path):
                 path.remove_tree()
     token = os.urandom(4).hex()
     if isinstance(root, RemotePath):

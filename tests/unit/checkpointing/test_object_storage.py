@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from megatron.core.checkpointing.find import find_checkpoint, is_unused, whole_checkpoints
+from megatron.core.checkpointing.folders import is_unfinished
 from megatron.core.checkpointing.load import load_checkpoint, read_run_document
 from megatron.core.checkpointing.manifest import Manifest
 from megatron.core.checkpointing.retention import Retention, prune
@@ -131,6 +132,31 @@ def test_killed_at_every_put_and_delete(again: bool, tmp_path: Path) -> None:
     assert {(10, 1.0), (iteration, 2.0)} == set(outcomes)
     assert outcomes.count((10, 1.0)) >= 4, "data, table of contents, settings and manifest come one after another"
     assert loaded(root) == (iteration, 2.0)
+
+
+def test_killed_at_every_put_of_the_first_save(tmp_path: Path) -> None:
+    """A run that was killed in its first save was refused from then on: its folder held no usable checkpoint."""
+    outcomes = []
+    for moment in range(100):
+        root = path_of(url(tmp_path / str(moment)))
+        try:
+            with failing(killed_at(moment)):
+                save(root, 10, 1.0)
+        except Killed:
+            outcomes.append(None if is_unused(root) else loaded(root))
+            save(root, 20, 2.0)
+            assert [path for path in root.iterdir() if is_unfinished(path)] == []
+            assert loaded(root) == (20, 2.0)
+        else:
+            break
+    assert {None, (10, 1.0)} == {*outcomes} and outcomes.count(None) >= 4
+
+
+def test_a_lost_manifest_is_no_first_save(tmp_path: Path) -> None:
+    """A run whose only checkpoint has lost an object must not start anew."""
+    root = path_of(url(tmp_path / "run"))
+    (save(root, 10, 1.0) / "manifest.json").unlink()
+    assert not is_unused(root)
 
 
 @pytest.mark.parametrize("operation", ["write", "put"])
