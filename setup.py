@@ -37,6 +37,7 @@ ONNX = ["onnx>=1.18", "onnxscript>=0.5", "onnxruntime>=1.22"]
 # Formats of quantized models that transformers reads with it: the proof of --quantize.
 COMPRESSED_TENSORS = ["compressed-tensors>=0.17"]
 PEFT = ["peft>=0.17"]  # the proof of adapters' folders
+IMAGES = ["pillow>=10.1"]  # images of pretrain_vlm.py and tools/preprocess_images.py
 PLOT = ["matplotlib"]  # the picture of a loss curve
 GCS = [*STORAGE, "gcsfs"]  # gs:// URLs
 TEST = ["pytest>=9", "pytest-xdist", "hypothesis"]
@@ -48,7 +49,7 @@ READERS = ["xllamacpp"]
 CHECK = ["ruff", "mypy", "import-linter", "types-PyYAML", "pre-commit"]
 DOCS = ["zensical>=0.0.73", "mkdocstrings[python]>=1"]  # docs/site.py
 # Enough to change and check the model, data, training, conversion and the server.
-DEV = [*PARQUET, *GIGATOKEN, *TIKTOKEN, *HUGGINGFACE, *STORAGE, *SERVE, *CONSTRAINED, *PLOT, *TEST, *CHECK]
+DEV = [*PARQUET, *GIGATOKEN, *TIKTOKEN, *HUGGINGFACE, *STORAGE, *SERVE, *CONSTRAINED, *IMAGES, *PLOT, *TEST, *CHECK]
 
 
 class BuildWithPrograms(build_py):  # type: ignore[misc]  # setuptools has no types
@@ -112,6 +113,7 @@ setup(
         "onnx": ONNX,
         "compressed-tensors": COMPRESSED_TENSORS,
         "peft": PEFT,
+        "images": IMAGES,
         "plot": PLOT,
         "docs": DOCS,
         "dev": DEV,

@@ -185,6 +185,26 @@ class VisionConfig(PartConfig):
         "Activation of the projector of type mlp.", default="gelu"
     )
     vision_projection_norm: bool = architecture_switch("Apply a LayerNorm to what the projector reads (InternVL).")
+    use_tiling: bool = switch("Cut each image into the grid of tiles that fits its shape.", from_checkpoint=True)
+    max_num_tiles: int = flag(
+        "Most tiles of an image, without its thumbnail.", default=1, at_least=1, at_most=1024, from_checkpoint=True
+    )
+    use_thumbnail: bool = switch("Add the whole image as a tile to an image of several.", from_checkpoint=True)
+    use_tile_tags: bool = switch(
+        "Put a word such as <tile_1> before each tile, <tile_global_thumbnail> before a whole image.",
+        from_checkpoint=True,
+    )
+    image_tag_type: Literal["nvlm", "internvl"] | None = flag(
+        "Words around each image: <Image> and </Image> (nvlm), or <img> and </img> (internvl).",
+        default=None,
+        from_checkpoint=True,
+    )
+    image_fit: Literal["stretch", "crop", "pad"] = flag(
+        "How an image of another shape becomes a tile without --use-tiling: stretched, its middle, or between bars of "
+        "the encoder's mean color.",
+        default="stretch",
+        from_checkpoint=True,
+    )
     freeze_lm: bool = switch("Do not train the language model.", aliases=("--freeze-LM",))
     freeze_vit: bool = switch("Do not train the vision encoder.", aliases=("--freeze-ViT",))
     freeze_vision_projection: bool = switch("Do not train the projector.")
@@ -255,6 +275,10 @@ class VisionConfig(PartConfig):
     @override
     def resolved(self, model: ModelConfig, stacks: Sequence[int]) -> Self:
         """The group with the sizes that its type has unless they are given."""
+        return self.with_usual_sizes()
+
+    def with_usual_sizes(self) -> Self:
+        """The group with the sizes that its type has unless they are given."""
         if not self.has_vision:
             return self
         usual = self.kind.usual
@@ -323,9 +347,8 @@ class VisionConfig(PartConfig):
         )
 
 
-def patches_fill_the_image(run: RunConfig) -> str | None:
+def patches_fill_the_image(vision: VisionConfig) -> str | None:
     """Height, width and the size of learned positions are whole patches, and even numbers of them are joined."""
-    vision = run.part(VisionConfig)
     if not vision.has_vision:
         return None
     sizes = (
@@ -346,6 +369,19 @@ def patches_fill_the_image(run: RunConfig) -> str | None:
     return None
 
 
+def tiles_are_cut(vision: VisionConfig) -> str | None:
+    """Settings of tiles need tiles."""
+    if vision.use_tiling:
+        if vision.image_fit != "stretch":
+            return f"--image-fit {vision.image_fit} is for images of one tile: leave it or --use-tiling out"
+        return None
+    if vision.max_num_tiles > 1:
+        return f"--max-num-tiles {vision.max_num_tiles} needs --use-tiling: without it, each image is one tile"
+    if vision.use_thumbnail:
+        return "--use-thumbnail needs --use-tiling: without it, each image is one tile"
+    return None
+
+
 def encoder_divides(run: RunConfig) -> str | None:
     """Heads divide the encoder's width, and tensor-parallel ranks its heads and the MLP."""
     vision, ranks = run.part(VisionConfig), run.parallel.tensor_model_parallel_size
@@ -361,7 +397,8 @@ def encoder_divides(run: RunConfig) -> str | None:
 
 
 RULES: tuple[Rule, ...] = (
-    patches_fill_the_image,
+    lambda run: patches_fill_the_image(run.part(VisionConfig)),
+    lambda run: tiles_are_cut(run.part(VisionConfig)),
     encoder_divides,
     rule(
         "--freeze-LM, --freeze-ViT and --freeze-vision-projection leave nothing to train: leave one of them out",
