@@ -6,6 +6,8 @@ import os
 import random
 import re
 import signal
+import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -16,11 +18,12 @@ from megatron.core.checkpointing.find import find_checkpoint
 from megatron.core.files.remote_path import path_of
 from megatron.core.models.registry import FAMILIES
 from megatron.training import loop
-from megatron.training.pretrain import pretrain
+from megatron.training.pretrain import main
 from megatron.training.reporting.metrics import StepRecord
 from megatron.training.step import train_step
 from tests.end_to_end.commands import TINY, assert_same_tensors, losses
 from tests.harness import bucket
+from tests.harness.ports import free_ports
 from tests.harness.ranks import fork_server
 
 KILLS = 4
@@ -37,13 +40,18 @@ EXPERTS = (
 """Biases that no gradient moves must be saved, and choices that are recomputed counted once."""
 
 
-def train(flags: list[str], log: str, seconds: float | None) -> None:
+ZERO_3_WITH_MUON = "--optimizer muon --data-parallel-sharding-strategy optim_grads_params"
+"""Ranks save parts of matrices whose update needs whole ones."""
+
+
+def train(flags: list[str], log: str, seconds: float | None, variables: dict[str, str]) -> None:
     """Train in this process, whose output goes to a file. The kernel kills it ``seconds`` after its first step, however
     late others run on a busy machine.
     """
     output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(output, 1)
     os.dup2(output, 2)
+    os.environ.update(variables)
 
     def step(*args: Any) -> StepRecord:
         done = train_step(*args)
@@ -51,44 +59,66 @@ def train(flags: list[str], log: str, seconds: float | None) -> None:
             signal.setitimer(signal.ITIMER_REAL, seconds)
         return done
 
+    sys.argv = ["pretrain_gpt.py", *flags]
     with mock.patch.object(loop, "train_step", step):
-        pretrain(FAMILIES["gpt"], flags, prog="pretrain_gpt.py")
+        main(FAMILIES["gpt"])
 
 
-def run(flags: list[str], log: Path, *, seconds: float | None = None) -> int | None:
-    """The exit code of a training run in a process forked from one that has loaded torch."""
-    process = fork_server().Process(target=train, args=(flags, str(log), seconds), daemon=True)
-    process.start()
-    process.join(240)
-    return process.exitcode
+def run(flags: list[str], log: Path, *, seconds: Sequence[float | None]) -> list[int | None]:
+    """The exit codes of a training run, each rank in a process forked from one that has loaded torch; None of a rank
+    that doesn't end.
+
+    ``seconds``: of each rank, after its first step, until it is killed.
+    """
+    launcher = {"WORLD_SIZE": len(seconds), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_ports(1)[0]}
+    processes = []
+    for rank, until in enumerate(seconds):
+        variables = {name: str(value) for name, value in (launcher | {"RANK": rank, "LOCAL_RANK": rank}).items()}
+        given = (flags, str(log), until, variables if len(seconds) > 1 else {})
+        processes.append(fork_server().Process(target=train, args=given, daemon=True))
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(240)
+    ended = [process.exitcode for process in processes]
+    for process in processes:
+        process.kill()
+    return ended
 
 
 @pytest.mark.parametrize("seed", range(RUNS))
 @pytest.mark.parametrize(
-    "kind",
+    ("kind", "ranks"),
     [
-        pytest.param("", id="sync"),
-        pytest.param("--async-save", id="async", marks=pytest.mark.slow),
+        pytest.param("", 1, id="sync"),
+        pytest.param("--async-save", 1, id="async", marks=pytest.mark.slow),
         # As many starts and steps as the first, of a model that takes longer.
-        pytest.param(EXPERTS, id="experts with biases", marks=pytest.mark.slow),
-        pytest.param("object storage", id="object storage", marks=pytest.mark.slow),
+        pytest.param(EXPERTS, 1, id="experts with biases", marks=pytest.mark.slow),
+        pytest.param("object storage", 1, id="object storage", marks=pytest.mark.slow),
+        pytest.param(ZERO_3_WITH_MUON, 2, id="two ranks, ZeRO 3, Muon", marks=pytest.mark.slow),
     ],
 )
-def test_killed_job_ends_as_one_that_was_left_alone(kind: str, seed: int, tmp_path: Path) -> None:
+def test_killed_job_ends_as_one_that_was_left_alone(kind: str, ranks: int, seed: int, tmp_path: Path) -> None:
     """A run would lose steps it had called saved, or not start again, or go on differently."""
     draw = random.Random(seed)
     whole, killed = str(tmp_path / "whole"), str(tmp_path / "killed")
     if kind == "object storage":
         killed = bucket.url(tmp_path / "killed")
     flags = [*FLAGS.split(), *(kind.split() if kind.startswith("--") else [])]
-    assert run([*flags, f"--save={whole}"], tmp_path / "whole.log") == 0, (tmp_path / "whole.log").read_text()
+    ended = run([*flags, f"--save={whole}"], tmp_path / "whole.log", seconds=[None] * ranks)
+    assert not any(ended), (tmp_path / "whole.log").read_text()
 
     announced, num_killed = 0, 0
     seen: dict[int, str] = {}
     for number in range(KILLS + 1):
         log = tmp_path / f"{number}.log"
-        seconds = draw.uniform(0.001, 0.12) if number < KILLS else None
-        num_killed += run([*flags, f"--save={killed}", f"--load={killed}"], log, seconds=seconds) == -signal.SIGALRM
+        seconds: list[float | None] = [None] * ranks
+        if number < KILLS:  # any of the ranks, or several: the others end since they have lost it
+            for rank in draw.sample(range(ranks), draw.randint(1, ranks)):
+                seconds[rank] = draw.uniform(0.001, 0.12)
+        ended = run([*flags, f"--save={killed}", f"--load={killed}"], log, seconds=seconds)
+        num_killed += -signal.SIGALRM in ended
+        assert None not in ended, "a rank waits for one that was killed"
         text = log.read_text()
         assert "Traceback" not in text
         resumed = re.search(r"successfully loaded checkpoint from .* at iteration (\d+)", text)
