@@ -105,47 +105,25 @@ KINDS: dict[VisionModelType, VisionKind] = {
 }
 
 
+def _by_kind(help: str, **options: Any) -> Any:
+    """Declare a field whose default is the usual one of the encoder's kind."""
+    return architecture_flag(help, derived="by --vision-model-type", follows=("vision_model_type",), **options)
+
+
 class VisionConfig(PartConfig):
     """A vision encoder (ViT, arXiv:2010.11929), and the projector between it and the language model."""
 
     vision_model_type: VisionModelType | None = architecture_flag(
         "Kind of the vision encoder: which norms, biases and scales it has, and its usual sizes.", default=None
     )
-    vision_num_layers: int = architecture_flag(
-        "Layers of the vision encoder.",
-        derived="by --vision-model-type",
-        follows=("vision_model_type",),
-        aliases=("--encoder-num-layers",),
-        at_least=1,
-        at_most=10_000,
+    vision_num_layers: int = _by_kind(
+        "Layers of the vision encoder.", aliases=("--encoder-num-layers",), at_least=1, at_most=10_000
     )
-    vision_hidden_size: int = architecture_flag(
-        "Width of the vision encoder's hidden states.",
-        derived="by --vision-model-type",
-        follows=("vision_model_type",),
-        at_least=1,
-    )
-    vision_num_attention_heads: int = architecture_flag(
-        "Attention heads of each layer of the vision encoder.",
-        derived="by --vision-model-type",
-        follows=("vision_model_type",),
-        at_least=1,
-    )
-    vision_ffn_hidden_size: int = architecture_flag(
-        "Inner width of the vision encoder's MLP.",
-        derived="by --vision-model-type",
-        follows=("vision_model_type",),
-        at_least=1,
-    )
-    vision_activation: Activation = architecture_flag(
-        "Activation of the vision encoder's MLP.", derived="by --vision-model-type", follows=("vision_model_type",)
-    )
-    vision_norm_epsilon: float = architecture_flag(
-        "Epsilon of the vision encoder's norms.",
-        derived="by --vision-model-type",
-        follows=("vision_model_type",),
-        above=0,
-    )
+    vision_hidden_size: int = _by_kind("Width of the vision encoder's hidden states.", at_least=1)
+    vision_num_attention_heads: int = _by_kind("Attention heads of each layer of the vision encoder.", at_least=1)
+    vision_ffn_hidden_size: int = _by_kind("Inner width of the vision encoder's MLP.", at_least=1)
+    vision_activation: Activation = _by_kind("Activation of the vision encoder's MLP.")
+    vision_norm_epsilon: float = _by_kind("Epsilon of the vision encoder's norms.", above=0)
     patch_dim: int = architecture_flag("Pixels of a side of a patch.", default=14, at_least=1, at_most=65536)
     img_h: int = flag(
         "Height of an image, or of a tile of it, in pixels.",

@@ -163,9 +163,13 @@ def test_tasks_of_an_array_are_runs_of_their_own(cluster: SlurmCluster, tmp_path
     settings.write_text(TRAINING)
     variables = {"SCRIPT": str(settings), "CHECKPOINT_PATH": str(tmp_path / "run"), "SWEEP": str(tmp_path / "sweep")}
     number = cluster.submit(JOB, options=f"{SMALL} --array 0-1", **variables)
-    for task, last in enumerate((2, 3)):
-        tracker = tmp_path / "run" / f"task-{task}" / "latest_checkpointed_iteration.txt"
-        cluster.until(lambda: tracker.exists() and int(tracker.read_text()) == last, number)  # noqa: B023
+    trackers = [tmp_path / "run" / f"task-{task}" / "latest_checkpointed_iteration.txt" for task in range(2)]
+
+    def saved() -> list[int]:
+        return [int(tracker.read_text()) for tracker in trackers if tracker.exists()]
+
+    cluster.until(lambda: saved() == [2, 3], number)
+    assert saved() == [2, 3]
 
 
 def test_ranks_of_a_heterogeneous_job_are_one_run(cluster: SlurmCluster, tmp_path: Path) -> None:

@@ -14,28 +14,21 @@ import torch
 
 from megatron.core.datasets.teacher_scores import ScoreArrays, read_header
 from megatron.core.parallel.context import ParallelContext
-from megatron.training.evaluation.parity import Observed
 from megatron.training.teacher_scoring import score
 from tests.equivalence.flags import (
     CP2,
-    EP2,
-    ETP1,
     EXPERTS,
     FULL,
-    FUSED,
     LLAMA,
     LOOPED,
     PP2,
-    SELECTIVE,
     SMALL,
     SP,
     TP2,
-    TP8,
     VEE,
-    ZB_H1,
-    ZERO_OVERLAPPED,
 )
 from tests.equivalence.test_equivalence import check
+from tests.equivalence.test_lora import LAYOUTS
 from tests.equivalence.training import EVERY_ROW, at, run_of, train_alone, train_at
 from tests.harness import run_ranks
 from tests.harness.runs import context_of
@@ -65,17 +58,6 @@ VARIANTS: dict[str, tuple[str, str]] = {
         "tied",
     ),
 }
-LAYOUTS: dict[str, str] = {
-    "tp2 sp": f"--world-size 2 {TP2} {SP} {ETP1} {SELECTIVE}",
-    "tp2 sp ep2 dp2 zero": f"--world-size 4 {TP2} {SP} {EP2} {ZERO_OVERLAPPED} --ddp-bucket-size 1000 {FULL}",
-    "tp2 etp2 cp2": f"--world-size 4 {TP2} {CP2} --expert-tensor-parallel-size 2",
-    "tp8": f"--world-size 8 {TP8} {ETP1}",
-    "dp2 zero 2": "--world-size 2 --zero-stage 2",
-    "tp2 dp2 zero 3": f"--world-size 4 {TP2} {SP} {ETP1} --zero-stage 3 {FULL}",
-    "pp2 zb-h1 dp2 zero, accumulation fused": f"--world-size 4 {PP2} {ZB_H1} {ZERO_OVERLAPPED} {FUSED}",
-    "pp2 vpp2": f"--world-size 2 {LOOPED} {FULL}",
-    "pp2 zb-v dp2 zero 3": f"--world-size 4 {VEE} --zero-stage 3",
-}
 
 
 @functools.cache
@@ -104,12 +86,6 @@ def row_of(variant: str) -> str:
     return f"{flags} --teacher-load {teacher(name)}"
 
 
-@functools.cache
-def reference(variant: str) -> Observed:
-    """The table's steps on one rank."""
-    return train_alone(row_of(variant))
-
-
 @pytest.mark.parametrize(
     ("variant", "layout"),
     pairs(
@@ -123,7 +99,7 @@ def test_layouts_learn_the_same_from_a_teacher(variant: str, layout: str) -> Non
     """A teacher whose softmax was of a part of the vocabulary, whose hidden states came from another microbatch, or
     whose rows were another slice of the sequence, taught each layout something else.
     """
-    check(train_at(row_of(variant), LAYOUTS[layout]), [reference(variant)])
+    check(train_at(row_of(variant), LAYOUTS[layout]), [train_alone(row_of(variant))])
 
 
 TOP, STORED = 9, "at a temperature, with labels"

@@ -7,8 +7,6 @@ such that ranks don't cut blocks.
 
 from __future__ import annotations
 
-import functools
-
 import pytest
 
 from megatron.training.evaluation.parity import Observed
@@ -96,8 +94,7 @@ CUT |= {
 DEEP = {"pp2 vpp2"}
 
 
-@functools.cache
-def reference(row: str, micro_batch_size: int) -> Observed:
+def alone(row: str, micro_batch_size: int) -> Observed:
     """The table's steps on one rank, with the microbatches of a layout."""
     return train_alone(row, f"--micro-batch-size {micro_batch_size}")
 
@@ -105,7 +102,7 @@ def reference(row: str, micro_batch_size: int) -> Observed:
 def check_at(row: str, layout: str) -> None:
     """The row computes at the layout what it computes on one rank, with microbatches of the same size."""
     size = run_of(row, layout)[1].training.micro_batch_size
-    check(train_at(row, layout), [reference(row, size)])
+    check(train_at(row, layout), [alone(row, size)])
 
 
 @pytest.mark.parametrize(
@@ -189,12 +186,12 @@ def test_weights_gathered_in_8_bits_are_those_that_ranks_would_quantize(name: st
 
 def test_scales_of_earlier_iterations_don_t_depend_on_microbatches() -> None:
     """Those of delayed scaling belong to a step."""
-    check([reference(VARIANTS["delayed"], 2)], [reference(VARIANTS["delayed"], 8)])
+    check([alone(VARIANTS["delayed"], 2)], [alone(VARIANTS["delayed"], 8)])
 
 
 def test_products_are_in_fp8() -> None:
     """Else all of the above would hold of a run that ignores the flags."""
     first = "step 1, lm loss"
-    found = [reference(VARIANTS[name], 2).losses[first] for name in ("tensorwise", "delayed")]
-    expected = reference(LLAMA, 2).losses[first]
+    found = [alone(VARIANTS[name], 2).losses[first] for name in ("tensorwise", "delayed")]
+    expected = alone(LLAMA, 2).losses[first]
     assert all(1e-6 < abs(each - expected) < 0.1 for each in found)

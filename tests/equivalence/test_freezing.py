@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-
 import pytest
 import torch
 
@@ -68,10 +66,14 @@ LAYOUTS: dict[str, str] = {
 }
 
 
-@functools.cache
-def reference(variant: str) -> Observed:
-    """The table's steps on one rank."""
-    return train_alone(VARIANTS[variant])
+def frozen_in(row: str, outcomes: list[Observed]) -> set[str]:
+    """The parameters that a row freezes, as outcomes show them: without a gradient, and as they were; only they are."""
+    patterns = run_of(row)[1].optimizer.freeze
+    initial, weights = logical(outcomes, "initial"), logical(outcomes, "weights")
+    frozen = {name for name in initial if matches(name, patterns)}
+    assert frozen.isdisjoint(logical(outcomes, "gradients"))
+    assert frozen == {name for name in initial if torch.equal(initial[name], weights[name])}
+    return frozen
 
 
 @pytest.mark.parametrize(
@@ -95,10 +97,6 @@ def test_layouts_train_what_is_not_frozen(variant: str, layout: str) -> None:
     """A frozen weight cut the gradient of what is before it (sequence parallelism gathered without autograd), got a
     gradient of its own, or took part in a collective of some ranks alone.
     """
-    freeze = run_of(VARIANTS[variant])[1].optimizer.freeze
     outcomes = train_at(VARIANTS[variant], LAYOUTS[layout])
-    check(outcomes, [reference(variant)])
-    initial, weights = logical(outcomes, "initial"), logical(outcomes, "weights")
-    frozen = {name for name in initial if matches(name, freeze)}
-    assert frozen and frozen.isdisjoint(logical(outcomes, "gradients"))
-    assert frozen == {name for name in initial if torch.equal(initial[name], weights[name])}
+    check(outcomes, [train_alone(VARIANTS[variant])])
+    assert frozen_in(VARIANTS[variant], outcomes)

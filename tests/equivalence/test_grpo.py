@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import functools
-
 import pytest
 
-from megatron.training.evaluation.parity import Observed
 from tests.equivalence.flags import CP2, EP2, ETP1, EXPERTS, FULL, FUSED, LLAMA, PP2, SELECTIVE, SP, TP2, ZB_H1
 from tests.equivalence.flags import VEE as ZB_V
 from tests.equivalence.test_equivalence import check
@@ -34,12 +31,6 @@ LAYOUTS: dict[str, str] = {
 }
 
 
-@functools.cache
-def reference(variant: str) -> Observed:
-    """The table's steps on one rank."""
-    return train_alone(VARIANTS[variant])
-
-
 @pytest.mark.parametrize(
     ("variant", "layout"),
     pairs(VARIANTS, LAYOUTS, rich=("tp2 sp cp2", "tp2 sp ep2 dp2 zero 1"), slow=("pp2 zb-v cp2",)),
@@ -50,4 +41,4 @@ def test_layouts_train_on_the_same_answers(variant: str, layout: str) -> None:
     """
     row = VARIANTS[variant]
     ranks = run_ranks(train, row, LAYOUTS[layout], **at(row, LAYOUTS[layout]), reuse=True)
-    check(ranks, [reference(variant)])
+    check(ranks, [train_alone(VARIANTS[variant])])

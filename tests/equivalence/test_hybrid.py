@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-
 import pytest
 
 from megatron.training.evaluation.parity import Observed
@@ -27,7 +25,6 @@ LAYOUTS: dict[str, tuple[str, str]] = {
 }
 
 
-@functools.cache
 def reference() -> Observed:
     """Three steps on one rank."""
     return train_alone(f"{MODEL} --hybrid-layer-pattern {PATTERN}{DEPTHS}")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import pytest
@@ -14,7 +13,7 @@ from megatron.core.parallel.mesh import Mesh
 from megatron.core.parallel.model_context import ModelContext
 from megatron.core.parallel.sharding import sharding_of
 from megatron.core.parallel.side_losses import SideLosses
-from megatron.training.evaluation.parity import Observed, parts
+from megatron.training.evaluation.parity import parts
 from tests.equivalence.families import causal_batch
 from tests.equivalence.flags import (
     CP2,
@@ -57,12 +56,6 @@ STACKS: dict[str, str] = {
 }
 
 
-@functools.cache
-def reference(stack: str = "gated") -> Observed:
-    """The table's steps on one rank."""
-    return train_alone(STACKS[stack])
-
-
 # Of three layouts of the same eight ranks, the one with the hardest schedule is in the default tier.
 LEFT = ("tp2 pp2 dp2 zero", "tp2 sp pp2 dp2 zero, zb-h1")
 
@@ -70,18 +63,18 @@ LEFT = ("tp2 pp2 dp2 zero", "tp2 sp pp2 dp2 zero, zb-h1")
 @pytest.mark.parametrize("layout", tiers(LAYOUTS, first=[name for name in LAYOUTS if name not in LEFT]))
 def test_side_losses_and_their_gradients(layout: str) -> None:
     """A side loss that recomputation counts twice, or a schedule drops, trains another router."""
-    check(train_at(STACKS["gated"], LAYOUTS[layout]), [reference()])
+    check(train_at(STACKS["gated"], LAYOUTS[layout]), [train_alone(STACKS["gated"])])
 
 
 @pytest.mark.parametrize("name", tiers(["tp2 sp recompute", LEFT[1]], first=["tp2 sp recompute"]))
 def test_arrangements_of_branches(name: str) -> None:
     """A norm after a branch works on a part of the sequence under sequence parallelism; its gradient is a sum, too."""
-    check(train_at(STACKS["arranged"], LAYOUTS[name]), [reference("arranged")])
+    check(train_at(STACKS["arranged"], LAYOUTS[name]), [train_alone(STACKS["arranged"])])
 
 
 def test_side_losses_matter() -> None:
     """The loss is reported as a mean over tokens and layers, and its gradient reaches the gate."""
-    found = reference()
+    found = train_alone(STACKS["gated"])
     gate = "decoder.layers.1.gated_mlp.gate.weight"
     assert gate in found.shapes
     assert "decoder.layers.1.self_attention.linear_qkv.weight" not in found.shapes
@@ -112,7 +105,7 @@ def test_gradient_is_that_of_the_means() -> None:
     total: Tensor = output.cross_entropy(batch["labels"], mask) + mask.sum() * torch.stack(side.means).sum()
     torch.autograd.backward(total)
     for name, parameter in model.named_parameters():
-        found = {part.offsets: part.values for part in reference().gradients[name]}
+        found = {part.offsets: part.values for part in train_alone(STACKS["gated"]).gradients[name]}
         assert parameter.grad is not None
         for part in parts(parameter.grad, sharding_of(parameter), Mesh.single()):
             torch.testing.assert_close(found[part.offsets], part.values, rtol=0, atol=1e-9, msg=name)

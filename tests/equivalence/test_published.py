@@ -6,16 +6,18 @@ import dataclasses
 import functools
 
 import pytest
+import torch
 
 pytest.importorskip("transformers", reason="weights of published types come from the dev extra's transformers")
 
 from megatron.core.conversion.huggingface.reading import from_transformers
 from megatron.core.conversion.portable import LazyTensor, PortableModel
 from megatron.core.models.registry import family_of
+from megatron.core.parallel.context import ParallelContext
 from megatron.training.evaluation.parity import Observed
 from tests.equivalence.flags import CP2, PP2, SMALL, SP, TP2, ZERO
 from tests.equivalence.test_equivalence import check
-from tests.equivalence.training import train_alone, train_at
+from tests.equivalence.training import train, train_at
 from tests.harness.published import random_model, without_dropout
 from tests.published import FIRST, LIKE_ANOTHER, MODELS
 from tests.tiers import pairs
@@ -49,7 +51,7 @@ def row_of(name: str) -> str:
 @functools.cache
 def reference(name: str) -> Observed:
     """The table's steps on one rank."""
-    return train_alone(row_of(name), published=model_of(name))
+    return train(ParallelContext.single(dtype=torch.float64), row_of(name), "", model_of(name))
 
 
 @pytest.mark.parametrize(

@@ -5,11 +5,8 @@ A scale of a part of a group would move a weight by a sixteenth of the group's r
 
 from __future__ import annotations
 
-import functools
-
 import pytest
 
-from megatron.training.evaluation.parity import Observed
 from tests.equivalence.flags import (
     CP2,
     EP2,
@@ -54,22 +51,16 @@ LAYOUTS: dict[str, str] = {
 }
 
 
-@functools.cache
-def reference(row: str) -> Observed:
-    """The table's steps on one rank."""
-    return train_alone(row)
-
-
 @pytest.mark.parametrize(
     ("variant", "layout"), pairs(VARIANTS, LAYOUTS, rich=("tp2 sp", "tp2 etp2 zero"), slow=("dp2 zero 2", "cp2"))
 )
 def test_layout_rounds_what_one_rank_rounds(variant: str, layout: str) -> None:
     """A scale of a part of a group instead of all of it would train another model."""
-    check(train_at(VARIANTS[variant], LAYOUTS[layout]), [reference(VARIANTS[variant])])
+    check(train_at(VARIANTS[variant], LAYOUTS[layout]), [train_alone(VARIANTS[variant])])
 
 
 def test_products_are_of_rounded_weights() -> None:
     """Else all of the above would hold of a run that ignores the flag."""
     first = "step 1, lm loss"
-    rounded, plain = reference(VARIANTS["int4, ranks divide groups"]).losses[first], reference(WIDE).losses[first]
+    rounded, plain = train_alone(VARIANTS["int4, ranks divide groups"]).losses[first], train_alone(WIDE).losses[first]
     assert 1e-5 < abs(rounded - plain) < 0.1

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import functools
-
 import pytest
 
-from megatron.training.evaluation.parity import Observed
 from tests.equivalence.flags import (
     CP2,
     CP4,
@@ -69,12 +66,6 @@ LAYOUTS: dict[str, str] = {
 }
 
 
-@functools.cache
-def reference(variant: str) -> Observed:
-    """Three steps on one rank."""
-    return train_alone(VARIANTS[variant])
-
-
 LONG = "two groups, documents, future tokens"
 RICH = ("cp2 tp2 sp zero, recompute mamba", "cp4 states, tp2 sp", "cp4")
 MORE = {
@@ -90,4 +81,4 @@ MORE = {
 )
 def test_layout_takes_the_steps_of_one_rank(variant: str, layout: str) -> None:
     """Heads, groups, documents or states that a layout divides in another place train another model."""
-    check(train_at(VARIANTS[variant], LAYOUTS[layout]), [reference(variant)])
+    check(train_at(VARIANTS[variant], LAYOUTS[layout]), [train_alone(VARIANTS[variant])])

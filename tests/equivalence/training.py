@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 import shlex
 from dataclasses import replace
@@ -68,9 +69,10 @@ def train(context: ParallelContext, row: str, layout: str = "", published: Porta
     return observe(run, steps=STEPS)
 
 
-def train_alone(row: str, layout: str = "", published: PortableModel | None = None) -> Observed:
-    """The table's steps on one rank."""
-    return train(ParallelContext.single(dtype=torch.float64), row, layout, published)
+@functools.lru_cache(maxsize=64)
+def train_alone(row: str, layout: str = "") -> Observed:
+    """The table's steps on one rank, which tests of other layouts share."""
+    return train(ParallelContext.single(dtype=torch.float64), row, layout)
 
 
 def train_at(row: str, layout: str, published: PortableModel | None = None) -> list[Observed]:

@@ -1,14 +1,11 @@
-"""GRPO around a causal language model: samples are answers of the model, and the loss compares their probabilities.
-
-As with preferences, log-probabilities are computed first, without gradient, and the slope of the loss at each then
-weights the cross entropy of its token, whose gradient is that of the loss: logits exist by chunks only.
-"""
+"""GRPO around a causal language model: samples are answers of the model, and the loss compares their probabilities."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -37,6 +34,7 @@ from megatron.core.datasets.build import DatasetSplits
 from megatron.core.datasets.prompts import read_prompts
 from megatron.core.datasets.splits import SplitSizes
 from megatron.core.models.train_spec import TrainSpec
+from megatron.core.objectives.answer_tokens import AnswerTokens, loss_and_slopes
 from megatron.core.objectives.base import Objective
 from megatron.core.objectives.grpo_losses import GeneratedTokens, loss_weights
 from megatron.core.parallel.context import ParallelContext
@@ -99,9 +97,7 @@ class GRPOObjective(Objective):
             self._table.view(-1)[answers.places.cpu()] = answers.log_probs.to(self._table)
             return LossSum(answers.log_probs.new_zeros(()), answers.log_probs.new_zeros(()))
         value, slopes = answers.loss(self.settings)
-        if torch.is_grad_enabled():
-            graph = answers.weighted_cross_entropy(-slopes, microbatch.backward_scale)
-            value = value + (graph - graph.detach())
+        value = answers.here.with_gradient(value, slopes, microbatch.backward_scale)
         found = {self.settings.loss_name: (value, answers.of_samples(COUNT)), **answers.reported(self.settings)}
         kept = (self.settings.loss_name, *self._reported)
         parts = {name: torch.stack((found[name][0].detach(), found[name][1])) for name in kept}
@@ -167,16 +163,14 @@ class GRPOObjective(Objective):
 
 @dataclass(frozen=True)
 class _Answers:
-    """The answers of a microbatch: of this context-parallel rank's labels those that are of answers, ``[n]``, or one
-    of none where there aren't any, whose ``shares`` are 0.
+    """The answers of a microbatch: ``here`` those of this context-parallel rank's labels that are of answers, ``[n]``,
+    or one of none where there aren't any, whose ``shares`` are 0.
 
-    ``output`` [n, 1, h] with their ``labels`` [1, n], ``tokens`` as the loss sees them, with their ``entropies``,
-    ``counted``: 1 where a label is of an answer. ``samples``: fields of samples [b]. ``counts_here``: 1 on the rank
-    that counts answers, else 0.
+    ``tokens`` as the loss sees them, with their ``entropies``, ``counted``: 1 where a label is of an answer.
+    ``samples``: fields of samples [b]. ``counts_here``: 1 on the rank that counts answers, else 0.
     """
 
-    output: VocabularyOutput
-    labels: Tensor
+    here: AnswerTokens
     tokens: GeneratedTokens
     entropies: Tensor
     shares: Tensor
@@ -190,12 +184,9 @@ class _Answers:
         """Compute log-probabilities and entropies without gradient. A collective of tensor-parallel ranks."""
         tensors = microbatch.tensors
         mask = tensors["loss_mask"] > 0
-        here = mask
-        if not mask.any():  # a row at least, so that every gradient is made
-            here = mask.clone()
-            here[0, 0] = True
-        output, labels = output.where(here), tensors["labels"][here].unsqueeze(0)
-        losses, entropies = (each.squeeze(0) for each in output.token_losses_and_entropies(labels))
+        found = AnswerTokens.of(output, tensors["labels"], mask)
+        here, scored = found.here, found.output.token_losses_and_entropies(found.labels)
+        losses, entropies = (each.squeeze(0) for each in scored)
         wide = losses.dtype
         samples = {name: tensors[name].to(wide) for name in OF_SAMPLES}
         each = {name: samples[name].unsqueeze(1).expand(mask.shape)[here] for name in (ADVANTAGE, SHARE)}
@@ -207,8 +198,7 @@ class _Answers:
             advantages=each[ADVANTAGE],
         )
         return cls(
-            output=output,
-            labels=labels,
+            here=found,
             tokens=tokens,
             entropies=entropies,
             shares=each[SHARE] * counted,
@@ -229,13 +219,9 @@ class _Answers:
 
     def loss(self, settings: GRPOConfig) -> tuple[Tensor, Tensor]:
         """Sum of the tokens' losses, each times its share, and its derivatives [n] by their log-probabilities."""
-        with torch.enable_grad():
-            leaf = self.log_probs.detach().clone().requires_grad_()
-            reference = self.tokens.reference if settings.has_reference else None
-            tokens = GeneratedTokens(leaf, self.tokens.old, reference, self.tokens.advantages)
-            total = (tokens.losses(settings) * self.shares).sum()
-            (slopes,) = torch.autograd.grad(total, leaf)
-        return total.detach(), slopes
+        reference = self.tokens.reference if settings.has_reference else None
+        at = partial(GeneratedTokens, old=self.tokens.old, reference=reference, advantages=self.tokens.advantages)
+        return loss_and_slopes(lambda each: (at(each).losses(settings) * self.shares).sum(), self.log_probs)
 
     def reported(self, settings: GRPOConfig) -> dict[str, tuple[Tensor, Tensor]]:
         """Sums and counts of what is reported beside the loss."""
@@ -246,7 +232,3 @@ class _Answers:
         of_answers = (self.of_samples(REWARD), self.of_samples(SPREAD), lengths)
         found = {name: ((each * self.counted).sum(), tokens) for name, each in zip(OF_TOKENS, of_tokens)}
         return found | {name: (each, answers) for name, each in zip(OF_ANSWERS, of_answers)}
-
-    def weighted_cross_entropy(self, weights: Tensor, backward_scale: float) -> Tensor:
-        """Cross entropies of the tokens, each times its weight [n], with gradient."""
-        return self.output.cross_entropy(self.labels, weights.unsqueeze(0), backward_scale=backward_scale)

@@ -1,9 +1,4 @@
-"""Training on pairs of a chosen and a rejected answer: DPO and its variants around a causal language model.
-
-The loss isn't linear in the answers' log-probabilities, and logits exist by chunks only. So these are computed first,
-without gradient; the slope of the loss at each then weights the cross entropy of its tokens, whose gradient is that of
-the loss.
-"""
+"""Training on pairs of a chosen and a rejected answer: DPO and its variants around a causal language model."""
 
 from __future__ import annotations
 
@@ -40,6 +35,7 @@ from megatron.core.files.remote_path import AnyPath, path_of
 from megatron.core.files.writable import try_to_write
 from megatron.core.models.first_pass import FirstPass, OnFirst
 from megatron.core.models.train_spec import TrainSpec
+from megatron.core.objectives.answer_tokens import AnswerTokens, loss_and_slopes
 from megatron.core.objectives.base import Objective
 from megatron.core.objectives.preference_losses import Answers, preference_losses, rewards
 from megatron.core.objectives.reference import FILE_NAME, Reference
@@ -98,12 +94,10 @@ class PreferenceObjective(Objective):
             return LossSum(pairs.log_probs.new_zeros(()), pairs.log_probs.new_zeros(()))
         settings, weight = self._settings, microbatch.loss_weights.get(CHOSEN_LOSS, 1.0)
         total, slopes = pairs.loss(settings)
-        factors = torch.stack((slopes[0] - settings.sft_weight * weight * pairs.is_pair, slopes[1]))
+        slopes = torch.stack((slopes[0] - settings.sft_weight * weight * pairs.is_pair, slopes[1]))
         nll, tokens = pairs.chosen_loss()
         value = total * pairs.counts_here + settings.sft_weight * weight * nll
-        if torch.is_grad_enabled():
-            graph = pairs.weighted_cross_entropy(-factors, microbatch.backward_scale)
-            value = value + (graph - graph.detach())
+        value = pairs.tokens_here.with_gradient(value, pairs.of_tokens(slopes), microbatch.backward_scale)
         count = pairs.is_pair.sum() * pairs.counts_here
         found = {self._loss_name: (total * pairs.counts_here, count), CHOSEN_LOSS: (nll, tokens)}
         found |= {name: (each * pairs.counts_here, count) for name, each in pairs.rewards(settings).items()}
@@ -221,16 +215,14 @@ def _batch(dataset: PairDataset, numbers: NDArray[np.int64], size: int) -> dict[
 
 @dataclass(frozen=True)
 class _Pairs:
-    """The answers of a microbatch: ``answer`` [b, S] of this context-parallel rank's part, ``here`` which of its tokens
-    are multiplied out, as ``output`` with their ``labels`` [1, n]; ``token_log_probs`` [b, S], 0 elsewhere.
+    """The answers of a microbatch: ``tokens_here`` of this context-parallel rank's part, ``answer`` [b, S] whose they
+    are; ``token_log_probs`` [b, S], 0 elsewhere.
 
     Of all parts ``log_probs`` and ``tokens`` [2, b], of chosen and rejected answers. ``counts_here``: 1 on the rank
     that counts what all of them know, else 0.
     """
 
-    output: VocabularyOutput
-    labels: Tensor
-    here: Tensor
+    tokens_here: AnswerTokens
     answer: Tensor
     token_log_probs: Tensor
     log_probs: Tensor
@@ -244,20 +236,15 @@ class _Pairs:
     def of(cls, output: VocabularyOutput, microbatch: Microbatch) -> _Pairs:
         """Compute log-probabilities without gradient. A collective of tensor- and context-parallel ranks."""
         tensors, mesh = microbatch.tensors, output.context.mesh
-        answer, here = tensors[ANSWER], tensors[ANSWER] > 0
-        if not here.any():  # a row at least, so that every gradient is made
-            here = here.clone()
-            here[0, 0] = True
-        output, labels = output.where(here), tensors["labels"][here].unsqueeze(0)
-        losses = output.token_losses(labels).squeeze(0)
+        answer = tensors[ANSWER]
+        found = AnswerTokens.of(output, tensors["labels"], answer > 0)
+        losses = found.output.token_losses(found.labels).squeeze(0)
         each = losses.new_zeros(answer.shape)
-        each[here] = -losses
+        each[found.here] = -losses
         sides = torch.stack((answer == CHOSEN, answer == REJECTED))
         log_probs, tokens = all_reduce(torch.stack(((each * sides).sum(2), sides.sum(2).to(each.dtype))), mesh, "cp")
         return cls(
-            output=output,
-            labels=labels,
-            here=here,
+            tokens_here=found,
             answer=answer,
             token_log_probs=each,
             log_probs=log_probs,
@@ -275,11 +262,10 @@ class _Pairs:
 
     def loss(self, settings: PreferenceConfig) -> tuple[Tensor, Tensor]:
         """Sum of the pairs' losses, and its derivatives [2, b] by the log-probabilities of answers."""
-        with torch.enable_grad():
-            leaf = self.log_probs.detach().clone().requires_grad_()
-            total = (preference_losses(settings, *self.answers(leaf)) * self.is_pair).sum()
-            (slopes,) = torch.autograd.grad(total, leaf)
-        return total.detach(), slopes
+        return loss_and_slopes(
+            lambda log_probs: (preference_losses(settings, *self.answers(log_probs)) * self.is_pair).sum(),
+            self.log_probs,
+        )
 
     def chosen_loss(self) -> tuple[Tensor, Tensor]:
         """Sum of the cross entropies of this part's tokens of chosen answers, and their number."""
@@ -292,11 +278,11 @@ class _Pairs:
         found = (chosen, rejected, chosen - rejected, (chosen > rejected).to(chosen.dtype))
         return {name: (each * self.is_pair).sum() for name, each in zip(REPORTED, found)}
 
-    def weighted_cross_entropy(self, factors: Tensor, backward_scale: float) -> Tensor:
-        """Cross entropies of answers, each times its factor of ``factors`` [2, b], with gradient."""
-        chosen, rejected = factors.unsqueeze(2)
-        weights = chosen * (self.answer == CHOSEN) + rejected * (self.answer == REJECTED)
-        return self.output.cross_entropy(self.labels, weights[self.here].unsqueeze(0), backward_scale=backward_scale)
+    def of_tokens(self, slopes: Tensor) -> Tensor:
+        """What ``slopes`` [2, b] are of each token here, [n]: those of its answer."""
+        chosen, rejected = slopes.unsqueeze(2)
+        each: Tensor = chosen * (self.answer == CHOSEN) + rejected * (self.answer == REJECTED)
+        return each[self.tokens_here.here]
 
     def record(self, table: Tensor) -> None:
         """Write log-probabilities into the rows [2] of their pairs."""

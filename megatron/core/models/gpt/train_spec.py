@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -104,9 +104,13 @@ class GPTSpec(TrainSpec):
         recompute: RecomputePlan | None = None,
         seed: int | None = None,
     ) -> nn.Module:
-        """The stage's part of the GPT."""
-        stack = decoder_stack(model, groups)
-        return GPTModel(model, context, stage=stage, stack=stack, recompute=recompute, seed=seed)
+        """The stage's part of the model."""
+        stack, build = decoder_stack(model, groups), self.model_class(groups)
+        return build(model, context, stage=stage, stack=stack, recompute=recompute, seed=seed)
+
+    def model_class(self, groups: Sequence[object]) -> Callable[..., GPTModel]:
+        """The class of the model; of a family around a GPT one with what ``groups`` say of its other parts."""
+        return GPTModel
 
     @override
     def forward(self, model: nn.Module, stage_inputs: StageInputs, microbatch: Microbatch) -> Any:

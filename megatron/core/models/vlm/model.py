@@ -34,9 +34,9 @@ class VLMModel(GPTModel):
     def __init__(
         self,
         config: ModelConfig,
-        vision: VisionConfig,
         context: ModelContext,
         *,
+        vision: VisionConfig,
         stack: StackConfig,
         stage: Stage | None = None,
         recompute: RecomputePlan | None = None,

@@ -2,29 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from typing_extensions import override
 
-from megatron.config.model import ModelConfig
 from megatron.config.pipeline import Stage
 from megatron.config.run import RunConfig
 from megatron.config.vision import VisionConfig
 from megatron.core.datasets.build import DatasetSplits
 from megatron.core.datasets.loader import rows_field
 from megatron.core.datasets.splits import SplitSizes
-from megatron.core.models.gpt.layer_kinds import decoder_stack
 from megatron.core.models.gpt.train_spec import GPTSpec
 from megatron.core.models.train_spec import TrainSpec
 from megatron.core.models.vlm.data import IMAGES, PLACES, build_vlm_splits
 from megatron.core.models.vlm.model import VLMModel
-from megatron.core.parallel.model_context import ModelContext
 from megatron.core.pipeline_parallel.chunk import Microbatch
 from megatron.core.tokenizers.base import Tokenizer
-from megatron.core.transformer.block import RecomputePlan
 
 
 class VLMSpec(GPTSpec):
@@ -53,20 +50,9 @@ class VLMSpec(GPTSpec):
         return found
 
     @override
-    def build_model(
-        self,
-        model: ModelConfig,
-        groups: Sequence[object],
-        context: ModelContext,
-        *,
-        stage: Stage | None = None,
-        recompute: RecomputePlan | None = None,
-        seed: int | None = None,
-    ) -> nn.Module:
-        """The stage's part of the model."""
-        stack = decoder_stack(model, groups)
-        vision = VisionConfig.among(groups)
-        return VLMModel(model, vision, context, stage=stage, stack=stack, recompute=recompute, seed=seed)
+    def model_class(self, groups: Sequence[object]) -> Callable[..., VLMModel]:
+        """A GPT with an encoder of images."""
+        return partial(VLMModel, vision=VisionConfig.among(groups))
 
     @override
     def more_inputs(self, microbatch: Microbatch) -> Mapping[str, Any]:
