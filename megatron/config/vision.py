@@ -152,6 +152,10 @@ class VisionConfig(PartConfig):
     vision_class_token: bool = architecture_switch(
         "Leave the class token out of the features.", off="--disable-vision-class-token"
     )
+    vision_final_norm: bool = architecture_switch(
+        "Leave out the norm behind the vision encoder's last layer, as LLaVA does of SigLIP.",
+        off="--disable-vision-final-norm",
+    )
     pixel_shuffle: bool = architecture_switch(
         "Join the features of each square of 2 x 2 patches, without the class token (InternVL)."
     )

@@ -55,7 +55,7 @@ class VisionEncoder(nn.Module):
             stack,
             context,
             layer_numbers=range(config.num_layers),
-            final_norm=kind.post_norm,
+            final_norm=kind.post_norm and settings.vision_final_norm,
             recompute=dataclasses.replace(recompute or RecomputePlan(), offloaded=0),
         )
 

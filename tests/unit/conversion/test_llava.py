@@ -137,7 +137,7 @@ REFUSED: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "a layer that isn't there": ({"vision_feature_layer": -9}, ("-9", "3 layers")),
     "no layer": ({"vision_feature_layer": 0}, ("one layer",)),
     "another encoder": ({"vision_config": {**VISION, "model_type": "pixtral"}}, ("clip_vision_model",)),
-    "another language model": ({"text_config": {**TEXT, "model_type": "gemma"}}, ("llama",)),
+    "another language model": ({"text_config": {**TEXT, "model_type": "gpt2"}}, ("llama",)),
     "images that aren't squares": ({"vision_config": {**VISION, "image_size": [16, 8]}}, ("image_size", "squares")),
     "a projector without biases": ({"multimodal_projector_bias": False}, ("multimodal_projector_bias",)),
     "no encoder": ({"vision_config": None}, ("vision_config",)),

@@ -208,6 +208,7 @@ def settings_of(family: str) -> dict[str, Any]:
         "mamba2": {"num_hidden_layers": 4, "hidden_size": 32, "num_heads": 1},
         "bamba": {"num_hidden_layers": 2, "hidden_size": 32, "mamba_n_heads": 4, "head_dim": 8},
         "granitemoehybrid": {"num_hidden_layers": 2, "hidden_size": 32, "mamba_n_heads": 4, "head_dim": 8},
+        "internvl": {"vision_config": {"attention_bias": True}},
     }
     found: dict[str, Any] = transformers.AutoConfig.for_model(family, **needed.get(family, {})).to_dict()
     return found
@@ -227,7 +228,8 @@ NEEDED: dict[str, dict[str, Any]] = {
     "granitemoehybrid": {"position_embedding_type": "none", "ffn_hidden_size": 1024},  # of its shared expert
     "olmo_hybrid": {"position_embedding_type": "none"},
     "mt5": {"untie_embeddings_and_output_weights": True},  # the files say it, and no setting
-    "llava": {**LLAMA.merged("fixed"), "activation": "swiglu"},  # its language model
+    "llava": {**LLAMA.merged("fixed"), "activation": "swiglu"},  # their language models
+    "internvl": {**LLAMA.merged("fixed"), "activation": "swiglu", "add_qkv_bias": True},
 }
 
 

@@ -28,6 +28,9 @@ def model(*, interleaved: bool, rotated: float = 1.0) -> ModelConfig:
     )
 
 
+NESTED = {"llava", "internvl"}  # their decoders have Llama's rows, their encoders sizes of their own
+
+
 @pytest.mark.parametrize("interleaved", [False, True])
 def test_shapes_need_no_compiler(interleaved: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Finding the shapes of GPT-2's, Phi-3's and GPT-NeoX's tensors imported torch._dynamo, as torch.cat does for
@@ -42,7 +45,7 @@ def test_shapes_need_no_compiler(interleaved: bool, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(torch, "cat", with_numbers)
     settings = model(interleaved=interleaved)
     for _, published in formats():
-        for model_type in {*published.types} - {"llava"}:  # its decoder has Llama's rows, its encoder sizes of its own
+        for model_type in {*published.types} - NESTED:
             for row in published.table(model_type, settings):
                 if model_type == "olmo_hybrid" and len(row.theirs) > 1:
                     continue  # these number the rows of one size

@@ -21,7 +21,7 @@ _TABLE_EACH = "its encoder and its decoder have a table of positions each, and h
 _NOT_ATTENTION = "its linear attention is of a kind that is not available here"
 _MAMBA_1 = "its state-space layers are Mamba-1, and only Mamba-2 is available here"
 _SHARED_BLOCKS = "its attention layers share their weights, with adapters of each use, and also read the embeddings"
-_NOT_TEXT = "it reads images or sound, and of such models only llava converts"
+_NOT_TEXT = "it reads images or sound, and of such models only llava and internvl convert"
 _OLD_FALCON = (
     "it is a Falcon whose files are from before transformers had that type: download the model anew, whose config.json "
     "says falcon today, with other names of its settings"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
-from megatron.core.models.vlm.huggingface.llava import LlavaFormat
+from megatron.core.models.vlm.huggingface.internvl import INTERNVL
+from megatron.core.models.vlm.huggingface.llava import LLAVA
+from megatron.core.models.vlm.huggingface.nested import NestedFormat
 
-FORMAT = LlavaFormat()
+FORMAT = NestedFormat({"llava": LLAVA, "internvl": INTERNVL})

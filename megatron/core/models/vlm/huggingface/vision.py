@@ -12,7 +12,7 @@ from megatron.config.activation import Activation
 from megatron.config.model import ModelConfig
 from megatron.config.vision import VisionConfig
 from megatron.core.conversion.bounds import Count, Small
-from megatron.core.conversion.huggingface.config_reader import ConfigReader
+from megatron.core.conversion.huggingface.config_reader import ConfigReader, Json
 from megatron.core.conversion.tables import Row
 from megatron.core.conversion.transforms import QUERY_KEY_VALUE, SAME, Transform
 
@@ -32,6 +32,7 @@ KINDS: dict[str, Any] = {
     **dict.fromkeys(("image_size", "patch_size"), Any),
     **dict.fromkeys(("hidden_act", "norm_type", "model_type"), str),
     **dict.fromkeys(("use_qk_norm", "attention_bias", "use_absolute_position_embeddings", "use_mask_token"), bool),
+    "use_mean_pooling": bool,
 }
 
 
@@ -94,9 +95,27 @@ def siglip_rows(settings: VisionConfig, *, prefix: str) -> tuple[Row, ...]:
     return (
         Row(f"{OURS}.embedding.projection", f"{embeddings}patch_embedding", _patches(settings)),
         Row(f"{OURS}.embedding.positions.weight", f"{embeddings}position_embedding.weight", is_parameter=True),
+        *(() if settings.vision_final_norm else _without_last_norm(settings, prefix)),
         *_like_clip(settings, f"{prefix}encoder.layers.{{n}}"),
         Row(f"{OURS}.encoder.final_layernorm", f"{prefix}post_layernorm"),
     )
+
+
+def _without_last_norm(settings: VisionConfig, prefix: str) -> tuple[Row, ...]:
+    """In place of the row of the patches' matrix: the norm behind the last layer, which no feature passes, is written
+    beside it as one that changes nothing.
+    """
+    ours, theirs = f"{OURS}.embedding.projection", f"{prefix}embeddings.patch_embedding"
+
+    def beside(kind: str, fill: Callable[[Tensor], Tensor]) -> Row:
+        patches = _patches(settings)
+        transform = Transform(
+            lambda parts, model: patches.join(parts[:1], model),
+            lambda tensor, model: [*patches.split(tensor, model), fill(tensor)],
+        )
+        return Row(f"{ours}.{kind}", (f"{theirs}.{kind}", f"{prefix}post_layernorm.{kind}"), transform, True)
+
+    return beside("weight", lambda each: each.new_ones(len(each))), beside("bias", torch.zeros_like)
 
 
 def _like_clip(settings: VisionConfig, theirs: str) -> Sequence[Row]:
@@ -149,6 +168,13 @@ ROWS: dict[str, Callable[..., tuple[Row, ...]]] = {
     "internvit300M": internvl_rows,
 }
 """Rows by ``--vision-model-type``."""
+TOWERS = {
+    "clip": "clip_vision_model",
+    "siglip": "siglip_vision_model",
+    "internvit": "internvl_vision",
+    "internvit300M": "internvl_vision",
+}
+"""``model_type`` of a ``vision_config`` by ``--vision-model-type``."""
 
 
 def read_vision(reader: ConfigReader) -> dict[str, Any]:
@@ -156,7 +182,7 @@ def read_vision(reader: ConfigReader) -> dict[str, Any]:
     model_type = reader.one_of("model_type", {"clip_vision_model": "clip", "siglip_vision_model": "siglip"} | _INTERNVL)
     reader.expect(num_channels=3)
     if model_type == "internvit":
-        reader.expect(use_absolute_position_embeddings=True, use_mask_token=False)
+        reader.expect(use_absolute_position_embeddings=True, use_mask_token=False, use_mean_pooling=True)
         combination = reader("norm_type"), reader("use_qk_norm"), reader("attention_bias")
         types = {("rms_norm", True, False): "internvit", ("layer_norm", False, True): "internvit300M"}
         if combination not in types:
@@ -179,6 +205,40 @@ def read_vision(reader: ConfigReader) -> dict[str, Any]:
 
 
 _INTERNVL = {"internvl_vision": "internvit"}
+
+
+def write_vision(vision: VisionConfig, source: Json) -> dict[str, Any]:
+    """The ``vision_config`` of an encoder, with what the ``source`` has of settings that have no field here."""
+    names = [theirs for theirs, ours in ACTIVATIONS.items() if ours == vision.vision_activation]
+    written, tower = source.get("hidden_act"), TOWERS[str(vision.vision_model_type)]
+    found = {
+        "model_type": tower,
+        "num_hidden_layers": vision.vision_num_layers,
+        "hidden_size": vision.vision_hidden_size,
+        "intermediate_size": vision.vision_ffn_hidden_size,
+        "num_attention_heads": vision.vision_num_attention_heads,
+        "hidden_act": written if written in names else names[0],
+        "layer_norm_eps": vision.vision_norm_epsilon,
+        "image_size": vision.vision_position_size,
+        "patch_size": vision.patch_dim,
+        "num_channels": 3,
+    }
+    if tower == "clip_vision_model":
+        return {**found, "projection_dim": source.get("projection_dim", 768)}
+    if tower == "siglip_vision_model":
+        return {**found, "vision_use_head": False}
+    is_large = vision.vision_model_type == "internvit"
+    return {
+        **found,
+        "image_size": [vision.vision_position_size] * 2,
+        "patch_size": [vision.patch_dim] * 2,
+        "norm_type": "rms_norm" if is_large else "layer_norm",
+        "use_qk_norm": is_large,
+        "attention_bias": not is_large,
+        "use_absolute_position_embeddings": True,
+        "use_mask_token": False,
+        "use_mean_pooling": True,
+    }
 
 
 def _side(reader: ConfigReader, name: str) -> int:
@@ -229,6 +289,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         "attention_bias": False,
         "use_absolute_position_embeddings": True,
         "use_mask_token": False,
+        "use_mean_pooling": True,
     },
 }
 """What transformers takes for missing settings, by ``model_type``."""

@@ -1,0 +1,172 @@
+"""Published types of vision-language models convert both ways, and compute what transformers does, forward and
+backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron.core.conversion.convert import Conversion, convert
+from megatron.core.conversion.huggingface.reading import from_transformers, read_huggingface
+from megatron.core.conversion.huggingface.writing import theirs_of
+from megatron.core.conversion.portable import LazyTensor, fill
+from megatron.core.conversion.questions import question_for
+from megatron.core.conversion.tables import to_theirs
+from megatron.core.models.registry import FAMILIES
+from megatron.core.models.vlm.huggingface import FORMAT
+from megatron.core.models.vlm.questions import ImageQuestion
+from megatron.core.parallel.model_context import ModelContext
+from megatron.core.parallel.sharding import ShardedState, sharded_parameters
+from megatron.errors import CheckpointError
+from tests.harness.published import in_fp64
+from tests.harness.sentences import expect_error
+from tests.tiers import tiers
+
+transformers = pytest.importorskip("transformers", reason="conversion is proven with the dev extra's transformers")
+
+SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4}
+SQUARES = {**SIZES, "image_size": 16, "patch_size": 4}
+TWICE = {**SIZES, "image_size": (16, 16), "patch_size": (4, 4), "model_type": "internvl_vision"}
+SIGLIP = {**SQUARES, "model_type": "siglip_vision_model"}
+CLIP = {**SQUARES, "model_type": "clip_vision_model"}
+LLAMA = {**SIZES, "num_hidden_layers": 2, "num_key_value_heads": 2, "vocab_size": 99, "model_type": "llama"}
+QWEN2 = {**LLAMA, "model_type": "qwen2"}
+
+
+def of(name: str, **settings: Any) -> Callable[[], Any]:
+    """Makes transformers' model of a class with these settings."""
+    config, model = f"{name}Config", f"{name}ForConditionalGeneration"
+    return lambda: getattr(transformers, model)(getattr(transformers, config)(**settings))
+
+
+MODELS: dict[str, Callable[[], Any]] = {
+    "internvl": of(
+        "InternVL",
+        vision_config={**TWICE, "use_qk_norm": True, "norm_type": "rms_norm"},
+        text_config=QWEN2,
+        image_token_id=98,
+    ),
+    "internvl 300M, untied": of(
+        "InternVL",
+        vision_config={**TWICE, "attention_bias": True},
+        text_config={**QWEN2, "model_type": "qwen3", "head_dim": 8},
+        image_token_id=98,
+        tie_word_embeddings=False,
+    ),
+    "llava of siglip": of(
+        "Llava",
+        vision_config=SIGLIP,
+        text_config=LLAMA,
+        image_token_index=98,
+        vision_feature_layer=-1,
+        vision_feature_select_strategy="full",
+    ),
+    "llava with a gemma": of(
+        "Llava",
+        vision_config=CLIP,
+        text_config={**LLAMA, "model_type": "gemma", "head_dim": 8, "pad_token_id": 0},
+        image_token_index=98,
+        tie_word_embeddings=True,
+    ),
+}
+
+
+def random_model(name: str) -> Any:
+    """A model of transformers, of which every parameter is random."""
+    torch.manual_seed(3)
+    model = MODELS[name]()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(std=0.2)
+    return model.eval()
+
+
+@pytest.mark.parametrize("name", tiers(MODELS, first=["internvl"]))
+def test_model_goes_there_and_back(name: str, tmp_path: Path) -> None:
+    """Each conversion proves logits of a text with an image and of one without; all tensors come back."""
+    random_model(name).save_pretrained(tmp_path / "first")
+    say = list[str]().append
+    convert(Conversion("hf", tmp_path / "first", "megatron", tmp_path / "ours"), say)
+    convert(Conversion("megatron", tmp_path / "ours", "hf", tmp_path / "theirs"), say)
+    before, after = (read_huggingface(tmp_path / each) for each in ("first", "theirs"))
+    assert before.groups == after.groups and before.model == after.model
+    assert all(torch.equal(tensor.make(), after.tensors[each].make()) for each, tensor in before.tensors.items())
+    assert not [note for note in (*before.notes, *after.notes) if "not read" in note]
+
+
+@pytest.mark.parametrize("name", tiers(MODELS, first=["internvl 300M, untied", "llava of siglip"]))
+def test_texts_with_images_have_the_logits_and_gradients_of_transformers(name: str) -> None:
+    """Features of another layer, joined in another order or without a norm are another model."""
+    with in_fp64():
+        theirs = random_model(name).double()
+    portable = from_transformers(theirs)
+    portable = replace(portable, model=replace(portable.model, make_vocab_size_divisible_by=1))
+    question = question_for(portable.model, portable.groups)
+    assert isinstance(question, ImageQuestion)
+    question = replace(question, images=question.images.double())
+    context = ModelContext.single(dtype=torch.float64)
+    ours = FAMILIES["vlm"].train_spec.build_model(portable.model, portable.groups, context)
+    state = [
+        ShardedState(f"model.{sharding.tied or name}", parameter.detach(), sharding)
+        for name, parameter, sharding in sharded_parameters(ours)
+    ]
+    fill(state, portable, context.mesh)
+    with in_fp64():
+        wanted = question.ask_theirs(theirs)["words"]
+    found = ours(question.tokens, images=question.images, image_places=question.places)
+    torch.testing.assert_close(found.logits(), wanted, rtol=0, atol=1e-9)
+
+    labels = question.tokens.roll(-1, 1)
+    cross_entropy = torch.nn.functional.cross_entropy(wanted.flatten(0, 1), labels.flatten(), reduction="sum")
+    for loss in (cross_entropy, found.cross_entropy(labels, torch.ones_like(labels))):
+        torch.autograd.backward(loss)
+    gradients = {each: parameter.grad for each, parameter, _ in sharded_parameters(ours)}
+    assert all(each is not None for each in gradients.values())
+    made = {each: _lazy(gradient) for each, gradient in gradients.items() if gradient is not None}
+    model_type = theirs.config.model_type
+    back = to_theirs(theirs_of(portable.model, portable.groups, model_type), made, portable.model)
+    names = FORMAT.nested[model_type].current_names(name for name, _ in theirs.named_parameters())
+    trained = {
+        names[each]: parameter.grad for each, parameter in theirs.named_parameters() if parameter.grad is not None
+    }
+    assert trained.keys() <= back.keys()
+    for each, gradient in trained.items():
+        torch.testing.assert_close(back[each].make(), gradient, rtol=0, atol=1e-9)
+
+
+def _lazy(tensor: torch.Tensor) -> LazyTensor:
+    return LazyTensor(tuple(tensor.shape), tensor.dtype, lambda: tensor.clone())
+
+
+LISTED = {**TWICE, "image_size": [16, 16], "patch_size": [4, 4]}
+INTERNVL: dict[str, Any] = {"model_type": "internvl", "text_config": QWEN2, "vision_config": LISTED}
+LLAVA: dict[str, Any] = {"model_type": "llava", "text_config": LLAMA, "vision_config": SIGLIP}
+REFUSED: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
+    "another ratio": ({**INTERNVL, "downsample_ratio": 0.25}, ("downsample_ratio", "0.5")),
+    "an encoder of another type": ({**INTERNVL, "vision_config": CLIP}, ("internvl_vision",)),
+    "an odd number of patches": (
+        {**INTERNVL, "vision_config": {**TWICE, "image_size": [12, 12], "patch_size": [4, 4], "attention_bias": True}},
+        ("odd number",),
+    ),
+    "a norm behind the encoder": (
+        {**INTERNVL, "vision_config": {**LISTED, "attention_bias": True, "use_mean_pooling": False}},
+        ("use_mean_pooling",),
+    ),
+    "a class token that isn't there": (LLAVA, ("vision_feature_select_strategy", "no class token")),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_model_that_does_not_convert_is_refused(case: str) -> None:
+    """A setting that is skipped would be seen in the logits alone, or not at all."""
+    config, words = REFUSED[case]
+    with expect_error(CheckpointError, *words):
+        reader = FORMAT.reader(config, where="config.json")
+        FORMAT.model_from_config(reader, config["model_type"])
+        FORMAT.groups_from_config(reader, [], where="config.json")
