@@ -128,6 +128,7 @@ class Engine:
             max_encoder_length=runner.limits.max_encoder_length,
             has_tokenizer=tokenizer is not None,
             num_adapters=runner.limits.num_adapters,
+            image_shape=runner.limits.image_shape,
         )
         self._answers: dict[str, _Answer] = {}
         self._edits: Edits | None = None  # of the latest request: its prompt's other choices share them

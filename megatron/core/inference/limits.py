@@ -23,7 +23,8 @@ class EngineLimits:
     that the model sees, those of a text's prompt included. ``num_blocks`` of ``block_size`` tokens: the cache.
     ``vocabulary``: number of ids. ``max_encoder_length``: tokens of an encoder's prompt, 0 without an encoder.
     ``has_tokenizer``: whether tokens become text, in which stop strings are looked for. ``num_adapters``: how many
-    adapters requests may name, by numbers from 1 on.
+    adapters requests may name, by numbers from 1 on. ``image_shape``: height and width of tiles of images, and features
+    of each; None for a model that reads none.
     """
 
     max_requests: int
@@ -34,6 +35,7 @@ class EngineLimits:
     max_encoder_length: int
     has_tokenizer: bool
     num_adapters: int = 0
+    image_shape: tuple[int, int, int] | None = None
 
     @property
     def room(self) -> int:
@@ -69,6 +71,7 @@ class EngineLimits:
                 f"{f'generate at most {room - len(prompt)}' if room >= len(prompt) else 'shorten the prompt'}, "
                 "or give the cache more memory with --inference-dynamic-batching-buffer-size-gb"
             )
+        self._check_images(request)
         if request.beams is not None:
             self._check_beams(request, request.beams)
         if request.stop.strings and not self.has_tokenizer:
@@ -85,6 +88,22 @@ class EngineLimits:
             raise DataError(
                 f"the encoder's text has {len(request.encoder_prompt)} tokens, and the encoder sees at most "
                 f"{self.max_encoder_length}: shorten it"
+            )
+
+    def _check_images(self, request: Request) -> None:
+        images = request.images
+        if images is None:
+            return
+        if self.image_shape is None:
+            raise DataError("the request has images, and this model reads texts alone")
+        height, width, features = self.image_shape
+        fits = images.tiles.shape[1:] == (3, height, width) and images.features == features
+        is_inside = len(images.places) == len(request.prompt) and images.places.max() < len(images.tiles) * features
+        if not fits or not is_inside:
+            raise DataError(
+                f"the request's images are {images.tiles.shape} with {images.features} features a tile at "
+                f"{len(images.places)} places; this model has tiles of [3, {height}, {width}] and {features} features, "
+                f"and the prompt has {len(request.prompt)} places"
             )
 
     def _check_beams(self, request: Request, beams: BeamSearch) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
+from megatron.core.images.prompts import PromptImages
 from megatron.core.inference.constrained import Constraint
 from megatron.core.inference.sampling import Sampling
 
@@ -50,7 +51,8 @@ class Request:
     ``prompt_logprobs``: the same for the tokens of the prompt. ``encoder_prompt``: what an encoder-decoder model
     encodes; its ``prompt`` begins the decoder's text. ``skip_special_tokens``: whether those are left out of the text.
     ``beams``: how to search for the likeliest answers; then nothing is sampled, and the settings for it have no effect.
-    ``adapter``: number of the adapter that the model has for this text, from 1 on; 0: none.
+    ``adapter``: number of the adapter that the model has for this text, from 1 on; 0: none. ``images``: those that
+    stand in the prompt.
     """
 
     id: str
@@ -67,6 +69,12 @@ class Request:
     skip_special_tokens: bool = False
     beams: BeamSearch | None = None
     adapter: int = 0
+    images: PromptImages | None = None
+
+    @property
+    def keyed_prompt(self) -> Sequence[int]:
+        """What keys of blocks are made of: the prompt, with pictures in place of ids at their places."""
+        return self.prompt if self.images is None else self.images.keyed(self.prompt)
 
     @property
     def adapter_key(self) -> bytes:

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Protocol, runtime_checkable
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -34,11 +35,27 @@ class GenerativeModel(Protocol):
         ...
 
     def continue_texts(
-        self, tokens: Tensor, position_ids: Tensor, *, cache: TextCache, hidden: Tensor | None = None
+        self,
+        tokens: Tensor,
+        position_ids: Tensor,
+        *,
+        cache: TextCache,
+        hidden: Tensor | None = None,
+        replaced: tuple[Tensor, Tensor] | None = None,
     ) -> VocabularyOutput | Tensor:
         """Tokens of several texts side by side, ``[1, t]``, and their positions, to the vocabulary output, or before
-        the last stage to hidden states. ``hidden``: what the stage before returned.
+        the last stage to hidden states. ``hidden``: what the stage before returned. ``replaced``: places ``[1, t]`` of
+        images, and what stands there, ``[t, 1, h]``.
         """
+        ...
+
+
+@runtime_checkable
+class ImageReader(Protocol):
+    """A :class:`GenerativeModel` with images in its texts."""
+
+    def image_features(self, images: Tensor) -> Tensor:
+        """Hidden states ``[f, t, h]`` of the language model for tiles ``[t, 3, H, W]``."""
         ...
 
 
@@ -159,10 +176,31 @@ class CachedRunner:
         """Compute a plan: hidden states for the next stage, or on the last one the logits."""
         hidden = received[0] if received else None
         self._cache.states.copy(plan.state_copies)
+        replaced = None if received else self._image_features(plan.rows)  # weights of the encoder have one form
         with self._context.products.by(self._multiply):
             if any(row.encoder for row in plan.rows):
                 return [self._with_encoder(plan, hidden)]
-            return [self._run(plan.rows, hidden)]
+            return [self._run(plan.rows, hidden, replaced)]
+
+    def _image_features(self, rows: Sequence[PlanRow]) -> tuple[Tensor, Tensor] | None:
+        """Which places of the rows' tokens are those of images, and what stands there. A tile is encoded alone, so that
+        no other text has a part in its bits.
+        """
+        if all(row.images is None for row in rows) or not isinstance(self._model, ImageReader):
+            return None
+        masks, vectors = list[Tensor](), list[Tensor]()
+        for row in rows:
+            empty = torch.zeros(len(row.tokens), self._config.hidden_size, dtype=self._context.dtype)
+            masks.append(torch.zeros(len(row.tokens), dtype=torch.bool))
+            vectors.append(empty.to(self.device))
+            if row.images is None:
+                continue
+            tiles = torch.from_numpy(np.array(row.images.tiles)).to(self.device)
+            features = torch.cat([self._model.image_features(tile.unsqueeze(0))[:, 0] for tile in tiles])
+            places = torch.from_numpy(np.array(row.images.places))
+            masks[-1] = places >= 0
+            vectors[-1] = features[places.clamp(min=0).to(self.device)]
+        return torch.cat(masks).unsqueeze(0).to(self.device), torch.cat(vectors).unsqueeze(1)
 
     def _with_encoder(self, plan: StepPlan, hidden: Tensor | None) -> Tensor:
         """Compute a plan with encoder prompts; stages hand on the encoder's hidden states beside those of texts, in the
@@ -190,7 +228,9 @@ class CachedRunner:
             self._cache.encoder_outputs[row.slot] = (encoder_hidden_states.to(self._context.dtype), {})
         return encoder_hidden_states
 
-    def _run(self, rows: Sequence[PlanRow], hidden: Tensor | None) -> Tensor:
+    def _run(
+        self, rows: Sequence[PlanRow], hidden: Tensor | None, replaced: tuple[Tensor, Tensor] | None = None
+    ) -> Tensor:
         """One pass through the model: logits ``[wanted, vocabulary]``, or hidden states for the next stage."""
         ids = [token for row in rows for token in row.tokens]
         places = [place for row in rows for place in range(row.start, row.start + len(row.tokens))]
@@ -199,9 +239,14 @@ class CachedRunner:
         cache = CachedStep(self._cache, StepPlan(tuple(rows)), backend, in_tiles=self._is_batch_invariant)
         tensors = [both] if hidden is None else [both, hidden]
         adapted = self._choose_adapters(rows)
-        if self._records and not adapted and all(len(row.tokens) == 1 and row.num_logits == 1 for row in rows):
+        if (
+            self._records
+            and not adapted
+            and replaced is None
+            and all(len(row.tokens) == 1 and row.num_logits == 1 for row in rows)
+        ):
             return self._recorded(cache, tensors)
-        output = self._continued(cache, tensors)
+        output = self._continued(cache, tensors, replaced)
         return self._logits(output, rows) if isinstance(output, VocabularyOutput) else output
 
     def _choose_adapters(self, rows: Sequence[PlanRow]) -> bool:
@@ -218,10 +263,13 @@ class CachedRunner:
         }
         return bool(places)
 
-    def _continued(self, cache: TextCache, tensors: Sequence[Tensor]) -> VocabularyOutput | Tensor:
+    def _continued(
+        self, cache: TextCache, tensors: Sequence[Tensor], replaced: tuple[Tensor, Tensor] | None = None
+    ) -> VocabularyOutput | Tensor:
         """What the model makes of tokens and positions ``[2, t]``, and after the first stage of hidden states."""
         both, *hidden = tensors
-        return self._model.continue_texts(both[:1], both[1:], cache=cache, hidden=hidden[0] if hidden else None)
+        more = {} if replaced is None else {"replaced": replaced}
+        return self._model.continue_texts(both[:1], both[1:], cache=cache, hidden=hidden[0] if hidden else None, **more)
 
     def _of_single_tokens(self, cache: TextCache, tensors: Sequence[Tensor]) -> Tensor:
         output = self._continued(cache, tensors)

@@ -82,6 +82,7 @@ class ScheduledText:
     attempt: int = 0
     awaited: int | None = None
     places: BeamPlaces | None = None
+    keyed: Sequence[int] | None = None
 
     def __post_init__(self) -> None:
         self.tokens = list(self.request.prompt)
@@ -103,9 +104,10 @@ class ScheduledText:
         return self.request.prompt_logprobs is not None and self.num_scored < len(self.request.prompt) - 1
 
     def has_prompt_of(self, other: ScheduledText) -> bool:
-        """Whether both have one prompt, the same object, as choices have, and one adapter."""
+        """Whether both have one prompt, the same object, as choices have, its images, and one adapter."""
         mine, its = self.request, other.request
-        return mine.prompt is its.prompt and mine.encoder_prompt is its.encoder_prompt and mine.adapter == its.adapter
+        is_one = mine.prompt is its.prompt and mine.encoder_prompt is its.encoder_prompt
+        return is_one and mine.images is its.images and mine.adapter == its.adapter
 
     def extend_keys(self, block_size: int) -> None:
         """Compute keys of blocks that have become full."""
@@ -114,8 +116,15 @@ class ScheduledText:
         # Decoder keys and values depend on the encoder's text, and all on the adapter.
         parent = self.keys[-1] if self.keys else block_key(self.request.adapter_key, self.request.encoder_prompt)
         while (start := len(self.keys) * block_size) + block_size <= len(self.tokens):
-            parent = block_key(parent, self.tokens[start : start + block_size])
+            parent = block_key(parent, self._keyed_tokens(start, start + block_size))
             self.keys.append(parent)
+
+    def _keyed_tokens(self, start: int, end: int) -> Sequence[int]:
+        if self.request.images is None:
+            return self.tokens[start:end]
+        if self.keyed is None:
+            self.keyed = self.request.keyed_prompt
+        return [*self.keyed[start:end], *self.tokens[max(start, len(self.keyed)) : end]]
 
 
 @dataclass(eq=False)
@@ -155,6 +164,7 @@ class ScheduledRow:
     def plan_row(self) -> PlanRow:
         """The row as the runner computes it."""
         assert self.text.slot is not None, "a row of a text without a slot"
+        images = self.text.request.images
         return PlanRow(
             slot=self.text.slot,
             start=self.start,
@@ -165,6 +175,7 @@ class ScheduledRow:
             copies=self.copies,
             drafts=len(self.drafts),
             adapter=self.text.request.adapter,
+            images=None if images is None else images.within(self.start, self.start + len(self.tokens + self.drafts)),
         )
 
 

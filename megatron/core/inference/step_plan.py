@@ -12,9 +12,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from megatron.core.images.prompts import PromptImages
 from megatron.core.parallel.collectives import Handle
 
-_ROW_FIELDS = 9
+_ROW_FIELDS = 10
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,7 +29,8 @@ class PlanRow:
     prompt of the slot's request, which has no blocks and no logits; decoder rows of the slot follow in later plans.
     ``copies``: a block whose content is copied to the one of position ``start``, before any row writes; 0 for none.
     ``drafts``: how many of the last tokens are guesses. The states of fixed size that are kept are those before them.
-    ``adapter``: number of the request's adapter, 0 for none.
+    ``adapter``: number of the request's adapter, 0 for none. ``images``: what stands at places of ``tokens``, and the
+    tiles that it takes; None where all are words.
     """
 
     slot: int
@@ -40,6 +42,7 @@ class PlanRow:
     copies: int = 0
     drafts: int = 0
     adapter: int = 0
+    images: PromptImages | None = None
 
     @property
     def num_logits(self) -> int:
@@ -69,14 +72,17 @@ class StepPlan:
         return sum(row.num_logits for row in self.rows)
 
     def to_array(self) -> NDArray[np.int64]:
-        """The plan as one flat array: the numbers of rows and of copies; nine numbers for each row; two for each copy;
-        all tokens; all block tables.
+        """The plan as one flat array: the numbers of rows and of copies; ten numbers for each row; two for each copy;
+        all tokens; all block tables; all images.
         """
         header = [len(self.rows), len(self.state_copies)]
         tokens: list[int] = []
         blocks: list[int] = []
+        images = list[NDArray[np.int64]]()
         for row in self.rows:
-            counts = (len(row.tokens), len(row.blocks))
+            if row.images is not None:
+                images.append(row.images.to_array())
+            counts = (len(row.tokens), len(row.blocks), 0 if row.images is None else len(images[-1]))
             header += (
                 row.slot,
                 row.start,
@@ -90,12 +96,16 @@ class StepPlan:
             tokens += row.tokens
             blocks += row.blocks
         copies = [slot for pair in self.state_copies for slot in pair]
-        return np.array(header + copies + tokens + blocks, dtype=np.int64)
+        return np.concatenate([np.array(header + copies + tokens + blocks, dtype=np.int64), *images])
 
     @classmethod
     def from_array(cls, array: NDArray[np.int64]) -> StepPlan:
         """The plan that ``to_array`` wrote."""
-        numbers: list[int] = array.tolist()
+        first = 2 + _ROW_FIELDS * int(array[0])
+        counts = array[2:first].reshape(-1, _ROW_FIELDS)[:, 7:]
+        length = first + 2 * int(array[1]) + int(counts[:, :2].sum())  # of all but images, which stay an array
+        numbers: list[int] = array[:length].tolist()
+        image_ends = list(accumulate(counts[:, 2].tolist(), initial=length))
         ends = range(2, _ROW_FIELDS * numbers[0] + 3, _ROW_FIELDS)
         fields = [numbers[start : start + _ROW_FIELDS] for start in ends[:-1]]
         slots = numbers[ends[-1] : ends[-1] + 2 * numbers[1]]
@@ -113,8 +123,13 @@ class StepPlan:
                     copies=copies,
                     drafts=drafts,
                     adapter=adapter,
+                    images=PromptImages.from_array(array[image_ends[number] : image_ends[number + 1]])
+                    if held
+                    else None,
                 )
-                for number, (slot, start, logits_from, encoder, copies, drafts, adapter, _, _) in enumerate(fields)
+                for number, (slot, start, logits_from, encoder, copies, drafts, adapter, _, _, held) in enumerate(
+                    fields
+                )
             ),
             tuple(zip(slots[::2], slots[1::2])),
         )
@@ -129,6 +144,7 @@ class RunnerLimits:
     prompt, 0 for a model without encoder. ``vocabulary``: ids, and columns of the logits. ``has_states``: whether
     layers of the model have states of a fixed size, which are in slots; ``num_snapshots``: slots after those of
     requests, for states at the end of a prefix that others may use again. ``num_adapters``: how many the model has.
+    ``image_shape``: height and width of tiles, and features of each, for a model that reads images.
     """
 
     num_blocks: int
@@ -140,6 +156,7 @@ class RunnerLimits:
     has_states: bool = False
     num_snapshots: int = 0
     num_adapters: int = 0
+    image_shape: tuple[int, int, int] | None = None
 
     @property
     def num_slots(self) -> int:

@@ -12,6 +12,7 @@ import torch
 
 from megatron.config.inference import InferenceConfig
 from megatron.config.trained_model import TrainedModelConfig
+from megatron.config.vision import VisionConfig
 from megatron.core.inference.drafts import DraftModel
 from megatron.core.inference.engine import Engine
 from megatron.core.inference.products import INT8, Form
@@ -335,7 +336,14 @@ def limits_of(models: Sequence[TrainedModel], config: InferenceConfig) -> Runner
         max_encoder_length=length if isinstance(part, EncoderDecoder) else 0,
         has_states=len(snapshots) > 0,
         num_snapshots=max(0, min(config.inference_max_requests, *snapshots)) if snapshots else 0,
+        image_shape=image_shape(trained),
     )
+
+
+def image_shape(trained: TrainedModel) -> tuple[int, int, int] | None:
+    """Height and width of tiles of images, and features of each; None for a model that reads texts alone."""
+    vision = VisionConfig.among(trained.config.extra)
+    return (vision.img_h, vision.img_w, vision.features_per_tile) if vision.has_vision else None
 
 
 def _longest_text(trained: TrainedModel, config: InferenceConfig) -> int:

@@ -133,10 +133,18 @@ class GPTModel(nn.Module):
         return self.decoder.layer_states()
 
     def continue_texts(
-        self, tokens: Tensor | None, position_ids: Tensor, *, cache: TextCache, hidden: Tensor | None = None
+        self,
+        tokens: Tensor | None,
+        position_ids: Tensor,
+        *,
+        cache: TextCache,
+        hidden: Tensor | None = None,
+        replaced: tuple[Tensor, Tensor] | None = None,
     ) -> VocabularyOutput | Tensor:
-        """Continue texts: the vocabulary output, or before the last stage the hidden states."""
-        return self.forward(tokens, position_ids, cache=cache, hidden=hidden)
+        """Continue texts: the vocabulary output, or before the last stage the hidden states. ``replaced``: see
+        ``LanguageModelEmbedding``.
+        """
+        return self.forward(tokens, position_ids, cache=cache, hidden=hidden, replaced=replaced)
 
     def costs(self, workload: Workload) -> Costs:
         """Embedding, layers and output, and embedding and output again for each depth of multi-token prediction. The
