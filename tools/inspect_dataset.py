@@ -40,6 +40,8 @@ from megatron.training.pretrain import parse_any_family
 if TYPE_CHECKING:
     from megatron.core.datasets.samples import Sample
 
+_IMAGES, _PLACES = "images", "image_places"  # fields of samples that have images
+_TILES_IN_A_ROW = 8
 PERCENTILES = (0, 10, 50, 90, 99, 100)
 
 
@@ -65,6 +67,7 @@ class SampleConfig(Settings):
 
     sample: int = flag("Number of the sample in the order of the run, from 0.", at_least=0)
     from_split: Literal["train", "valid", "test"] = flag("The split it is taken from.", default="train")
+    picture: str | None = flag("File for a picture of the sample's images, tile by tile: .png.", default=None)
 
 
 def with_flag(argv: Sequence[str]) -> list[str]:
@@ -277,8 +280,44 @@ def show_sample(config: RunConfig) -> int:
             f"--sample {wanted.sample} is beyond the {len(dataset)} {wanted.from_split} samples of the run"
         )
     print(f"sample {wanted.sample} of {wanted.from_split}: {dataset.origin(index)}")
-    print("\n".join(sample_lines(dataset[index], tokenizer, apart=config.data.packing != "stream")))
+    sample = dataset[index]
+    print("\n".join(sample_lines(sample, tokenizer, apart=config.data.packing != "stream")))
+    if wanted.picture is not None:
+        draw_tiles(sample, Path(wanted.picture))
+        print(f"wrote {wanted.picture}")
     return 0
+
+
+def draw_tiles(sample: Sample, output: Path) -> None:
+    """Write the tiles of a sample as one picture, in rows of up to eight, each with its number above it.
+
+    Raises ConfigError for a sample without images, and for a name that doesn't end with .png.
+    """
+    from megatron.core.images.decoding import pillow
+
+    tiles = sample.get(_IMAGES)
+    if tiles is None or not len(tiles):
+        raise ConfigError(f"--picture {output}: the sample has no images; choose another --sample, or leave it out")
+    if output.suffix != ".png":
+        raise ConfigError(f"--picture {output} must end with .png")
+    image_module = pillow()
+    from PIL import ImageDraw
+
+    height, width = tiles.shape[2:]
+    scale = max(1, 96 // max(height, width))  # small tiles are drawn larger
+    cell, gap, line = (width * scale, height * scale), 6, 14
+    columns = min(len(tiles), _TILES_IN_A_ROW)
+    rows = -(-len(tiles) // columns)
+    sheet = image_module.new("RGB", (columns * (cell[0] + gap) + gap, rows * (cell[1] + gap + line) + gap), "white")
+    draw = ImageDraw.Draw(sheet)
+    for number, tile in enumerate(tiles):
+        left = gap + number % columns * (cell[0] + gap)
+        top = gap + number // columns * (cell[1] + gap + line)
+        draw.text((left, top), f"tile {number}", fill="black")
+        picture = image_module.fromarray(np.ascontiguousarray(tile.transpose(1, 2, 0)))
+        sheet.paste(picture.resize(cell, image_module.Resampling.NEAREST), (left, top + line))
+    with write_errors(output), replaced_file(output) as aside:
+        sheet.save(aside, "PNG")
 
 
 def sample_lines(sample: Sample, tokenizer: Tokenizer, *, apart: bool = False) -> Iterator[str]:
@@ -291,15 +330,17 @@ def sample_lines(sample: Sample, tokenizer: Tokenizer, *, apart: bool = False) -
         return
     tokens, labels, mask, positions = (sample[name] for name in ("tokens", "labels", "loss_mask", "position_ids"))
     document_ids = sample.get("document_ids", np.zeros_like(tokens))
-    padding = 0
+    tiles, padding = _tiles_at(sample), 0
     for start, stop in _runs(document_ids if apart else np.zeros_like(tokens)):
         if apart and not (labels[start:stop].any() or positions[start:stop].any() or mask[start:stop].any()):
             padding = stop - start
         else:
             ids = np.append(tokens[start], labels[start:stop])
-            yield _bracketed(ids, np.append(0, mask[start:stop]), tokenizer)
+            yield _bracketed(ids, np.append(0, mask[start:stop]), tokenizer, np.append(tiles[start:stop], -1))
     yield f"loss on      {int(mask.sum()):,} of {len(mask):,} labels"
     yield f"positions    0 to {int(positions.max())}"
+    if _IMAGES in sample:
+        yield f"tiles        {len(sample[_IMAGES])}, at {int((tiles >= 0).sum())} places"
     if "document_ids" in sample:
         sizes = [stop - start for start, stop in _runs(document_ids[: len(document_ids) - padding])]
         yield f"documents    {' '.join(map(str, sizes))} tokens, each attended to by itself"
@@ -307,16 +348,30 @@ def sample_lines(sample: Sample, tokenizer: Tokenizer, *, apart: bool = False) -
         yield f"padding      {padding} tokens"
 
 
+def _tiles_at(sample: Sample) -> NDArray[np.int64]:
+    """The tile whose feature stands at each place, or -1, [S]."""
+    places = sample.get(_PLACES, np.full(len(sample["tokens"]), -1, np.int64))
+    features = np.count_nonzero(places >= 0) // max(len(sample.get(_IMAGES, ())), 1)
+    found: NDArray[np.int64] = np.where(places >= 0, places // max(features, 1), -1)
+    return found
+
+
 def _runs(values: NDArray[Any]) -> Iterator[tuple[int, int]]:
     """Start and end of every stretch of equal values."""
     return pairwise([0, *(np.flatnonzero(np.diff(values)) + 1).tolist(), len(values)])
 
 
-def _bracketed(ids: NDArray[Any], learned: NDArray[Any], tokenizer: Tokenizer) -> str:
-    """Text of the ids; decoded from the start each time, since spaces depend on the token before."""
-    shown, before = "", ""
-    for start, stop in _runs(learned):
-        text = tokenizer.detokenize(ids[:stop].tolist())
+def _bracketed(ids: NDArray[Any], learned: NDArray[Any], tokenizer: Tokenizer, tiles: NDArray[np.int64]) -> str:
+    """Text of the ids; decoded from the start each time, since spaces depend on the token before. ``tiles``: those that
+    stand in place of words.
+    """
+    shown, before, words = "", "", list[int]()
+    for start, stop in _runs(2 * tiles + (learned > 0)):
+        if tiles[start] >= 0:
+            shown += f"⟨tile {tiles[start]}⟩" if start == 0 or tiles[start] != tiles[start - 1] else ""
+            continue
+        words += ids[start:stop].tolist()
+        text = tokenizer.detokenize(words)
         shown += text[len(before) :] if learned[start] else f"⟦{text[len(before) :]}⟧"
         before = text
     return shown

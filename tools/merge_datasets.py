@@ -32,6 +32,13 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--multimodal", action="store_true", help="the data sets hold a mode for each sequence")
     arguments = parser.parse_args(argv)
     found = find_prefixes(arguments.input, output_prefix=arguments.output_prefix)
+    for prefix in found:
+        metadata = DatasetMetadata.read(prefix)
+        if metadata is not None and metadata.num_images is not None:
+            raise DataError(
+                f"{prefix} in --input has places of images, which are not merged: blend such data in training, with "
+                "--data-path PREFIX PREFIX ..."
+            )
     targets = [targets_prefix(prefix) for prefix in found if targets_prefix(prefix) in found]
     prefixes = [prefix for prefix in found if prefix not in targets]
     lacking = [prefix for prefix in prefixes if targets and targets_prefix(prefix) not in targets]

@@ -98,14 +98,17 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def encoder_of(config: SftConfig, tokenizer_config: TokenizerConfig) -> tuple[Tokenizer, SampleEncoder]:
-    """The tokenizer, and what writes conversations with it."""
+def encoder_of(
+    config: SftConfig, tokenizer_config: TokenizerConfig, *, marker: str | None = None
+) -> tuple[Tokenizer, SampleEncoder]:
+    """The tokenizer, and what writes conversations with it. ``marker``: as of ``SampleEncoder``."""
     if tokenizer_config.tokenizer_type is None:
         tokenizer_config = dataclasses.replace(tokenizer_config, tokenizer_type="GPT2BPETokenizer")
     tokenizer = build_tokenizer(tokenizer_config)
     for remark in getattr(tokenizer, "remarks", ()):
         print(f"note: {remark}", file=sys.stderr)
-    return tokenizer, SampleEncoder(tokenizer, writer_of(config, tokenizer, tokenizer_config.tokenizer_model))
+    writer = writer_of(config, tokenizer, tokenizer_config.tokenizer_model)
+    return tokenizer, SampleEncoder(tokenizer, writer, marker=marker)
 
 
 def convert(config: SftConfig, tokenizer: Tokenizer, encoder: SampleEncoder) -> SftCounts:

@@ -11,7 +11,7 @@ from typing_extensions import override
 
 from megatron.config.activation import Activation
 from megatron.config.family import PartConfig, Rule
-from megatron.config.flags import architecture_flag, architecture_switch, flag, switch
+from megatron.config.flags import architecture_flag, architecture_switch, flag, flag_of, switch
 from megatron.config.model import ModelConfig
 from megatron.config.rules.sentence import rule
 from megatron.config.rules.sizes import indivisible, multiples_near
@@ -232,6 +232,23 @@ class VisionConfig(PartConfig):
     def feature_width(self) -> int:
         """Width of what the projector reads."""
         return self.vision_hidden_size * (4 if self.pixel_shuffle else 1)
+
+    def tiles_within(self, length: int) -> int:
+        """Tiles of a sample of ``length`` places that costs are stated for: those of one image, as many as fit."""
+        most = self.max_num_tiles + (self.use_thumbnail and self.max_num_tiles > 1)
+        return max(1, min(most, length // self.features_per_tile))
+
+    @property
+    def tile_settings(self) -> dict[str, Any]:
+        """What tiles and their places depend on, by flag: the same for data that are made and read."""
+        fields = (
+            *("img_h", "img_w", "use_tiling", "max_num_tiles", "use_thumbnail", "use_tile_tags"),
+            *("image_tag_type", "image_fit"),
+        )
+        found = {flag_of(name): getattr(self, name) for name in fields}
+        if self.image_fit == "pad":
+            found["--vision-model-type"] = self.vision_model_type
+        return found | {"features a tile": self.features_per_tile}
 
     def encoder(self, decoder: ModelConfig) -> ModelConfig:
         """Sizes and choices of the encoder's stack. Of the language model's it has those that are no architecture: how

@@ -106,6 +106,7 @@ KNOWS_FACTS = (
     "megatron/core/moe/",
     "megatron/core/ssm/",
     "megatron/core/vision/",
+    "megatron/core/images/",
     "megatron/core/objectives/",  # what they train for is theirs
     *(f"{part.__module__.replace('.', '/')}.py" for part in PARTS.values()),  # their settings, for any family
     "megatron/config/expert_settings.py",

@@ -27,7 +27,7 @@ from megatron.core.models.gpt.train_spec import GPTSpec
 from megatron.core.models.registry import FAMILIES
 from megatron.core.models.t5.train_spec import T5Spec
 from megatron.core.models.train_spec import TrainSpec
-from megatron.core.models.vlm.data import IMAGES, PLACES
+from megatron.core.models.vlm.fields import IMAGES, PLACES
 from megatron.core.models.vlm.train_spec import VLMSpec
 from megatron.core.parallel.context import ParallelContext
 from megatron.core.parallel.model_context import ModelContext

@@ -16,6 +16,7 @@ import numpy as np
 from megatron.config.data import DEFAULT_SPLIT, DataConfig
 from megatron.core.datasets.blend import BlendSpec, interleave, interleave_all, normalized
 from megatron.core.datasets.blended_dataset import BlendedDataset, MixedDataset
+from megatron.core.datasets.image_table import ImageTable
 from megatron.core.datasets.index_cache import IndexCache, digest_of
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 from megatron.core.datasets.indexed_format import idx_path
@@ -83,7 +84,8 @@ class Source:
 
     ``targets``: with ``--sft``, for each token whether it is trained on; ``chat``: how its conversations are written.
     ``contents``: digests of all bytes of each
-    prefix's files, as far as they are known; ``remarks``: how they were compared.
+    prefix's files, as far as they are known; ``remarks``: how they were compared. ``images``: which stand in the
+    documents; None for texts alone.
     """
 
     documents: Documents
@@ -93,6 +95,7 @@ class Source:
     chat: ChatSettings | None = None
     contents: Mapping[str, ContentDigests] = field(default_factory=dict)
     remarks: Sequence[str] = ()
+    images: ImageTable | None = None
 
 
 @dataclass(frozen=True)
@@ -109,7 +112,7 @@ class Part:
 
 
 class SampleFamily(Protocol):
-    """How a family of models reads data."""
+    """How a family of models reads data. One that reads images says so by an attribute ``reads_images``."""
 
     def mock(self) -> Source:
         """Mock data; raises ConfigError where there are none."""
@@ -196,7 +199,11 @@ def open_source(prefix: str, data: DataConfig, *, stamp: TokenizerStamp | None, 
             contents[each.prefix] = known
     index_cache = IndexCache(cache or Path(f"{prefix}_index_cache"))
     chat = metadata.chat if metadata is not None and data.sft else None
-    return Source(documents, index_cache, metadata is not None, targets, chat, contents, remarks)
+    images = None
+    if metadata is not None and metadata.num_images is not None:
+        counts = {"num_documents": len(documents), "num_tokens": documents.num_tokens}
+        images = ImageTable(documents.local_prefix, **counts)
+    return Source(documents, index_cache, metadata is not None, targets, chat, contents, remarks, images)
 
 
 class _SplitBuilder:
@@ -265,6 +272,11 @@ class _SplitBuilder:
     def _open(self, prefix: str) -> Source:
         if prefix not in self._opened:
             source = open_source(prefix, self._data, stamp=self._stamp, vocab_size=self._vocab_size)
+            if source.images is not None and not getattr(self._family, "reads_images", False):
+                raise DataError(
+                    f"{prefix} holds places of images, which a model of texts doesn't read: train one that has a "
+                    "vision encoder, or preprocess texts alone"
+                )
             self.contents |= source.contents
             self.remarks += source.remarks
             self._opened[prefix] = source

@@ -171,11 +171,13 @@ class IndexedDatasetWriter:
     Raises DataError for a full disk, for ids that don't fit ``dtype`` and while another writer has the same ``prefix``,
     ConfigError for a URL.
 
-    ``tokenizer``: the one that made the ids, for the metadata; ``chat``, which may be set until the end: how the
-    conversations are written. ``multimodal``: store a mode per sequence.
+    ``tokenizer``: the one that made the ids, for the metadata; ``chat`` and ``num_images``, which may be set until the
+    end: how the conversations are written, and of how many images there are places. ``multimodal``: store a mode per
+    sequence.
     """
 
     chat: ChatSettings | None = None
+    num_images: int | None = None
 
     def __init__(
         self,
@@ -312,6 +314,7 @@ class IndexedDatasetWriter:
             max_token_id=self.max_token_id,
             sha256=self._written,
             chat=self.chat,
+            num_images=self.num_images,
         )
 
     def sync(self) -> DatasetMetadata:

@@ -61,6 +61,7 @@ class DatasetMetadata:
     max_token_id: int | None  # None: no tokens, or tokens that aren't integers
     sha256: ContentDigests | None = None
     chat: ChatSettings | None = None  # of conversations that tools/preprocess_sft.py wrote
+    num_images: int | None = None  # of which tools/preprocess_images.py wrote places
 
     @property
     def counts(self) -> tuple[int, int, int]:
@@ -75,8 +76,9 @@ class DatasetMetadata:
     def to_json(self) -> str:
         """Content of the file."""
         found = asdict(self)
-        if self.chat is None:
-            del found["chat"]
+        for name in ("chat", "num_images"):
+            if found[name] is None:
+                del found[name]
         return json.dumps(found, indent=2) + "\n"
 
     @classmethod

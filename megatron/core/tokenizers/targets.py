@@ -80,17 +80,18 @@ class Sample:
 class SampleEncoder:
     """Encodes conversations, and counts what ends their answers.
 
-    ``writer``: their format. ``endings``: counts so far. Raises ConfigError for a template with a tokenizer that can't
-    tell which characters a token stands for.
+    ``writer``: their format. ``marker``: a word of texts that stands for other ids, which ``encode`` is given; None:
+    there is none. ``endings``: counts so far. Raises ConfigError for a template with a tokenizer that can't tell which
+    characters a token stands for.
     """
 
-    def __init__(self, tokenizer: Tokenizer, writer: Writer) -> None:
+    def __init__(self, tokenizer: Tokenizer, writer: Writer, *, marker: str | None = None) -> None:
         if not isinstance(writer, ChatFormat) and not isinstance(tokenizer, RustTokenizer):
             raise ConfigError(
                 f"--chat-template needs a tokenizer that reports positions in the text, which {tokenizer.name} does not"
             )
         self.endings = Endings()
-        self._tokenizer, self._writer = tokenizer, writer
+        self._tokenizer, self._writer, self._marker = tokenizer, writer, marker
         self._cut = dict[str, int]()
         self._leading = leading_ids(tokenizer)
         end = writer.turn_end if isinstance(writer, ChatFormat) else ""
@@ -101,13 +102,16 @@ class SampleEncoder:
         """The format as a Jinja template."""
         return self._writer.source
 
-    def encode(self, sample: Conversation | Pair) -> Sample:
-        """Ids of a sample. Raises DataError for one that can't be expressed, or in which nothing is learned."""
+    def encode(self, sample: Conversation | Pair, inserted: Sequence[Sequence[int]] = ()) -> Sample:
+        """Ids of a sample. Raises DataError for one that can't be expressed, or in which nothing is learned.
+
+        ``inserted``: ids in place of each ``marker``; those below 0 are never trained on.
+        """
         if isinstance(sample, Pair):
-            return self._pair(sample)
+            return self._pair(sample, inserted)
         written = self._writer.write(sample)
         cut = isinstance(self._writer, ChatFormat)
-        tokens = tokens_of(written.text, written.answers, self._tokenizer, cut=cut)
+        tokens = self._with_inserted(written, inserted, cut=cut)
         self._note_marks(sample, written.text)
         return self._with_targets(tokens, written)
 
@@ -128,20 +132,53 @@ class SampleEncoder:
         """Marks of turns that are no single token, and how many they are."""
         return {mark: count for mark, count in self._cut.items() if count > 1}
 
-    def _pair(self, pair: Pair) -> Sample:
+    def _with_inserted(self, written: Written, inserted: Sequence[Sequence[int]], *, cut: bool) -> Located:
+        """Tokens of a conversation, between whose markers each text is encoded alone."""
+        if self._marker is None:
+            return tokens_of(written.text, written.answers, self._tokenizer, cut=cut)
+        parts, start = list[Located](), 0
+        spans = [Span(*found.span()) for found in re.finditer(re.escape(self._marker), written.text)]
+        _check_inserted(len(spans), inserted)
+        for span, ids in zip((*spans, Span(len(written.text), len(written.text))), (*inserted, ())):
+            inside = [
+                Span(max(each.start, start) - start, min(each.stop, span.start) - start)
+                for each in written.answers
+                if each.start < span.start and each.stop > start
+            ]
+            text = tokens_of(written.text[start : span.start], inside, self._tokenizer, cut=cut)
+            parts.append(Located(text.ids, text.starts + start, text.stops + start))
+            parts.append(Located(list(ids), *(np.full(len(ids), place, np.int64) for place in span)))
+            start = span.stop
+        starts, stops = (np.concatenate([getattr(part, name) for part in parts]) for name in ("starts", "stops"))
+        return Located([number for part in parts for number in part.ids], starts, stops)
+
+    def _ids_of(self, text: str, inserted: Sequence[Sequence[int]]) -> list[int]:
+        """Ids of a text without those around it."""
+        if self._marker is None:
+            return self._tokenizer.tokenize_parts([text])[0]
+        texts = text.split(self._marker)
+        _check_inserted(len(texts) - 1, inserted)
+        between = zip(self._tokenizer.tokenize_parts(texts), (*inserted, ()))
+        return [number for ids, more in between for number in (*ids, *more)]
+
+    def _pair(self, pair: Pair, inserted: Sequence[Sequence[int]]) -> Sample:
         """A prompt has the tokens that it is asked with, and a completion those that it has behind the prompt."""
         if not pair.completion:
             raise DataError("nothing to learn: the completion is empty")
-        prompt, whole, completion = self._tokenizer.tokenize_parts(
-            [pair.prompt, pair.prompt + pair.completion, pair.completion]
+        asked = 0 if self._marker is None else pair.prompt.count(self._marker)
+        prompt, completion = (
+            self._ids_of(pair.prompt, inserted[:asked]),
+            self._ids_of(pair.completion, inserted[asked:]),
         )
+        whole = self._ids_of(pair.prompt + pair.completion, inserted)
         answer = whole[len(prompt) :] if whole[: len(prompt)] == prompt else completion
         eod = self._tokenizer.eod
         answer += [] if answer and answer[-1] == eod else [eod]
         read = [*self._leading, *prompt]
+        taught = [number >= 0 for number in answer]
         self.endings.last[eod] += 1
         self.endings.within.update(token for token in answer[:-1] if token == eod)
-        return Sample([*read, *answer], [False] * len(read) + [True] * len(answer))
+        return Sample([*read, *answer], [False] * len(read) + taught)
 
     def _with_targets(self, tokens: Located, written: Written) -> Sample:
         ids, learned, eod = list(tokens.ids), [False] * len(tokens.ids), self._tokenizer.eod
@@ -149,7 +186,7 @@ class SampleEncoder:
         ends_document = isinstance(self._writer, ChatFormat) and self._turn_end != eod
         for span in written.answers:
             start, stop = tokens.within(span)
-            learned[start:stop] = [True] * (stop - start)
+            learned[start:stop] = [number >= 0 for number in ids[start:stop]]
             if start < stop:
                 ends_document |= self._count_end(ids, learned, start, stop, written)
         if not any(learned[1:]):
@@ -207,6 +244,10 @@ class SampleEncoder:
     @cached_property
     def _spaces(self) -> dict[int, bool]:
         return {}
+
+
+def _check_inserted(markers: int, inserted: Sequence[Sequence[int]]) -> None:
+    assert markers == len(inserted), f"{markers} markers for {len(inserted)} stretches of ids"
 
 
 def leading_ids(tokenizer: Tokenizer) -> list[int]:

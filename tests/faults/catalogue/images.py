@@ -31,7 +31,7 @@ FAULTS = (
     ),
     Fault(
         "images_are_announced",
-        "megatron/core/models/vlm/data.py",
+        "megatron/core/models/vlm/fields.py",
         old="    mask[:-1][places[1:] >= 0] = 0\n",
         new="",
         suffers="The model learns to say the id that stands at the places of images.",

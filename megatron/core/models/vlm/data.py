@@ -1,4 +1,4 @@
-"""Samples of texts with images: what a data set gives beside a GPT's fields, and mock images."""
+"""Data of a run with images: from token files with images, from texts alone, and mock images."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import dataclasses
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 from typing_extensions import override
 
 from megatron.config.run import RunConfig
@@ -16,21 +15,11 @@ from megatron.core.datasets.index_cache import digest_of
 from megatron.core.datasets.samples import Sample, SourceDataset
 from megatron.core.datasets.splits import SplitSizes
 from megatron.core.models.gpt.data import GPTDatasets
+from megatron.core.models.vlm.fields import with_images
+from megatron.core.models.vlm.image_text import image_dataset
 from megatron.core.tokenizers.base import Tokenizer
 
-IMAGES = "images"
-"""A ragged field of samples: tiles, uint8 [t, 3, H, W], RGB and not normalized."""
-PLACES = "image_places"
-"""A field of samples: number of the feature that stands at a place, counted over the sample's tiles, or -1 for a word;
-int64 [S]."""
 _MOCK_IMAGES = 3  # samples have none, one or two, in turn
-
-
-def with_images(sample: Sample, images: NDArray[np.uint8], places: NDArray[np.int64]) -> Sample:
-    """A GPT's sample with images [t, 3, H, W] at ``places`` [S]. No token is trained to announce a feature."""
-    mask = sample["loss_mask"].copy()
-    mask[:-1][places[1:] >= 0] = 0
-    return {**sample, "loss_mask": mask, IMAGES: images, PLACES: places}
 
 
 class MockImages:
@@ -84,25 +73,38 @@ class MockImages:
 
 
 class VLMDatasets(GPTDatasets):
-    """A GPT's samples, with images."""
+    """A GPT's samples, with images. ``has_images``: whether some source that was read has any."""
+
+    reads_images = True
 
     def __init__(self, run: RunConfig, tokenizer: Tokenizer, *, vocab_size: int) -> None:
         super().__init__(run.data, seed=run.training.seed, tokenizer=tokenizer, vocab_size=vocab_size)
-        self._vision = run.part(VisionConfig)
+        self._vision, self.has_images = run.part(VisionConfig), False
 
     @override
     def dataset(self, part: Part, num_samples: int | None, *, remedy: str) -> Any:
-        """Samples of a part, as a GPT's."""
+        """Samples of a part, as a GPT's where its source has no images."""
+        if part.source.images is not None:
+            self.has_images = True
+            return image_dataset(
+                part,
+                num_samples,
+                data=self._data,
+                vision=self._vision,
+                seed=self._seed,
+                vocab_size=self._vocab_size,
+                remedy=remedy,
+            )
         texts: Any = super().dataset(part, num_samples, remedy=remedy)
         return MockImages(texts, self._vision, seq_length=self._data.seq_length, is_mock=self._data.mock_data)
 
 
 def build_vlm_splits(run: RunConfig, sizes: SplitSizes, tokenizer: Tokenizer) -> DatasetSplits:
-    """Data sets of a run: with random images for mock data, and else texts alone."""
+    """Data sets of a run, with random images for mock data."""
     known = tokenizer.vocab_size if run.model.vocab_size is None else run.model.vocab_size
     family = VLMDatasets(run, tokenizer, vocab_size=known)
     found = build_splits(run.data, family, sizes=sizes, tokenizer=tokenizer, vocab_size=known)
-    if run.data.mock_data:
+    if run.data.mock_data or family.has_images:
         return found
     remark = "note: --data-path holds texts alone, so the vision encoder and its projector learn nothing"
     return dataclasses.replace(found, remarks=(*found.remarks, remark))

@@ -22,9 +22,6 @@ from megatron.core.transformer.stack import StackConfig
 from megatron.core.vision.encoder import VisionEncoder
 from megatron.core.vision.projector import build_projector
 
-TILES_PER_SAMPLE = 1
-"""Tiles of a sample that costs are stated for."""
-
 
 class VLMModel(GPTModel):
     """The stage's part of a vision-language model (LLaVA, arXiv:2304.08485). ``config``, ``stack``: the language
@@ -103,15 +100,16 @@ class VLMModel(GPTModel):
 
     @override
     def costs(self, workload: Workload) -> Costs:
-        """Costs of encoder and projector over ``TILES_PER_SAMPLE`` tiles a sample, and of the language model."""
+        """Costs of encoder and projector over the tiles of an image a sample, and of the language model."""
         found = super().costs(workload)
         if not self._stage.is_first:
             return found
+        tiles = self._vision.tiles_within(workload.length)
         encoded, projected = (
             dataclasses.replace(
                 workload,
                 context=self._whole,
-                batch=workload.batch * TILES_PER_SAMPLE,
+                batch=workload.batch * tiles,
                 length=length,
                 stream_itemsize=workload.itemsize,
                 has_padding=False,

@@ -18,7 +18,8 @@ from megatron.core.datasets.loader import rows_field
 from megatron.core.datasets.splits import SplitSizes
 from megatron.core.models.gpt.train_spec import GPTSpec
 from megatron.core.models.train_spec import TrainSpec
-from megatron.core.models.vlm.data import IMAGES, PLACES, build_vlm_splits
+from megatron.core.models.vlm.data import build_vlm_splits
+from megatron.core.models.vlm.fields import IMAGES, PLACES
 from megatron.core.models.vlm.model import VLMModel
 from megatron.core.pipeline_parallel.chunk import Microbatch
 from megatron.core.tokenizers.base import Tokenizer
@@ -62,7 +63,7 @@ class VLMSpec(GPTSpec):
 
     @override
     def build_datasets(self, run: RunConfig, tokenizer: Tokenizer, sizes: SplitSizes) -> DatasetSplits:
-        """A GPT's samples: with random images for mock data, else texts alone."""
+        """A GPT's samples, and those with images."""
         return build_vlm_splits(run, sizes, tokenizer)
 
 

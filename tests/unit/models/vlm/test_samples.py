@@ -9,7 +9,7 @@ import torch
 from megatron.config.vision import VisionConfig
 from megatron.core.inference.runner import EncoderDecoder, GenerativeModel
 from megatron.core.models.registry import FAMILIES
-from megatron.core.models.vlm.data import IMAGES, PLACES, with_images
+from megatron.core.models.vlm.fields import IMAGES, PLACES, with_images
 from megatron.core.parallel.model_context import ModelContext
 from megatron.errors import ConfigError
 from tests.harness.runs import tiny_config
