@@ -20,6 +20,11 @@ RESTART_MAY_HELP = 1
 """Exit code when the machine failed: a disk, a network, a process, a lost rank, a stall, a loss that is not finite."""
 RESTART_CANNOT_HELP = 2
 """Exit code for a user's mistake: settings, and files that they name, which are missing, damaged or the wrong ones."""
+RUN_ELSEWHERE = 16
+"""Exit code, as Megatron-LM's, for a bad result that was the same twice: the same command on other nodes tells whether
+data and model or a device are at fault."""
+RESULT_REFUSED = 17
+"""Exit code, as Megatron-LM's, for a bad result that is the same on other devices, or another one each time."""
 INTERRUPTED = 130
 """Exit code after Ctrl-C, as shells have it."""
 

@@ -308,6 +308,11 @@ _RULES: tuple[Rule, ...] = (
         lambda run: _of(run).is_chosen and run.parallel.diloco_workers is not None,
     ),
     rule(
+        "--spike-action rollback: --perform-rl-step can't take back answers that the model has learned from; use "
+        "--spike-action skip",
+        lambda run: _of(run).is_chosen and run.guards.spike_action == "rollback",
+    ),
+    rule(
         "--mtp-num-layers {run.model.mtp_num_layers}: --perform-rl-step trains no prediction of further tokens; give "
         "--mtp-num-layers 0",
         lambda run: _of(run).is_chosen and run.model.mtp_num_layers,

@@ -96,8 +96,6 @@ all messages are printed; there are no logging levels
     logging-level
 the run's settings are printed at the start and saved in every checkpoint
     config-logger-dir
-there is no rerun engine; --no-check-for-nan-in-loss-and-grad turns the check for non-finite losses off
-    rerun-mode
 texts are always generated in batches that change at every step, and prompts are read in parts
     inference-dynamic-batching enable-chunked-prefill
 it is a setting of text generation, not of training

@@ -212,6 +212,9 @@ def _quantized_base_is_read_alone(run: RunConfig) -> str | None:
         "--check-weight-hash-across-dp-replicas-interval": bool(
             run.training.check_weight_hash_across_dp_replicas_interval
         ),
+        f"--rerun-mode {run.guards.rerun_mode}": run.guards.rerun_mode != "disabled",
+        "--check-replay-interval": run.guards.check_replay_interval is not None,
+        "--spike-action rollback": run.guards.spike_action == "rollback",
         f"--save-hf {checkpoint.save_hf}": checkpoint.save_hf is not None,
     }
     wrong = [flag for flag, is_given in given.items() if is_given]

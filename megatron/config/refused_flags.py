@@ -26,12 +26,6 @@ only memory-mapped data (PREFIX.bin and PREFIX.idx, written by tools/preprocess_
     data-impl
 give the size of a bucket instead: --ddp-bucket-size
     ddp-num-buckets
-there is no rerun engine; leave it out
-    error-injection-rate error-injection-type result-rejected-tracker-filename
-only a loss that is not finite stops a run; leave it out
-    check-for-spiky-loss
-only gradients that are not finite stop a run; --clip-grad limits their norm
-    check-for-large-grads
 convert checkpoints with tools/checkpoint/convert.py
     ckpt-convert-format ckpt-convert-save ckpt-convert-update-legacy-dist-opt-format
 encoder and decoder layers form one pipeline; --pipeline-model-parallel-layout divides it

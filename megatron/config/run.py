@@ -18,6 +18,7 @@ from megatron.config.diloco import DilocoConfig
 from megatron.config.family import FamilyConfig, PartConfig, Purpose
 from megatron.config.flags import FlagSpec, flags_of, group_name
 from megatron.config.fp8 import Fp8Config
+from megatron.config.guards import GuardsConfig
 from megatron.config.inference import InferenceConfig
 from megatron.config.model import ModelConfig
 from megatron.config.optimizer import OptimizerConfig
@@ -49,6 +50,7 @@ CORE_GROUPS: tuple[type, ...] = (
     OptimizerConfig,
     DilocoConfig,
     TrainingConfig,
+    GuardsConfig,
     DataConfig,
     TokenizerConfig,
     CheckpointConfig,
@@ -76,6 +78,7 @@ class RunConfig:
     fp8: Fp8Config = field(default_factory=Fp8Config)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     diloco: DilocoConfig = field(default_factory=DilocoConfig)
+    guards: GuardsConfig = field(default_factory=GuardsConfig)
     tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     reporting: ReportingConfig = field(default_factory=ReportingConfig)

@@ -22,6 +22,7 @@ from megatron.training.checkpoints.saving import Saver, holding_save_folder, sav
 from megatron.training.evaluation.evaluate import evaluate
 from megatron.training.evaluation.first_pass import before_training
 from megatron.training.evaluation.samples import Samples
+from megatron.training.guards.guard import StepGuard
 from megatron.training.reporting.health import health_file
 from megatron.training.reporting.metrics import Evaluation
 from megatron.training.reporting.profiling import Profiled, profiling
@@ -106,6 +107,7 @@ def train(run: Run, saver: Saver, profiled: Profiled) -> bool:
     folders = HuggingFaceFolders(run, saver)
     folders.write_if_due()  # a start before this one may have ended between checkpoint and model
     batches = training_batches(run)
+    guard = StepGuard(run, saver) if config.guards.judges_steps else None
     reporter.restart_clock(progress.iteration)
     while progress.iteration < config.train_iters and reason is None:
         run.context.mesh.activity.progress = f"iteration {progress.iteration + 1}"
@@ -118,10 +120,16 @@ def train(run: Run, saver: Saver, profiled: Profiled) -> bool:
                     saver.save()
                     saver.finish()
                 raise
-            if any(progress.iteration + 1 in skipped for skipped in training.skipped_iterations):
+            skipped = any(progress.iteration + 1 in each for each in training.skipped_iterations)
+            if skipped or run.guards.passes_over(progress.iteration + 1):
                 pass_over(run)
             else:
-                record = train_step(run, microbatches)
+                record = train_step(run, microbatches) if guard is None else guard.step(microbatches)
+                progress = run.progress
+                if record is None:  # the run is that of its last checkpoint again
+                    batches, saved_at = training_batches(run), progress.iteration
+                    reporter.restart_clock(progress.iteration)
+                    continue
                 reporter.step(record)
                 run.stepped(record)
         run.context.mesh.activity.steps += 1

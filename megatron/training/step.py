@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from megatron.core.optimizer.grad_norm import GradientStatistics, nonfinite_gradients
+from megatron.core.optimizer.optimizer import UpdateResult
 from megatron.core.parallel.collectives import all_reduce, on_host
 from megatron.core.parallel.context import ParallelContext
 from megatron.core.parallel.grid import Axis
@@ -165,11 +166,25 @@ def pass_over(run: Run) -> None:
 class BatchSums:
     """Sums over a global batch on every rank's device, which computes them while its host goes on.
 
-    ``losses``: as of ``loss_sums``. ``layer_metrics``: what layers report, by name.
+    ``losses``: as of ``loss_sums``. ``layer_metrics``: what layers report, by name. ``own``: sum and count of the loss
+    on this rank alone, [2]; empty on a rank without the last stage.
     """
 
     losses: Tensor
     layer_metrics: Mapping[str, Tensor]
+    own: Tensor
+
+
+@dataclass(frozen=True)
+class StepNumbers:
+    """Losses and statistics of the gradients of a global batch, on the host, before anything has changed the weights.
+
+    ``grad_norm``: L2 norm of the mean gradient.
+    """
+
+    loss: GlobalLoss
+    gradients: GradientStatistics
+    grad_norm: float
 
 
 def forward_backward(run: Run, microbatches: Sequence[Microbatch]) -> BatchSums:
@@ -187,7 +202,8 @@ def forward_backward(run: Run, microbatches: Sequence[Microbatch]) -> BatchSums:
     with timers("grads-sync", level=1):
         run.grad_sync.finish()
     layer_metrics = global_layer_metrics(loss_sum, run.layer_metric_widths, run.context)
-    return BatchSums(loss_sums(loss_sum, run.loss_names, run.context), layer_metrics)
+    own = torch.empty(0) if loss_sum is None else torch.stack((loss_sum.sum, loss_sum.count.to(loss_sum.sum.dtype)))
+    return BatchSums(loss_sums(loss_sum, run.loss_names, run.context), layer_metrics, own)
 
 
 def train_step(run: Run, microbatches: Sequence[Microbatch]) -> StepRecord:
@@ -199,20 +215,28 @@ def train_step(run: Run, microbatches: Sequence[Microbatch]) -> StepRecord:
     return update_weights(run, forward_backward(run, microbatches))
 
 
-def update_weights(run: Run, sums: BatchSums) -> StepRecord:
-    """Change the weights by the gradients that ``forward_backward`` has left in the buffers, and advance the run's
-    progress. A collective. Raises as ``train_step`` does.
-    """
-    progress, settings, timers = run.progress, run.config.training, run.reporter.timers
-    assert run.schedule is not None, "a run that only evaluates takes no steps"
-    batch_size = run.config.global_batch_size_at(progress.consumed_samples)
-    lr = run.schedule.learning_rate(progress.scheduled_samples)
-    weight_decay = run.schedule.weight_decay(progress.scheduled_samples)
-    with timers("gradient-norm", level=1):
+def read_numbers(run: Run, sums: BatchSums) -> StepNumbers:
+    """Wait for the device, and read what ``forward_backward`` has left. A collective."""
+    with run.reporter.timers("gradient-norm", level=1):
         gradient_sums = run.optimizer.gradient_sums()
     with waiting_for_device(run.context):  # the only time in a step
         loss_numbers, gradient_numbers, *counts = on_host(sums.losses, gradient_sums, *sums.layer_metrics.values())
     loss = GlobalLoss.of(loss_numbers, run.loss_names, layer_metrics=dict(zip(sums.layer_metrics, counts)))
+    gradients = GradientStatistics.of(gradient_numbers)
+    return StepNumbers(loss, gradients, gradients.norm / (loss.count * run.optimizer.backward_scale))
+
+
+def update_weights(run: Run, sums: BatchSums, numbers: StepNumbers | None = None) -> StepRecord:
+    """Change the weights by the gradients that ``forward_backward`` has left in the buffers, and advance the run's
+    progress. ``numbers``: those of ``read_numbers``, if the caller has read them. A collective. Raises as
+    ``train_step`` does.
+    """
+    numbers = numbers or read_numbers(run, sums)
+    progress, settings, timers = run.progress, run.config.training, run.reporter.timers
+    assert run.schedule is not None, "a run that only evaluates takes no steps"
+    batch_size = run.config.global_batch_size_at(progress.consumed_samples)
+    lr = run.schedule.learning_rate(progress.scheduled_samples)
+    loss = numbers.loss
     if settings.check_for_nan_in_loss_and_grad:
         check_finite(
             loss.means,
@@ -223,13 +247,12 @@ def update_weights(run: Run, sums: BatchSums) -> StepRecord:
         )
     release_memory(settings, run.context, level=2)
     with timers("optimizer", level=1):
-        decoupled_lr = run.schedule.decoupled_learning_rate(progress.scheduled_samples)
         update = run.optimizer.update(
             count=loss.count,
             lr=lr,
-            weight_decay=weight_decay,
-            decoupled_lr=decoupled_lr,
-            statistics=GradientStatistics.of(gradient_numbers),
+            weight_decay=run.schedule.weight_decay(progress.scheduled_samples),
+            decoupled_lr=run.schedule.decoupled_learning_rate(progress.scheduled_samples),
+            statistics=numbers.gradients,
         )
     if update.skipped and settings.check_for_nan_in_loss_and_grad:
         raise nonfinite_gradient_error(
@@ -238,9 +261,22 @@ def update_weights(run: Run, sums: BatchSums) -> StepRecord:
             consumed_samples=progress.consumed_samples,
             global_batch_size=batch_size,
         )
-
     if not update.skipped:
         update_from_layer_metrics(run.updated_from_counts, sums.layer_metrics)
+    return _advanced(run, numbers, update, batch_size=batch_size)
+
+
+def leave_weights(run: Run, numbers: StepNumbers) -> StepRecord:
+    """Advance the run's progress past a batch whose gradients are not used. A collective."""
+    run.optimizer.leave()
+    batch_size = run.config.global_batch_size_at(run.progress.consumed_samples)
+    update = UpdateResult(numbers.grad_norm, skipped=True, num_zeros=numbers.gradients.num_zeros)
+    return _advanced(run, numbers, update, batch_size=batch_size)
+
+
+def _advanced(run: Run, numbers: StepNumbers, update: UpdateResult, *, batch_size: int) -> StepRecord:
+    progress, schedule, loss = run.progress, run.schedule, numbers.loss
+    assert schedule is not None, "a run that only evaluates takes no steps"
     progress.iteration += 1
     progress.consumed_samples += batch_size
     progress.scheduled_samples += 0 if update.skipped else batch_size
@@ -249,8 +285,8 @@ def update_weights(run: Run, sums: BatchSums) -> StepRecord:
         consumed_samples=progress.consumed_samples,
         global_batch_size=batch_size,
         losses=loss.means,
-        learning_rate=run.schedule.learning_rate(progress.scheduled_samples),
-        decoupled_learning_rate=run.schedule.decoupled_learning_rate(progress.scheduled_samples),
+        learning_rate=schedule.learning_rate(progress.scheduled_samples),
+        decoupled_learning_rate=schedule.decoupled_learning_rate(progress.scheduled_samples),
         loss_scale=run.optimizer.loss_scale,
         grad_norm=update.grad_norm,
         num_zeros=update.num_zeros,

@@ -16,6 +16,7 @@ from megatron.config.rules import (
     context,
     diloco,
     fp8,
+    guards,
     inputs,
     layout,
     model,
@@ -43,6 +44,7 @@ RULES: tuple[Rule, ...] = (
     *fp8.RULES,
     *diloco.RULES,
     *schedule.RULES,
+    *guards.RULES,
     *inputs.RULES,
     *profiling.RULES,
 )

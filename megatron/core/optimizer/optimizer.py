@@ -310,6 +310,11 @@ class Optimizer:
         self.gather.start()
         return UpdateResult(grad_norm, skipped=False, num_zeros=sums.num_zeros)
 
+    def leave(self) -> None:
+        """Take no step by these gradients: weights and state stay, for the coming forward pass. All ranks call it."""
+        self.gather.finish()
+        self.gather.start_again()
+
     def _move(self, owned: _Owned, rule: ElementRule, rates: _Rates) -> None:
         """Step on one span; dividing the gradients costs no pass of its own."""
         for step, part, grads in self._parts(owned, rates, at_once=not rule.temporaries):

@@ -33,6 +33,7 @@ from megatron.errors import CheckpointError, ConfigError
 from megatron.planning.parameter_patterns import FreezingChange
 from megatron.small_files import check_kinds
 from megatron.training.checkpoints.published import load_published
+from megatron.training.guards.spikes import GuardState
 from megatron.training.run.quantized_base import hold_in_few_bits
 from megatron.training.run.run import Progress, Run
 
@@ -140,6 +141,7 @@ def _load_from(run: Run, folder: CheckpointFolder, *, weights_only: bool) -> Non
     run.chat_before = chat_of_checkpoint(folder, state, run.config.tokenizer)
     if not weights_only:
         run.progress = Progress(**state["progress"])
+        run.guards = GuardState.from_json(state.get("guards"))
         run.data.resume(state.get("data_phases", ()), run.progress.consumed_samples)
         run.spec_state = state.get(SPEC_STATE, {})
     if not weights_only and run.schedule is not None and state["schedule"] is not None:
@@ -149,6 +151,24 @@ def _load_from(run: Run, folder: CheckpointFolder, *, weights_only: bool) -> Non
     run.loaded_from = str(folder.path)
     run.base = base_for(run, folder.path, is_base=starts_adapters)
     hold_in_few_bits(run, folder)
+    run.reporter.say(f"  successfully loaded checkpoint from {folder.path} at iteration {run.progress.iteration}")
+
+
+def reload(run: Run) -> None:
+    """Make the run, which has trained on, that of the newest checkpoint in ``--save`` again. A collective.
+
+    Raises CheckpointError when that can't be read.
+    """
+    folder = find_checkpoint(run.config.checkpoint.save or "", mesh=run.context.mesh, flag="--save")
+    state = read_run_state(folder)
+    check_has_optimizer(state, folder)
+    run.optimizer.gather.finish()
+    own = [*run.model_state(), *run.buffer_state(), *stored_scales(run, folder)]
+    own += run.optimizer.entries(with_average="averaged_since" in state["optimizer"])
+    load_checkpoint(folder, own, run.context.mesh, alternatives=where_to_find_weights(run.model_state()))
+    run.optimizer.load_state_dict(state["optimizer"])
+    run.progress = Progress(**state["progress"])
+    run.guards = GuardState.from_json(state.get("guards"))
     run.reporter.say(f"  successfully loaded checkpoint from {folder.path} at iteration {run.progress.iteration}")
 
 

@@ -98,6 +98,11 @@ class Saver:
         if self._staging is None:
             self.finish()
 
+    @property
+    def saved_at(self) -> int | None:
+        """The iteration of the newest checkpoint of this run that is durable, if there is one."""
+        return self._saved_at
+
     def kept(self) -> str:
         """Which checkpoint is kept, and how many iterations are lost, if the run ends now; the same on all ranks."""
         now, saved = self._run.progress.iteration, self._saved_at
@@ -198,6 +203,7 @@ def run_state(run: Run) -> dict[str, Any]:
         "random_seed": run.context.rng.seed if checkpoint.save_rng else None,
         "tokenizer": {"name": run.tokenizer.name, "fingerprint": run.tokenizer.fingerprint},
         "data_phases": run.data.phases,
+        **({"guards": run.guards.to_json()} if run.config.guards.judges_steps else {}),
         CHAT: chat_entry(run.chat),
         **({SPEC_STATE: dict(kept)} if (kept := run.train_spec.state()) else {}),
         **({"diloco": run.outer.state_dict()} if run.outer is not None and checkpoint.save_optim else {}),

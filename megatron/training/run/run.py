@@ -51,6 +51,7 @@ from megatron.planning.estimate import active_parameters, flops_per_sample, froz
 from megatron.planning.mixers import mixer_backends
 from megatron.planning.parameter_patterns import check_patterns, check_update_rule
 from megatron.planning.stages import with_stages
+from megatron.training.guards.spikes import GuardState
 from megatron.training.reporting.curves import Curves, open_writers
 from megatron.training.reporting.flops import SpeedScale, device_peak
 from megatron.training.reporting.memory import check_memory
@@ -87,6 +88,7 @@ class Run:
     ``updated_from_counts``: modules that each step adjusts without a gradient. ``scaling``: with --fp8-recipe delayed.
     ``outer``: with --diloco-workers.
     ``base``: the checkpoint with the weights beside which adapters are trained; each checkpoint refers to it.
+    ``guards``: what they remember of the steps so far.
     ``spec_state``: what the checkpoint that it goes on from keeps of the train spec.
     ``chat_before``: what the model that this one is made of had learned of conversations.
 
@@ -116,6 +118,7 @@ class Run:
     outer: OuterStep | None = None
     scaling: DelayedScaling | None = None
     progress: Progress = field(default_factory=Progress)
+    guards: GuardState = field(default_factory=GuardState)
     loaded_from: str | None = None
     base: AnyPath | None = None
     spec_state: Mapping[str, Any] = field(default_factory=dict)

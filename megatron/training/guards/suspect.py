@@ -1,0 +1,74 @@
+"""A result that was the same twice on the same devices: ``suspect.json`` beside the checkpoints says where, so that the
+next start, on other devices, can tell whose fault it is. And the list of iterations whose results were rejected."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from datetime import datetime
+from pathlib import Path
+
+from megatron.core.files.durable import write_durably, write_errors
+from megatron.core.files.remote_path import AnyPath, path_of
+from megatron.errors import CheckpointError, DataError, read_errors
+from megatron.small_files import as_kind
+
+SUSPECT = "suspect.json"
+
+
+@dataclass(frozen=True)
+class Suspect:
+    """A step whose result was bad twice. ``places``: host and device of each rank that computed it."""
+
+    iteration: int
+    consumed_samples: int
+    what: str
+    places: list[str]
+
+
+def read_suspect(save: str | None) -> Suspect | None:
+    """The suspect of a run that saves there, if any. Raises CheckpointError for a damaged file."""
+    path = None if save is None else path_of(save) / SUSPECT
+    if path is None or not path.exists():
+        return None
+    try:
+        found: Suspect = as_kind(
+            json.loads(path.read_text(encoding="utf-8")), Suspect, where=str(path), error=CheckpointError
+        )
+    except ValueError as error:
+        raise CheckpointError(f"{path} is damaged ({error}): delete it") from None
+    return found
+
+
+def write_suspect(save: str, suspect: Suspect | None) -> None:
+    """Write the suspect of a run, or delete the file of one that has been judged."""
+    path: AnyPath = path_of(save) / SUSPECT
+    if suspect is not None:
+        write_durably(path, json.dumps(asdict(suspect), indent=2) + "\n")
+    elif path.exists():
+        path.unlink()
+
+
+def rejected_iterations(tracker: str | None) -> list[int]:
+    """The iterations that a file of ``--result-rejected-tracker-filename`` lists. Raises DataError for another file."""
+    if tracker is None or not Path(tracker).exists():
+        return []
+    with read_errors(tracker):
+        lines = Path(tracker).read_text(encoding="utf-8").splitlines()
+    try:
+        return [int(json.loads(line)["iteration"]) for line in lines if line.strip()]
+    except (ValueError, KeyError, TypeError):
+        raise DataError(
+            f'--result-rejected-tracker-filename {tracker} has a line that is no JSON with "iteration": name another '
+            "file, or correct it"
+        ) from None
+
+
+def reject(tracker: str | None, iteration: int, what: str) -> None:
+    """Add an iteration to the file of ``--result-rejected-tracker-filename``."""
+    if tracker is None:
+        return
+    line = {"iteration": iteration, "result": what, "time": f"{datetime.now():%Y-%m-%d %H:%M:%S}"}
+    remedy = "name another file with --result-rejected-tracker-filename"
+    with write_errors(Path(tracker), remedy=remedy), Path(tracker).open("a", encoding="utf-8") as file:
+        file.write(json.dumps(line) + "\n")
