@@ -1,4 +1,4 @@
-"""Guards around a step: spikes of the loss, and results that hardware got wrong."""
+"""Guards: spikes of the loss, results that hardware got wrong, ranks that are slow, nodes that fail often."""
 
 from __future__ import annotations
 
@@ -65,6 +65,49 @@ class GuardsConfig(Settings):
         "For tests: WHERE:RANK:ITERATION or WHERE:RANK:ITERATION:BIT, such as weight:1:20 or gradient:0:7:30: flip a "
         "bit of a weight or gradient of a rank before that step. Without BIT the highest one that is 0.",
         default=(),
+    )
+
+    log_straggler: bool = switch(
+        "Compare the time that each rank computes, without waiting for others, and name slow ranks in the log."
+    )
+    straggler_minmax_count: int = flag("Ranks that --log-straggler lists at each end.", default=1, at_least=1)
+    straggler_threshold: float = flag(
+        "With --log-straggler: a rank is slow when it has less than this share of the speed of its stage's median.",
+        default=0.85,
+        above=0,
+        below=1,
+    )
+    disable_straggler_on_startup: bool = switch("Begin --log-straggler when --straggler-ctrlr-port is asked to.")
+    straggler_ctrlr_port: int | None = flag(
+        "Port of rank 0 on the loopback interface; each request to it turns --log-straggler off or on.",
+        default=None,
+        at_least=1,
+        at_most=65535,
+    )
+    preflight: Literal["warn", "stop"] | None = flag(
+        "Before training, test products, copies and links of every rank for a few seconds. warn: name ranks that are "
+        "slow; stop: end the run because of them. Wrong results always end it.",
+        default=None,
+    )
+    preflight_threshold: float = flag(
+        "With --preflight: a rank is slow when it has less than this share of the median rank's speed.",
+        default=0.5,
+        above=0,
+        below=1,
+    )
+    node_ledger: bool = switch(
+        "Keep ledger.jsonl in --save: starts, ends and faults by node; each start names nodes that have failed often."
+    )
+    max_starts_without_progress: int = flag(
+        "With --node-ledger: end with exit code 2 when this many starts in a row have failed without a new checkpoint; "
+        "0: never.",
+        default=0,
+        at_least=0,
+    )
+
+    elastic: bool = switch(
+        "The number of data-parallel ranks may change between starts, as with torchrun --nnodes MIN:MAX: "
+        "--global-batch-size is kept, and --micro-batch-size lowered where it does not fit."
     )
 
     @property

@@ -150,8 +150,7 @@ the part of the optimizer state in main memory is set by --optimizer-offload-fra
     optimizer-offload-policy
 every sample has --seq-length tokens
     variable-seq-lengths no-pad-to-seq-lengths
-nothing looks for stragglers; --timing-log-level 1 --timing-log-option all shows the times of every rank
-    log-straggler disable-straggler-on-startup straggler-ctrlr-port straggler-minmax-count
+--log-straggler compares the ranks of a run
     use-workload-inspector-server run-workload-inspector-server
 torchrun or Slurm restarts ranks, and --load resumes the run; ranks are not restarted inside their processes
     enable-ft-package calc-ft-timeouts inprocess-* gpu-sniff-test-interval

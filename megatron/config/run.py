@@ -111,6 +111,8 @@ class RunConfig:
             found["model"]["max_position_embeddings"] = self.family.longest_sequence(self.data)
         if training.global_batch_size is None:
             found["training"]["global_batch_size"] = self._schedule[-1][1] if self._schedule else self.batch_unit
+        elif self.guards.elastic:
+            found["training"]["micro_batch_size"] = self._fitting_micro_batch(training.global_batch_size)
         if precision.fp16 and precision.loss_scale is None:
             found["training"]["check_for_nan_in_loss_and_grad"] = False  # the dynamic loss scale works by overflows
         if self.purpose.only_evaluates:
@@ -234,6 +236,15 @@ class RunConfig:
     def batch_unit(self) -> int:
         """Samples of one microbatch on each data-parallel rank; a batch is a multiple of it."""
         return self.training.micro_batch_size * self.replicas
+
+    def _fitting_micro_batch(self, global_batch_size: int) -> int:
+        """The largest microbatch up to the one asked for of which all replicas take equally many in a step; the one
+        asked for where the replicas can't share a batch.
+        """
+        asked, each = self.training.micro_batch_size, global_batch_size // self.replicas
+        if global_batch_size % self.replicas or asked < 1:
+            return asked
+        return max(size for size in range(1, asked + 1) if each % size == 0)
 
     @cached_property
     def batch_ramp(self) -> BatchRamp:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from itertools import chain
 
 from megatron.config.run import RunConfig
@@ -23,6 +24,8 @@ from megatron.training.evaluation.evaluate import evaluate
 from megatron.training.evaluation.first_pass import before_training
 from megatron.training.evaluation.samples import Samples
 from megatron.training.guards.guard import StepGuard
+from megatron.training.guards.hardware import hardware
+from megatron.training.guards.stragglers import Timed, watching_stragglers
 from megatron.training.reporting.health import health_file
 from megatron.training.reporting.metrics import Evaluation
 from megatron.training.reporting.profiling import Profiled, profiling
@@ -59,9 +62,12 @@ def train_from_start_to_end(
     run.evaluated = evaluated or run.evaluated
     built(run)
     parameters = check_parameter_count(run.config, run.train_spec, run.layout(), context)
-    with health_file(run), holding_save_folder(run.config, context) as still_held:
+    with ExitStack() as stack:
+        stack.enter_context(health_file(run))
+        still_held = stack.enter_context(holding_save_folder(run.config, context))
         run.reporter.say(run_on_first(lambda: check_save_folder(run.config), context.mesh))
         load(run)
+        stack.enter_context(hardware(run))
         prepared = before_training(run)
         run.reporter.say(startup_report(run.config, startup_facts(run, parameters=parameters)))
         about_data = (*run.data.describe(), *describe_chat(run.chat, run.tokenizer), *prepared)
@@ -84,11 +90,12 @@ def train_and_save(run: Run, still_held: StillHeld = lambda: None) -> bool:
         saving(run, still_held) as saver,
         kept_on_interrupt(lambda: saver.kept()),
         profiling(run.config, run.context) as profiled,
+        watching_stragglers(run) as timed,
     ):
-        return train(run, saver, profiled)
+        return train(run, saver, profiled, timed)
 
 
-def train(run: Run, saver: Saver, profiled: Profiled) -> bool:
+def train(run: Run, saver: Saver, profiled: Profiled, timed: Timed) -> bool:
     """Train until the last iteration or a reason to stop; evaluate and save at intervals, and save at the end.
 
     Returns whether the last iteration was reached.
@@ -111,7 +118,7 @@ def train(run: Run, saver: Saver, profiled: Profiled) -> bool:
     reporter.restart_clock(progress.iteration)
     while progress.iteration < config.train_iters and reason is None:
         run.context.mesh.activity.progress = f"iteration {progress.iteration + 1}"
-        with profiled(progress.iteration + 1):
+        with profiled(progress.iteration + 1), timed():
             try:
                 with reporter.timers("batch-generator", level=1):
                     microbatches = next(batches)
@@ -134,12 +141,16 @@ def train(run: Run, saver: Saver, profiled: Profiled) -> bool:
                 run.stepped(record)
         run.context.mesh.activity.steps += 1
         saver.settle()
+        timed.report(progress.iteration)
         release_memory(training, run.context, level=1)
         collect_garbage(training, iteration=progress.iteration)
         interval = training.check_weight_hash_across_dp_replicas_interval
         if interval is not None and progress.iteration % interval == 0:
             check_replicas_agree(
-                chain(run.whole_model_state(), run.buffer_state()), run.context, iteration=progress.iteration
+                chain(run.whole_model_state(), run.buffer_state()),
+                run.context,
+                iteration=progress.iteration,
+                fault=run.fault,
             )
 
         repeated_at_the_end = config.data.full_validation and progress.iteration == config.train_iters

@@ -59,6 +59,33 @@ RULES: tuple[Rule, ...] = (
         lambda run: run.guards.looks_for_large and run.guards.rerun_mode != "validate_results",
     ),
     rule(
+        "--max-starts-without-progress {run.guards.max_starts_without_progress} counts starts in the ledger: add "
+        "--node-ledger",
+        lambda run: run.guards.max_starts_without_progress and not run.guards.node_ledger,
+    ),
+    rule(
+        "--node-ledger lies in --save, which is not given: give --save",
+        lambda run: run.guards.node_ledger and run.checkpoint.save is None,
+    ),
+    rule(
+        "--disable-straggler-on-startup needs a port that turns --log-straggler on: give --straggler-ctrlr-port",
+        lambda run: run.guards.disable_straggler_on_startup and run.guards.straggler_ctrlr_port is None,
+    ),
+    rule(
+        "--straggler-ctrlr-port {run.guards.straggler_ctrlr_port} turns --log-straggler off and on: add it",
+        lambda run: run.guards.straggler_ctrlr_port is not None and not run.guards.log_straggler,
+    ),
+    rule(
+        "--elastic keeps the global batch size for any number of ranks: give --global-batch-size",
+        lambda run: (
+            run.guards.elastic and not (run.given("global_batch_size") or run.training.step_batch_size_schedule)
+        ),
+    ),
+    rule(
+        "--elastic and --diloco-workers are mutually exclusive: --diloco-ranks-per-worker follows the number of ranks",
+        lambda run: run.guards.elastic and run.parallel.diloco_workers is not None,
+    ),
+    rule(
         "--spike-threshold {run.guards.spike_threshold} says what a spike is: add --spike-action",
         lambda run: run.guards.spike_action is None and run.given("spike_threshold"),
     ),

@@ -19,6 +19,12 @@ def batch_divides(run: RunConfig) -> str | None:
     total = run.training.global_batch_size
     if total % run.batch_unit == 0 or run.batch_steps:
         return None
+    if run.guards.elastic:
+        return (
+            f"--elastic keeps --global-batch-size {total}, which {run.replicas} data-parallel ranks can't share: start "
+            f"{some(divisors(total), near=run.replicas)} of them, as with torchrun --nnodes, or use "
+            f"{multiples_near(total, run.replicas)}"
+        )
     return f"--global-batch-size {total} is {_indivisible(run)}; use {multiples_near(total, run.batch_unit)}"
 
 

@@ -15,7 +15,8 @@ class Activity:
 
     ``progress``: e.g. ``iteration 12``. ``part``: of that iteration, e.g. ``forward-backward``. ``action``: of the
     pipeline runner. ``collective``: in which the rank waits for the world ranks ``group``; empty outside of
-    one. ``since``: monotonic time at which it began. ``steps``: iterations done by this process.
+    one. ``since``: monotonic time at which it began. ``steps``: iterations done by this process. ``waited``: seconds
+    that this process has been in collectives, altogether.
     """
 
     progress: str = "start"
@@ -25,6 +26,7 @@ class Activity:
     group: tuple[int, ...] = ()
     since: float = 0.0
     steps: int = 0
+    waited: float = 0.0
 
     @contextmanager
     def during(self, part: str) -> Iterator[None]:
@@ -54,7 +56,7 @@ class Activity:
 class _Waiting:
     """A class and not a generator: it is entered hundreds of times a step."""
 
-    __slots__ = ("_activity", "_around", "_collective", "_group")
+    __slots__ = ("_activity", "_around", "_collective", "_group", "_start")
 
     def __init__(self, activity: Activity, collective: str, group: Sequence[int]) -> None:
         self._activity, self._collective, self._group = activity, collective, group
@@ -62,10 +64,13 @@ class _Waiting:
     def __enter__(self) -> None:
         activity = self._activity
         self._around = (activity.collective, activity.group)
-        activity.since = time.monotonic()
+        activity.since = self._start = time.monotonic()
         activity.group = tuple(self._group)
         activity.collective = self._collective  # last: the watching thread may look at any time
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         if kind is None:
-            self._activity.collective, self._activity.group = self._around
+            activity = self._activity
+            activity.collective, activity.group = self._around
+            if not activity.collective:  # else the time is part of that of the one around it
+                activity.waited += time.monotonic() - self._start

@@ -264,6 +264,16 @@ def gather_objects(value: T, mesh: Mesh) -> list[T]:
     return values
 
 
+def swap(x: Tensor, mesh: Mesh, other: int) -> Tensor:
+    """What world rank ``other`` gives for this rank's ``x``, as large. Both call it."""
+    received, given = torch.empty_like(x), x.contiguous()
+    with mesh.activity.waiting(f"a swap with rank {other}", sorted((mesh.world_rank, other))):
+        ends = [dist.P2POp(dist.isend, given, other), dist.P2POp(dist.irecv, received, other)]
+        for work in dist.batch_isend_irecv(ends):
+            work.wait()
+    return received
+
+
 def barrier(mesh: Mesh) -> None:
     """Wait until every rank of the run has called this."""
     if mesh.world_size > 1:

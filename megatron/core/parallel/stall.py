@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-_MOST_STACKS = 4
-
 
 @dataclass(frozen=True)
 class RankReport:
@@ -26,7 +24,8 @@ class RankReport:
 
 
 def describe_stall(asker: int, reports: Mapping[int, RankReport], *, world_size: int) -> str:
-    """The report of a stall: which ranks wait for which, where each is, and the stacks of those that others wait for.
+    """The report of a stall: which ranks wait for which, where each is, and all stacks, equal ones once: first of those
+    that others wait for.
 
     ``asker``: the rank that has waited too long. Ranks without a report did not answer.
     """
@@ -44,9 +43,14 @@ def describe_stall(asker: int, reports: Mapping[int, RankReport], *, world_size:
     lines += [f"  {_ranks(ranks)}: {doing}" for doing, ranks in by_doing.items()]
     if silent:
         lines.append(f"  {_ranks(silent)}: no answer; the process is gone, stopped, or its machine is unreachable")
+    by_stack: dict[str, list[int]] = {}
     culprits = [rank for rank in missing if rank in reports] or [ranks[0] for ranks in by_doing.values()]
-    for rank in culprits[:_MOST_STACKS] if not silent or missing != silent else ():
-        lines += [f"  stack of rank {rank} ({reports[rank].coordinates}):", reports[rank].stack.rstrip()]
+    for rank in (*culprits, *sorted(reports)):
+        held = by_stack.setdefault(reports[rank].stack.rstrip(), [])
+        held += [rank] if rank not in held else []
+    for stack, ranks in by_stack.items():  # those that others wait for first
+        where = f" ({reports[ranks[0]].coordinates})" if len(ranks) == 1 else ""
+        lines += [f"  stack of {_ranks(ranks)}{where}:", stack]
     return "\n".join(lines)
 
 

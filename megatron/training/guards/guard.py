@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
 
@@ -71,14 +71,10 @@ class _Statistics:
 
 
 class StepGuard:
-    """Takes the steps of a run as ``train_step`` does, with what ``GuardsConfig`` asks for. Collectives.
+    """Takes the steps of a run as ``train_step`` does, with what ``GuardsConfig`` asks for. Collectives."""
 
-    ``fault``: called on every rank with the places (host and device) that a fault of the hardware is found at.
-    """
-
-    def __init__(self, run: Run, saver: Saver, *, fault: Callable[[Sequence[str], str], None] | None = None) -> None:
+    def __init__(self, run: Run, saver: Saver) -> None:
         self._run, self._saver, self._settings = run, saver, run.config.guards
-        self._fault = fault or (lambda places, what: None)
         self._statistics = _Statistics()
         in_order = run.config.training.deterministic_mode or not is_gpu(run.context.device)
         self._tolerance = 0.0 if in_order else _TOLERANCE
@@ -192,7 +188,7 @@ class StepGuard:
         """
         run, iteration = self._run, self._run.progress.iteration + 1
         state = chain(run.whole_model_state(), run.buffer_state())
-        check_replicas_agree(state, run.context, iteration=iteration - 1)
+        check_replicas_agree(state, run.context, iteration=iteration - 1, fault=run.fault)
         if computed.not_finite is None:
             run.reporter.say(
                 f"guard: iteration {iteration}: {why}; computed again, the result has the same bits: it comes from "
@@ -242,6 +238,10 @@ class StepGuard:
             f"guard: iteration {iteration}: {then.what} in an earlier start, and not on these devices: a persistent "
             f"fault of {', '.join(moved)}; keep them out"
         )
+
+    def _fault(self, places: Sequence[str], what: str) -> None:
+        if self._run.context.mesh.world_rank == 0:
+            self._run.fault(places, what)
 
     def _judged(self) -> None:
         save = self._run.config.checkpoint.save

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping, Sequence
+import socket
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 
@@ -81,8 +82,17 @@ def check_parameter_count(
     return total
 
 
-def check_replicas_agree(state: Iterable[ShardedState], context: ParallelContext, *, iteration: int) -> None:
-    """Raise ParallelError when data-parallel replicas of a parameter are not bitwise equal. A collective."""
+def check_replicas_agree(
+    state: Iterable[ShardedState],
+    context: ParallelContext,
+    *,
+    iteration: int,
+    fault: Callable[[Sequence[str], str], None] = lambda places, what: None,
+) -> None:
+    """Raise ParallelError when data-parallel replicas of a parameter are not bitwise equal: it names the ranks that
+    differ from most. ``fault``: called on the first of the replicas with the host of each rank that differs. A
+    collective.
+    """
     entries = {entry.name: entry for entry in state}
     mine: dict[str, bytes] = {}
     for name, entry in entries.items():
@@ -90,12 +100,21 @@ def check_replicas_agree(state: Iterable[ShardedState], context: ParallelContext
         data = entry.tensor.detach().to("cpu", copy=True).contiguous().view(-1).view(torch.uint8).numpy()
         mine[name] = hashlib.blake2b(data.data, digest_size=16).digest()
         del data
-    everyone = gather_objects(mine, context.mesh)
-    for name, digest in mine.items():
-        for rank in context.mesh.members(*entries[name].sharding.reduce):
-            if everyone[rank][name] != digest:
-                raise ParallelError(
-                    f"after iteration {iteration} the weights of rank {rank} differ from those of its replica, rank "
-                    f"{context.mesh.world_rank} ({context.mesh.describe()}), first in {name}: a device computed "
-                    "wrong results; resume from the last good checkpoint, on other hardware"
-                )
+    everyone = gather_objects((mine, socket.gethostname()), context.mesh)
+    for name in mine:
+        members = context.mesh.members(*entries[name].sharding.reduce)
+        digests = [everyone[rank][0][name] for rank in members]
+        if len(set(digests)) == 1:
+            continue
+        usual = max(digests, key=digests.count)
+        is_majority = 2 * digests.count(usual) > len(digests)
+        odd = [rank for rank, digest in zip(members, digests) if digest != usual or not is_majority]
+        named = " and ".join(f"rank {rank} ({everyone[rank][1]})" for rank in odd)
+        if is_majority and context.mesh.world_rank == members[0]:
+            fault([everyone[rank][1] for rank in odd], f"other weights after iteration {iteration}")
+        others = f"those of {digests.count(usual)} replicas, which agree" if is_majority else "each other"
+        raise ParallelError(
+            f"after iteration {iteration} the weights of {named} differ from {others}, first in {name}: a device "
+            f"computed wrong results{'' if is_majority else ', and with so few replicas it is unknown which'}; resume "
+            "from the last good checkpoint, on other hardware"
+        )

@@ -93,7 +93,7 @@ class Run:
     ``chat_before``: what the model that this one is made of had learned of conversations.
 
     ``evaluated``: called on every rank after each evaluation, with the results on each data set by name. ``stepped``:
-    called on every rank after each step.
+    called on every rank after each step. ``fault``: notes a fault of the hardware at these places (host and device).
     """
 
     config: RunConfig
@@ -125,6 +125,7 @@ class Run:
     chat_before: ChatSettings | None = None
     evaluated: Callable[[Run, Mapping[str, Evaluation]], None] = lambda run, found: None
     stepped: Callable[[StepRecord], None] = lambda record: None
+    fault: Callable[[Sequence[str], str], None] = lambda places, what: None
 
     def __post_init__(self) -> None:
         self.updated_from_counts = updated_from_counts(self.models)

@@ -35,11 +35,12 @@ def test_rank_in_no_collective_is_the_missing_one() -> None:
 
 
 def test_rank_without_an_answer_is_the_missing_one() -> None:
-    """A rank whose machine is gone can't say so."""
+    """A rank whose machine is gone can't say so; the stacks of the others still tell what they were doing."""
     reports = {rank: report(rank, "all-reduce over dp", ALL) for rank in (0, 1)}
     text = describe_stall(1, reports, world_size=4)
     check_sentence(text, "missing: ranks 2-3")
-    assert "stack" not in text
+    assert "stack of rank 2" not in text
+    assert "stack of rank 0" in text
 
 
 def test_ranks_that_wait_elsewhere_are_missing() -> None:

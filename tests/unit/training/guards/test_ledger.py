@@ -1,0 +1,89 @@
+"""The ledger: which nodes have failed, and whether a run only starts and fails."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron.core.parallel.context import ParallelContext
+from megatron.errors import ConfigError, ParallelError
+from megatron.training.guards.ledger import (
+    LEDGER,
+    Ledger,
+    check_progress,
+    faults_of,
+    ledger,
+    lemon_lines,
+    lost_hosts,
+    read_ledger,
+    starts_without_progress,
+)
+from tests.harness.runs import tiny_config
+from tests.harness.sentences import expect_error
+
+
+def start(run: str, hosts: dict[str, int], **facts: object) -> dict[str, Any]:
+    return {"run": run, "event": "start", "hosts": hosts, "launch": "job", "iteration": 0, **facts}
+
+
+def test_torchrun_counts_on_the_node_whose_rank_failed() -> None:
+    """A killed rank writes nothing; a node that is gone neither. Another launch has other nodes."""
+    entries = [start("a", {"n1": 0, "n2": 3})]
+    assert lost_hosts(entries, {"n1": 0, "n2": 4}, "job") == ["n2"]
+    assert lost_hosts(entries, {"n1": 0}, "job") == ["n2"]
+    assert lost_hosts(entries, {"n1": 0, "n2": 3, "n3": 0}, "job") == []
+    assert lost_hosts(entries, {"n1": 0}, "another job") == []
+    told = {"run": "a", "event": "end", "how": "failed"}
+    assert lost_hosts([*entries, told], {"n1": 0}, "job") == []
+
+
+def test_a_node_counts_once_a_start_and_is_named_from_the_second_on() -> None:
+    """One fault is chance."""
+    fault: dict[str, Any] = {"event": "fault", "host": "n2"}
+    entries: list[dict[str, Any]] = [start("a", {}), {**fault, "run": "a"}, {**fault, "run": "a"}, start("b", {})]
+    assert faults_of(entries) == {"n2": 1}
+    assert lemon_lines(entries, ["n1", "n2"]) == []
+    entries.append({**fault, "run": "b"})
+    (line,) = lemon_lines(entries, ["n1", "n2"])
+    assert "n2" in line
+    assert "2 of the last 2 starts" in line
+    assert lemon_lines(entries, ["n1"]) == []
+
+
+def test_starts_that_fail_at_one_iteration_end_the_run(tmp_path: Path) -> None:
+    """A launcher would start the same failure for days. Progress, an end that was asked for, and Ctrl-C count anew."""
+    failed = {"event": "end", "how": "failed", "what": "NonFiniteError: lm loss is nan"}
+    entries: list[dict[str, Any]] = []
+    for run in "abc":
+        entries += [start(run, {}, iteration=40), {**failed, "run": run}]
+    assert len(starts_without_progress(entries, 40)) == 3
+    assert starts_without_progress(entries, 50) == []
+    with expect_error(ConfigError, "3 starts", "iteration 40", "lm loss is nan", "--max-starts-without-progress 3"):
+        check_progress(entries, 40, most=3, folder=tmp_path)
+    check_progress(entries, 40, most=4, folder=tmp_path)
+    check_progress(entries, 40, most=0, folder=tmp_path)
+    stopped = [*entries, start("d", {}, iteration=40), {"run": "d", "event": "end", "how": "interrupted"}]
+    assert starts_without_progress(stopped, 40) == []
+    killed = [*entries, start("d", {}, iteration=40)]
+    assert len(starts_without_progress(killed, 40)) == 4
+
+
+def test_ends_are_written_and_a_torn_line_is_left_out(tmp_path: Path) -> None:
+    """A crash amid a write must not cost the next start."""
+    config = tiny_config(f"--mock-data --save {tmp_path} --node-ledger")
+    context = ParallelContext.single()
+    with ledger(config, context, iteration=0, say=pytest.fail) as book:
+        assert book is not None
+    with pytest.raises(RuntimeError), ledger(config, context, iteration=0, say=pytest.fail):
+        raise RuntimeError("a kernel failed")
+    with pytest.raises(ParallelError), ledger(config, context, iteration=0, say=pytest.fail):
+        raise ParallelError("ranks disagree")
+    with (tmp_path / LEDGER).open("a") as file:
+        file.write('{"run": "torn", "ev')
+    entries = read_ledger(tmp_path)
+    assert [entry["event"] for entry in entries] == ["start", "end", "start", "fault", "end", "start", "end"]
+    assert [entry["how"] for entry in entries if entry["event"] == "end"] == ["finished", "failed", "failed"]
+    assert "a kernel failed" in entries[3]["what"]
+    Ledger(tmp_path / "missing", run="a", host="n1").add("start")  # costs a warning alone
