@@ -62,6 +62,14 @@ class GRPOConfig(ObjectiveConfig):
         "--reward-function.",
         default=(),
     )
+    grpo_eval_prompts: tuple[str, ...] = flag(
+        "Files of held-out prompts with the fields of --grpo-prompts: the model answers each once before the first "
+        "step, every --eval-interval steps and after the last, and the mean reward is reported.",
+        default=(),
+    )
+    grpo_eval_temperature: float = flag(
+        "Temperature of answers to --grpo-eval-prompts; 0: always the likeliest token.", default=0.0, at_least=0
+    )
     reward_function: str | None = flag(
         "FILE.py:NAME of a function that is called with the lists prompts and completions, and a list for each other "
         "field of the prompts, and returns a list with a number for each completion; None leaves one out.",
@@ -217,11 +225,14 @@ def _settings_need_the_switch(run: RunConfig) -> str | None:
 
 def _has_prompts_and_rewards(run: RunConfig) -> str | None:
     found = _of(run)
-    if not found.is_chosen or run.data.mock_data or run.training.skip_train:
+    if not found.is_chosen or run.data.mock_data:
         return None
-    lacking = {"--grpo-prompts FILE.jsonl": found.grpo_prompts, "--reward-function FILE.py:NAME": found.reward_function}
+    first = "--grpo-eval-prompts" if run.training.skip_train else "--grpo-prompts"
+    prompts = found.grpo_eval_prompts if run.training.skip_train else found.grpo_prompts
+    lacking = {f"{first} FILE.jsonl": prompts, "--reward-function FILE.py:NAME": found.reward_function}
     names = [name for name, value in lacking.items() if not value]
-    return f"--perform-rl-step needs {' and '.join(names)}" if names else None
+    with_flag = " with --skip-train" if run.training.skip_train else ""
+    return f"--perform-rl-step{with_flag} needs {' and '.join(names)}" if names else None
 
 
 def _reads_no_other_data(run: RunConfig) -> str | None:
@@ -288,7 +299,20 @@ def _batches_have_one_size(run: RunConfig) -> str | None:
     return f"{changing[0]}: --perform-rl-step takes steps on equally many answers; leave it out" if changing else None
 
 
+def _evaluation_is_whole(run: RunConfig) -> str | None:
+    found = _of(run)
+    if not found.is_chosen:
+        return None
+    if found.grpo_eval_temperature and not found.grpo_eval_prompts:
+        temperature = f"--grpo-eval-temperature {found.grpo_eval_temperature:g}"
+        return f"{temperature} has no effect without --grpo-eval-prompts; give these, too, or leave it out"
+    if found.grpo_eval_prompts and run.training.eval_iters == 0:
+        return "--eval-iters 0 turns evaluation off, and --grpo-eval-prompts asks for it; leave one of them out"
+    return None
+
+
 _RULES: tuple[Rule, ...] = (
+    _evaluation_is_whole,
     _settings_need_the_switch,
     _has_prompts_and_rewards,
     _reads_no_other_data,

@@ -30,7 +30,9 @@ from megatron.training.reporting.health import health_file
 from megatron.training.reporting.metrics import Evaluation
 from megatron.training.reporting.profiling import Profiled, profiling
 from megatron.training.reporting.startup import startup_report
-from megatron.training.rollouts.collecting import RolloutError, training_batches
+from megatron.training.rollouts.collecting import training_batches
+from megatron.training.rollouts.held_out import evaluate_held_out
+from megatron.training.rollouts.rated import kept_if_answers_fail
 from megatron.training.run.agreement import check_parameter_count, check_ranks_agree, check_replicas_agree
 from megatron.training.run.gc import (
     collect_garbage,
@@ -75,6 +77,8 @@ def train_from_start_to_end(
         training = config.training
         with run.exit_watch.catching_signals(), garbage_on_schedule(training), deterministic_algorithms(training):
             finished = True if training.skip_train else train_and_save(run, still_held)
+            if training.skip_train:
+                evaluate_held_out(run)
             if finished and training.eval_iters:
                 iteration, regular = run.progress.iteration, config.train_iters // training.eval_interval
                 validate(run, "valid", f"iteration {iteration} on validation set", evaluation=regular)
@@ -113,20 +117,16 @@ def train(run: Run, saver: Saver, profiled: Profiled, timed: Timed) -> bool:
     samples = Samples(run)
     folders = HuggingFaceFolders(run, saver)
     folders.write_if_due()  # a start before this one may have ended between checkpoint and model
-    batches = training_batches(run)
+    learned = training_batches(run)
     guard = StepGuard(run, saver) if config.guards.judges_steps else None
     reporter.restart_clock(progress.iteration)
+    if progress.iteration == 0:
+        learned.evaluate_if_due()
     while progress.iteration < config.train_iters and reason is None:
         run.context.mesh.activity.progress = f"iteration {progress.iteration + 1}"
         with profiled(progress.iteration + 1), timed():
-            try:
-                with reporter.timers("batch-generator", level=1):
-                    microbatches = next(batches)
-            except RolloutError:  # on all ranks; what has been learned is not lost
-                if checkpoint.save is not None and saved_at != progress.iteration:
-                    saver.save()
-                    saver.finish()
-                raise
+            with kept_if_answers_fail(run, saver, saved_at=saved_at), reporter.timers("batch-generator", level=1):
+                microbatches = next(learned.batches)
             skipped = any(progress.iteration + 1 in each for each in training.skipped_iterations)
             if skipped or run.guards.passes_over(progress.iteration + 1):
                 pass_over(run)
@@ -134,7 +134,7 @@ def train(run: Run, saver: Saver, profiled: Profiled, timed: Timed) -> bool:
                 record = train_step(run, microbatches) if guard is None else guard.step(microbatches)
                 progress = run.progress
                 if record is None:  # the run is that of its last checkpoint again
-                    batches, saved_at = training_batches(run), progress.iteration
+                    learned, saved_at = training_batches(run), progress.iteration
                     reporter.restart_clock(progress.iteration)
                     continue
                 reporter.step(record)
@@ -157,6 +157,8 @@ def train(run: Run, saver: Saver, profiled: Profiled, timed: Timed) -> bool:
         if training.eval_iters and progress.iteration % training.eval_interval == 0 and not repeated_at_the_end:
             number = progress.iteration // training.eval_interval - 1
             validate(run, "valid", f"iteration {progress.iteration}", evaluation=number)
+        with kept_if_answers_fail(run, saver, saved_at=saved_at):
+            learned.evaluate_if_due()
         samples.write_if_due()
         reason = run.exit_watch.reason(progress.iteration)
         is_due = checkpoint.save_interval is not None and progress.iteration % checkpoint.save_interval == 0

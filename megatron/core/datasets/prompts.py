@@ -23,6 +23,8 @@ from megatron.errors import DataError
 from megatron.small_files import check_regular, shown
 
 _TAKEN = ("prompt", "messages", "tools", "documents")
+LEARNED = "--grpo-prompts"
+"""The flag that names prompts to learn from."""
 RESERVED = ("prompts", "completions", "completion_ids")
 """Arguments of reward functions that no field of a prompt may have the name of."""
 
@@ -44,27 +46,32 @@ class Prompt:
         return not isinstance(self.prompt, str)
 
 
-def read_prompts(files: Sequence[str]) -> list[Prompt]:
-    """The prompts of all files; raises DataError for a file or line that can't be used."""
-    found = [_prompt(where, record) for file in files for where, record in _records(Path(file))]
+def read_prompts(files: Sequence[str], *, flag: str = LEARNED) -> list[Prompt]:
+    """The prompts of all files, which ``flag`` names; raises DataError for a file or line that can't be used."""
+    found = [_prompt(where, record) for file in files for where, record in _records(Path(file), flag)]
     if not found:
-        raise DataError(f'--grpo-prompts {" ".join(files)} holds no prompts; give lines such as {{"prompt": "2+3="}}')
-    first = set(found[0].fields)
-    for each in found:
-        if differing := first ^ set(each.fields):
-            raise DataError(
-                f"{each.where} and {found[0].where} don't both have the field {shown(min(differing))}, and the reward "
-                "function gets a list of each field: give all lines the same fields, null where there is nothing"
-            )
+        raise DataError(f'{flag} {" ".join(files)} holds no prompts; give lines such as {{"prompt": "2+3="}}')
+    check_same_fields(found)
     return found
 
 
-def _records(path: Path) -> Iterator[tuple[str, Any]]:
-    check_regular(path, where=f"--grpo-prompts {path}", error=DataError)
+def check_same_fields(prompts: Sequence[Prompt]) -> None:
+    """Raise DataError where a prompt has other fields than the first."""
+    first = set(prompts[0].fields)
+    for each in prompts:
+        if differing := first ^ set(each.fields):
+            raise DataError(
+                f"{each.where} and {prompts[0].where} don't both have the field {shown(min(differing))}, and the "
+                "reward function gets a list of each field: give all lines the same fields, null where there is nothing"
+            )
+
+
+def _records(path: Path, flag: str) -> Iterator[tuple[str, Any]]:
+    check_regular(path, where=f"{flag} {path}", error=DataError)
     try:
         lines = path.read_text(encoding="utf-8").split("\n")
     except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"--grpo-prompts {path} cannot be read: {getattr(error, 'strerror', None) or error}") from None
+        raise DataError(f"{flag} {path} cannot be read: {getattr(error, 'strerror', None) or error}") from None
     for number, line in enumerate(lines, start=1):
         if line.strip():
             where = f"{path}:{number}"
@@ -91,7 +98,7 @@ def _prompt(where: str, record: Any) -> Prompt:
 
 class PromptTexts:
     """Tokens of prompts that leave room for an answer, by number. ``left_out``: how many are longer than ``longest``
-    tokens.
+    tokens. ``flag``: names their files.
 
     Raises DataError for messages without a chat template, and where no prompt leaves room.
     """
@@ -105,7 +112,9 @@ class PromptTexts:
         tokenizer_model: str | None,
         longest: int,
         seed: int,
+        flag: str = LEARNED,
     ) -> None:
+        self.flag = flag
         texts = _texts(prompts, chat, tokenizer_model)
         start = tokenizer.eod if tokenizer.bos is None else tokenizer.bos
         tokens = [tuple(ids) or (start,) for ids in tokenizer.tokenize_batch(texts)]
@@ -113,7 +122,7 @@ class PromptTexts:
         self.left_out = len(prompts) - len(fitting)
         if not fitting:
             raise DataError(
-                f"--grpo-prompts: the shortest of {len(prompts):,} prompt{plural_s(len(prompts))} has "
+                f"{flag}: the shortest of {len(prompts):,} prompt{plural_s(len(prompts))} has "
                 f"{min(map(len, tokens))} tokens, and --seq-length less --grpo-max-new-tokens leaves {longest}: give a "
                 "larger --seq-length, or less of the other"
             )

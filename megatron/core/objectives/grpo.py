@@ -31,7 +31,7 @@ from megatron.core.datasets.answers import (
     MockAnswers,
 )
 from megatron.core.datasets.build import DatasetSplits
-from megatron.core.datasets.prompts import read_prompts
+from megatron.core.datasets.prompts import LEARNED, check_same_fields, read_prompts
 from megatron.core.datasets.splits import SplitSizes
 from megatron.core.models.train_spec import TrainSpec
 from megatron.core.objectives.answer_tokens import AnswerTokens, loss_and_slopes
@@ -134,10 +134,15 @@ class GRPOObjective(Objective):
     @override
     def check_beside(self, run: RunConfig, tokenizer: Tokenizer) -> Sequence[str]:
         """The prompts, and the file of the reward function; raises MegatronError for what can't be used."""
-        if run.data.mock_data or run.training.skip_train:
+        if run.data.mock_data:
             return ()
-        prompts, (path, name) = read_prompts(self.settings.grpo_prompts), self.settings.rewards.place
-        return (f"{len(prompts):,} prompts in {' '.join(self.settings.grpo_prompts)}", f"rewards: {name} of {path}")
+        learned, held_out = self.settings.grpo_prompts, self.settings.grpo_eval_prompts
+        files = {LEARNED: () if run.training.skip_train else learned, "--grpo-eval-prompts": held_out}
+        prompts = {flag: read_prompts(each, flag=flag) for flag, each in files.items() if each}
+        check_same_fields([each[0] for each in prompts.values()])
+        path, name = self.settings.rewards.place
+        lines = (f"{len(each):,} prompts in {' '.join(files[flag])}" for flag, each in prompts.items())
+        return (*lines, f"rewards: {name} of {path}")
 
     @override
     def state(self) -> Mapping[str, Any]:

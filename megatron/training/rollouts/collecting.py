@@ -20,39 +20,41 @@ from megatron.core.files.remote_path import path_of
 from megatron.core.inference.sampling import Sampling
 from megatron.core.objectives.grpo import GRPOObjective
 from megatron.core.objectives.grpo_losses import advantages, deviations, loss_weights
-from megatron.core.parallel.collectives import all_reduce, gather_objects
+from megatron.core.parallel.collectives import all_reduce
 from megatron.core.parallel.rng import StreamKey
 from megatron.core.pipeline_parallel.chunk import Microbatch
-from megatron.errors import RESTART_CANNOT_HELP, CheckpointError, ConfigError, ParallelError
+from megatron.errors import CheckpointError
 from megatron.training.evaluation.evaluate import evaluate
 from megatron.training.rollouts import stored
-from megatron.training.rollouts.generation import AnswerGenerator, Generated, seed_of
+from megatron.training.rollouts.generation import seed_of
+from megatron.training.rollouts.held_out import HeldOut
+from megatron.training.rollouts.rated import Rated, Rater, check_ranks_read_the_same
 from megatron.training.rollouts.reference import ReferenceWeights
-from megatron.training.rollouts.rewards import RewardFunction
 from megatron.training.run.run import Run
 
 _STATE = "grpo"
 
 
-class RolloutError(ConfigError):
-    """Answers that can't be generated or rated; raised on every rank."""
+@dataclass(frozen=True)
+class TrainingBatches:
+    """This rank's microbatches of each step that is left, and held-out prompts to evaluate on, if there are any."""
+
+    batches: Iterator[list[Microbatch]]
+    held_out: HeldOut | None = None
+
+    def evaluate_if_due(self) -> None:
+        """Let the model answer held-out prompts before the first step, at intervals and after the last step."""
+        if self.held_out is not None:
+            self.held_out.evaluate_if_due()
 
 
-def training_batches(run: Run) -> Iterator[list[Microbatch]]:
-    """This rank's microbatches of each step that is left, from data or from what the model answers. A collective."""
+def training_batches(run: Run) -> TrainingBatches:
+    """What the run learns from: data, or answers of the model. A collective."""
     objective = run.train_spec
     if isinstance(objective, GRPOObjective) and not run.config.data.mock_data:
-        return Rollouts(run, objective).batches()
-    return run.data.training_batches(run.progress.consumed_samples)
-
-
-@dataclass(frozen=True)
-class _Rated:
-    """An answer as ranks exchange it."""
-
-    ids: tuple[int, ...]
-    has_ended: bool
-    reward: float | None
+        rollouts = Rollouts(run, objective)
+        return TrainingBatches(rollouts.batches(), rollouts.held_out)
+    return TrainingBatches(run.data.training_batches(run.progress.consumed_samples))
 
 
 class Rollouts:
@@ -81,25 +83,21 @@ class Rollouts:
         )
         self._steps = settings.steps(run.config.training.global_batch_size)
         self._answers, self._taken, self._made, self._place = list[Answer](), 0, 0, 0
+        check_ranks_read_the_same(self._texts, run.context.mesh)
         self._check_prompts(saved)
         self._reference = self._reference_of(saved)
         if saved is not None:
             self._resume(saved)
         temperature, top_p, top_k = settings.sampling
-        self._generator = AnswerGenerator(
-            run,
-            sampling=Sampling(temperature=temperature, top_p=top_p, top_k=top_k),
-            longest=length,
-            most_tokens=most,
-            at_once=settings.at_once,
-        )
-        self._rewards = self._started()
+        self._sampling = Sampling(temperature=temperature, top_p=top_p, top_k=top_k)
+        self._rater = Rater(run, settings)
         objective.kept = self._kept
         left_out = f", {self._texts.left_out:,} are left out, as they are longer" if self._texts.left_out else ""
         run.reporter.say(
             f"learning from answers to {len(self._texts.tokens):,} prompts of up to {length - most} tokens{left_out}; "
             f"{settings.answers:,} answers at a time, {self._steps} step{plural_s(self._steps)} on them"
         )
+        self.held_out = HeldOut(run, settings, self._rater, learned=self._texts) if settings.grpo_eval_prompts else None
 
     def batches(self) -> Iterator[list[Microbatch]]:
         """This rank's microbatches of each step, without end. The next one is a collective."""
@@ -111,17 +109,9 @@ class Rollouts:
                     trained_since = time.perf_counter()
                 yield self._next_step()
         finally:
-            if self._rewards is not None:
-                self._rewards.close()
+            self._rater.close()
 
     def _check_prompts(self, saved: Mapping[str, Any] | None) -> None:
-        digests = gather_objects(self._texts.digest, self._run.context.mesh)
-        if wrong := [rank for rank, each in enumerate(digests) if each != digests[0]]:
-            raise ParallelError(
-                f"rank {wrong[0]} reads other prompts than rank 0: --grpo-prompts must be the same on every node; copy "
-                "the files again",
-                exit_code=RESTART_CANNOT_HELP,
-            )
         if saved is not None and saved["prompts"] != self._texts.digest:
             raise CheckpointError(
                 f"the checkpoint was trained on other prompts than those of --grpo-prompts "
@@ -155,21 +145,6 @@ class Rollouts:
     def _sizes(self) -> list[int]:
         return [*self._settings.sizes, self._run.config.training.global_batch_size]
 
-    def _started(self) -> RewardFunction | None:
-        """The reward function, on the ranks that rate answers; raises ConfigError on all ranks."""
-        found, error = None, None
-        if self._generator.is_first:
-            try:
-                found = RewardFunction(self._settings.rewards)
-            except ConfigError as raised:
-                error = str(raised)
-        self._agree(error)
-        return found
-
-    def _agree(self, error: str | None) -> None:
-        if errors := [each for each in gather_objects(error, self._run.context.mesh) if each is not None]:
-            raise RolloutError(errors[0])
-
     def _kept(self) -> tuple[Mapping[str, Any], Mapping[str, bytes]]:
         """What a checkpoint keeps: counters, and the answers in the middle of which it is."""
         state = {
@@ -184,13 +159,11 @@ class Rollouts:
 
     def _collect(self, *, training_seconds: float) -> None:
         """Make the next answers, and all that the steps on them need. A collective; raises RolloutError."""
-        count, *_ = self._settings.sizes
-        activity, numbers = (
-            self._run.context.mesh.activity,
-            [self._texts.at(self._place + each) for each in range(count)],
-        )
-        with activity.during("generation of answers"):
-            groups, seconds = self._rated(numbers)
+        count, each, _ = self._settings.sizes
+        numbers = [self._texts.at(self._place + place) for place in range(count)]
+        seeds = [seed_of(self._run.config.training.seed, self._made, number) for number in numbers]
+        with self._run.context.mesh.activity.during("generation of answers"):
+            groups, seconds = self._rater.rated(self._texts, numbers, seeds, each=each, sampling=self._sampling)
         start = time.perf_counter()
         answers = self._answers_of(numbers, groups)
         if self._steps > 1:
@@ -202,48 +175,7 @@ class Rollouts:
         self._made, self._place = self._made + 1, self._place + len(numbers)
         self._report(groups, {**seconds, "training": training_seconds})
 
-    def _rated(self, numbers: Sequence[int]) -> tuple[list[list[_Rated]], dict[str, float]]:
-        """Answers to each prompt with their rewards, and the seconds that both took. A collective."""
-        generator, texts, each = self._generator, self._texts, self._settings.sizes[1]
-        mine, error, found, rating = generator.mine(len(numbers)), None, list[list[_Rated]](), 0.0
-        seeds = [seed_of(self._run.config.training.seed, self._made, numbers[place]) for place in mine]
-        try:
-            groups = generator.answers([texts.tokens[numbers[place]] for place in mine], seeds, each=each)
-            start = time.perf_counter()
-            if generator.is_first and groups:
-                found = self._with_rewards([numbers[place] for place in mine], groups)
-            rating = time.perf_counter() - start
-        except ConfigError as raised:
-            error = str(raised)
-        gathered = gather_objects((dict(zip(mine, found)), error), self._run.context.mesh)
-        if errors := [each for _, each in gathered if each is not None]:
-            raise RolloutError(errors[0])
-        everyone = {place: group for part, _ in gathered for place, group in part.items()}
-        return [everyone[place] for place in range(len(numbers))], {
-            "generation": generator.seconds,
-            "rewards": rating,
-        }
-
-    def _with_rewards(self, numbers: Sequence[int], groups: Sequence[Sequence[Generated]]) -> list[list[_Rated]]:
-        """This rank's answers with the rewards that the user's function gives them."""
-        assert self._rewards is not None
-        prompts = [self._texts.prompts[number] for number, group in zip(numbers, groups) for _ in group]
-        answers = [each for group in groups for each in group]
-        completions: list[Any] = [
-            [{"role": "assistant", "content": answer.text}] if prompt.is_conversation else answer.text
-            for prompt, answer in zip(prompts, answers)
-        ]
-        rewards = iter(
-            self._rewards(
-                prompts=[prompt.prompt for prompt in prompts],
-                completions=completions,
-                completion_ids=[answer.ids for answer in answers],
-                others={name: [prompt.fields[name] for prompt in prompts] for name in prompts[0].fields},
-            )
-        )
-        return [[_Rated(each.ids, each.has_ended, next(rewards)) for each in group] for group in groups]
-
-    def _answers_of(self, numbers: Sequence[int], groups: Sequence[Sequence[_Rated]]) -> list[Answer]:
+    def _answers_of(self, numbers: Sequence[int], groups: Sequence[Sequence[Rated]]) -> list[Answer]:
         settings = self._settings
         rewards = torch.tensor(
             [[np.nan if each.reward is None else each.reward for each in group] for group in groups],
@@ -309,7 +241,7 @@ class Rollouts:
             for first in range(replica * size, len(numbers), replicas * size)
         ]
 
-    def _report(self, groups: Sequence[Sequence[_Rated]], seconds: Mapping[str, float]) -> None:
+    def _report(self, groups: Sequence[Sequence[Rated]], seconds: Mapping[str, float]) -> None:
         rewards = np.array([[np.nan if each.reward is None else each.reward for each in group] for group in groups])
         rated = rewards[~np.isnan(rewards)]
         spreads = deviations(torch.from_numpy(rewards)).numpy()

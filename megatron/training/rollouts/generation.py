@@ -32,15 +32,15 @@ class AnswerGenerator:
     """Generates answers on the ranks of a run, each data-parallel rank those to its own prompts.
 
     Weights are those in the run's memory, so nothing is copied. Ranks that share experts generate all answers, since
-    each step of such a model is a collective of theirs. ``sampling``: how tokens are chosen.
+    each step of such a model is a collective of theirs.
     """
 
-    def __init__(self, run: Run, *, sampling: Sampling, longest: int, most_tokens: int, at_once: int) -> None:
+    def __init__(self, run: Run, *, longest: int, most_tokens: int, at_once: int) -> None:
         """Make room for ``at_once`` texts of ``longest`` tokens, ``most_tokens`` of an answer. A collective.
 
         Raises ConfigError for a model that can't generate with a cache.
         """
-        self._run, self._sampling, self._most_tokens = run, sampling, most_tokens
+        self._run, self._most_tokens = run, most_tokens
         placed = PlacedModel(
             config=run.config,
             train_spec=run.train_spec,
@@ -68,9 +68,11 @@ class AnswerGenerator:
         """Which of ``count`` prompts this rank's replica answers."""
         return range(self._replica, count, self._replicas)
 
-    def answers(self, prompts: Sequence[tuple[int, ...]], seeds: Sequence[int], *, each: int) -> list[list[Generated]]:
+    def answers(
+        self, prompts: Sequence[tuple[int, ...]], seeds: Sequence[int], *, each: int, sampling: Sampling
+    ) -> list[list[Generated]]:
         """``each`` answers to each prompt. A collective of a replica's ranks. ``seeds``: of the prompts; an answer is a
-        function of the weights, its prompt, its seed and its number.
+        function of the weights, its prompt, its seed and its number. ``sampling``: how tokens are chosen.
 
         Raises ConfigError where the model's logits are not finite.
         """
@@ -83,7 +85,7 @@ class AnswerGenerator:
                 id=f"{number} {choice}",
                 prompt=prompt,
                 max_tokens=self._most_tokens,
-                sampling=self._sampling,
+                sampling=sampling,
                 stop=StopRules(token_ids=self._ends),
                 seed=seed,
                 choice=choice,
