@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, cast
 
@@ -252,15 +252,22 @@ class GenerationProducts:
 
     ``is_batch_invariant``: the bits of a row don't depend on how many there are. ``form``: of the model's own weights;
     None: oneDNN's blocks where they work, and 16-bit weights as they are on processors without instructions for them.
-    ``stored``: forms of single weights, by id. All are copied when first used, and must not change. Parameters that
-    require gradients, which training changes, and other matrices, such as parts of a weight, are not copied.
+    ``stored``: forms of single weights, by id. ``experts``: those of the matrices of stacked weights. All are copied
+    when first used, and must not change. Parameters that require gradients, which training changes, and other matrices,
+    such as parts of a weight, are not copied.
     """
 
     def __init__(
-        self, *, is_batch_invariant: bool, form: Form | None = None, stored: Mapping[int, StoredForm] | None = None
+        self,
+        *,
+        is_batch_invariant: bool,
+        form: Form | None = None,
+        stored: Mapping[int, StoredForm] | None = None,
+        experts: Mapping[int, Sequence[StoredForm]] | None = None,
     ) -> None:
         self._is_batch_invariant, self._form, self._upcast = is_batch_invariant, form, Upcast()
-        self._stored = stored or {}
+        self._stored, self._experts = stored or {}, experts or {}
+        self._prepared_experts: dict[int, tuple[Tensor, list[Callable[[Tensor], Tensor]]]] = {}
         self._prepared: dict[tuple[int, bool], _Prepared] = {}
         self._packed: dict[int, tuple[Any, Tensor | None]] = {}
 
@@ -280,9 +287,34 @@ class GenerationProducts:
             return COLUMNS.multiply(rows, prepared.columns, bias).view(*shape[:-1], -1)
         return prepared.multiply(rows, prepared.packed, bias).view(*shape[:-1], -1)
 
+    def experts(self, rows: Tensor, weight: Tensor, parts: Callable[[Tensor], Sequence[Tensor]]) -> Tensor | None:
+        """Rows times the matrix of their expert, where ``weight`` [e, ..., in] stays in few bits; None elsewhere. See
+        ``MultiplyExperts``.
+        """
+        if id(weight) not in self._experts:
+            return None
+        if id(weight) not in self._prepared_experts:
+            matrices = weight.detach().flatten(1, -2).unbind(0)
+            pairs = zip(matrices, self._experts[id(weight)], strict=True)
+            self._prepared_experts[id(weight)] = weight, [self._prepare_expert(*pair) for pair in pairs]
+        _, products = self._prepared_experts[id(weight)]
+        out = rows.new_empty(len(rows), math.prod(weight.shape[1:-1]))
+        for part, into, product in zip(parts(rows), parts(out), products, strict=True):
+            if len(part):
+                into.copy_(product(part))
+        return out
+
+    @torch.inference_mode()
+    def _prepare_expert(self, matrix: Tensor, form: StoredForm) -> Callable[[Tensor], Tensor]:
+        multiply, packed = cast(_Multiply, form.multiply), form.pack(matrix)
+        if self._is_batch_invariant:
+            _, sizes = equal_rows(_Layout.of(matrix), (form.measured,), has_bias=False)
+            multiply = EqualRows(multiply, sizes).multiply
+        return lambda rows: multiply(rows, packed, None)
+
     def release(self, weights: Iterable[Tensor]) -> None:
         """Give up the memory of those of ``weights`` of which a copy is used. They keep their shape, and are NaN."""
-        copied = {id(each.weight) for each in self._prepared.values() if each.is_copied}
+        copied = {id(each.weight) for each in self._prepared.values() if each.is_copied} | {*self._prepared_experts}
         for weight in weights:
             if id(weight) in copied:
                 weight.data = weight.new_full((), math.nan).expand(weight.shape)

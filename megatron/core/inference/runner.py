@@ -15,6 +15,7 @@ from megatron.core.inference.cache import CachedStep, KeyValueCache
 from megatron.core.inference.products import Form, GenerationProducts, StoredForm
 from megatron.core.inference.recording import RecordedSteps
 from megatron.core.inference.step_plan import PlanRow, RunnerLimits, RunningStep, StepPlan
+from megatron.core.moe.experts import StackedLinear
 from megatron.core.ops.compiled import bodies_are_compiled
 from megatron.core.ops.text_cache import LayerStates, TextCache
 from megatron.core.parallel.collectives import Handle
@@ -97,10 +98,12 @@ class CachedRunner:
         is_batch_invariant: bool | None = None,
         form: Form | None = None,
         stored: Mapping[int, StoredForm] | None = None,
+        experts: Mapping[int, Sequence[StoredForm]] | None = None,
         adapters: AdaptersOfTokens | None = None,
     ) -> None:
         """Prepare a model for generation. ``model``: a :class:`GenerativeModel`, a stage of the pipeline or all of it.
-        ``form``: of its weights. ``stored``: of those whose codes were chosen before, by id.
+        ``form``: of its weights. ``stored``: of those whose codes were chosen before, by id; ``experts``: of stacked
+        ones.
         ``adapters``: which tokens have which adapter, where the model has several. Raises ConfigError for a
         model of which layers need whole texts.
         """
@@ -123,7 +126,9 @@ class CachedRunner:
         if is_batch_invariant is None:
             is_batch_invariant = costs_little(context) and not limits.has_states
         self._is_batch_invariant = is_batch_invariant
-        self._multiply = GenerationProducts(is_batch_invariant=is_batch_invariant, form=form, stored=stored)
+        self._multiply = GenerationProducts(
+            is_batch_invariant=is_batch_invariant, form=form, stored=stored, experts=experts
+        )
         # Recorders don't see what ranks exchange and compiled functions do. A GPU computes while Python runs ahead.
         is_alone = context.mesh.world_size == context.mesh.size("pp")
         self._records = context.device.type == "cpu" and is_alone and not bodies_are_compiled()
@@ -148,7 +153,7 @@ class CachedRunner:
         self._cache.clear(torch.arange(size, 2 * size, device=self.device))
         self._cache.encoder_outputs.clear()
         if releases:
-            kinds = (ColumnParallelLinear, RowParallelLinear, ReplicatedLinear, OutputLayer)
+            kinds = (ColumnParallelLinear, RowParallelLinear, ReplicatedLinear, OutputLayer, StackedLinear)
             layers = [module for module in self._model.modules() if isinstance(module, kinds)]
             self._multiply.release([layer.weight for layer in layers if layer.weight is not None])
 
@@ -177,7 +182,7 @@ class CachedRunner:
         hidden = received[0] if received else None
         self._cache.states.copy(plan.state_copies)
         replaced = None if received else self._image_features(plan.rows)  # weights of the encoder have one form
-        with self._context.products.by(self._multiply):
+        with self._context.products.by(self._multiply, self._multiply.experts):
             if any(row.encoder for row in plan.rows):
                 return [self._with_encoder(plan, hidden)]
             return [self._run(plan.rows, hidden, replaced)]

@@ -81,8 +81,12 @@ class GroupedLinear:
 
     def multiply(self, rows: Tensor, weight: Tensor, groups: Groups) -> Tensor:
         """The product of each row with its group's weight."""
-        in_generation = self.context.products.multiply is not None
-        backend = self.backend.for_generation() if in_generation else self.backend
+        products = self.context.products
+        if products.multiply_experts is not None:
+            found = products.multiply_experts(rows, weight, groups.parts)
+            if found is not None:
+                return found
+        backend = self.backend.for_generation() if products.in_generation else self.backend
         return backend.multiply(rows, self.matrices(weight).transpose(1, 2), groups)
 
     def multiply_back(self, grad: Tensor, weight: Tensor, groups: Groups) -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -12,12 +12,20 @@ from torch import Tensor
 Multiply = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 """``x·weightᵀ + bias``: [..., in], [out, in], [out] -> [..., out]."""
 
+MultiplyExperts = Callable[[Tensor, Tensor, Callable[[Tensor], Sequence[Tensor]]], "Tensor | None"]
+"""Rows [n, in] times the matrix, of a stacked weight [e, ..., in], of the expert they belong to: [n, out]; None for a
+weight that it leaves to the layer. The third argument splits rows into those of each expert.
+"""
+
 
 @dataclass(eq=False)
 class Products:
-    """Products of generation. ``multiply``: what linear layers call in generation, and logits; None outside of it."""
+    """Products of generation. ``multiply``: what linear layers call in generation, and logits; None outside of it.
+    ``multiply_experts``: what layers of experts ask first.
+    """
 
     multiply: Multiply | None = None
+    multiply_experts: MultiplyExperts | None = None
 
     @property
     def in_generation(self) -> bool:
@@ -32,10 +40,11 @@ class Products:
         return torch.stack([multiply(rows, matrix, None) for rows, matrix in heads], dim=2)
 
     @contextmanager
-    def by(self, multiply: Multiply) -> Iterator[None]:
-        """Mark the passes inside the block as those of generation, which multiply by this function."""
-        before, self.multiply = self.multiply, multiply
+    def by(self, multiply: Multiply, experts: MultiplyExperts | None = None) -> Iterator[None]:
+        """Mark the passes inside the block as those of generation, which multiply by these functions."""
+        before = self.multiply, self.multiply_experts
+        self.multiply, self.multiply_experts = multiply, experts
         try:
             yield
         finally:
-            self.multiply = before
+            self.multiply, self.multiply_experts = before

@@ -71,6 +71,7 @@ def generation_engine(
             is_batch_invariant=invariant if each is trained else None,  # texts don't depend on drafts
             form=form,
             stored=stored.forms if stored is not None and each is trained else None,
+            experts=stored.experts if stored is not None and each is trained else None,
             adapters=adapters if each is trained else None,
         )
         for each in models
