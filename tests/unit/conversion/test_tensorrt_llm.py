@@ -328,6 +328,13 @@ def test_models_that_it_lacks(name: str, model_folder: Folder) -> None:
         plan_for(read_huggingface(model_folder(name)), ONE, None)
 
 
+def test_layers_for_later_tokens_are_refused(model_folder: Folder) -> None:
+    """TensorRT-LLM's checkpoints have no layers of multi-token prediction, which would be dropped without a word."""
+    portable = read_huggingface(model_folder("llama"))
+    with expect_error(CheckpointError, "--mtp-num-layers is 1"):
+        plan_for(dataclasses.replace(portable, model=dataclasses.replace(portable.model, mtp_num_layers=1)), ONE, None)
+
+
 def test_ranks_that_do_not_divide(model_folder: Folder) -> None:
     """trtllm-build would end in a traceback, hours later on another machine."""
     llama, gemma = read_huggingface(model_folder("llama")), read_huggingface(model_folder("gemma"))

@@ -38,12 +38,13 @@ class Architecture:
     differ from the published type's, also by the family's groups; ``divisions``: those of which a file has several, or
     that it names by the table of another type. ``lacks``: ends of names of tensors that it doesn't have; ``needs``:
     names of some that other models may lack. ``has_output``: whether the output layer is written also where it is the
-    word embedding.
+    word embedding, times ``output_scale``. ``has_encoder``: whether it reads a text and continues another.
 
     ``refuse``: why a model isn't one of these. ``unread``: fields that need not be found again. ``computed``: what
     llama.cpp computes in place of a model, near enough to be written, and ``difference``: what a user should know of
     it. ``as_run``: the model that llama.cpp runs of a file, where files can't say enough. ``tolerance``: largest
-    difference of llama.cpp's logits in fp32, as a part of the largest.
+    difference of llama.cpp's logits in fp32, as a part of the largest. ``sensitivity``: how many times more than usual
+    models these change where llama.cpp rounds what weights are multiplied by.
     """
 
     name: str
@@ -65,10 +66,13 @@ class Architecture:
     unread: tuple[str, ...] = ()
     refuse: Callable[[ModelConfig, Sequence[object]], Sequence[str]] = lambda model, groups: ()
     has_output: bool = False
+    output_scale: Callable[[ModelConfig, Sequence[object]], float] = lambda model, groups: 1.0
+    has_encoder: bool = False
     computed: Callable[[ModelConfig, tuple[object, ...]], tuple[ModelConfig, tuple[object, ...]]] = _same
     difference: str = ""
-    as_run: Callable[[ModelConfig], ModelConfig] = lambda model: model
+    as_run: Callable[[ModelConfig, tuple[object, ...]], tuple[ModelConfig, tuple[object, ...]]] = _same
     tolerance: float = 1e-4
+    sensitivity: float = 1.0
 
 
 class GgufFormat(Protocol):

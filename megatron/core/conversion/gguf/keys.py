@@ -14,7 +14,9 @@ _Number = Annotated[float, Between(-1e12, 1e12)]
 _Heads = Annotated[int, Between(0, 1 << 16)]
 _Widths = Annotated[int, Between(0, 1 << 24)]
 _KINDS: dict[str, Any] = {
-    "block_count": Layers,
+    **dict.fromkeys(("block_count", "decoder_block_count"), Layers),
+    "attention.relative_buckets_count": Width,
+    "decoder_start_token_id": _Id,
     **dict.fromkeys(("context_length", "vocab_size"), Count),
     "embedding_length": Width,
     "feed_forward_length": _Widths | list[int],  # a number for each layer where some have none

@@ -19,6 +19,7 @@ from megatron.core.conversion.gguf.files import open_gguf
 from megatron.errors import CheckpointError
 
 _SCRIPT = Path(__file__).with_name("llama_cpp_process.py")
+_WITH_ENCODER = Path(__file__).with_name("llama_cpp_encoder_process.py")
 _TELLING = ("error", "assert", "missing", "wrong", "unknown", "unsupported", "invalid", "answers")
 _MOST_SHOWN = 300  # characters of what llama.cpp says
 
@@ -68,13 +69,30 @@ def llama_cpp_texts(file: Path, prompts: Sequence[str], *, length: int) -> list[
     return texts
 
 
-def _done(file: Path, job: Mapping[str, Any]) -> bytes:
+def llama_cpp_pairs(
+    file: Path, pairs: Sequence[tuple[Sequence[int], Sequence[int]]], *, words: int, context: int
+) -> Tensor:
+    """Log-probabilities ``[pairs, words]`` of what follows the second of each pair where a model with an encoder reads
+    the first, by llama.cpp. CheckpointError as above.
+    """
+    job = {"prompts": pairs, "vocabulary": words, "context": context}
+    found = torch.frombuffer(bytearray(_done(file, job, script=_WITH_ENCODER)), dtype=torch.float32)
+    return found.view(len(pairs), words)
+
+
+def llama_cpp_tokens(file: Path, texts: Sequence[str]) -> list[list[int]]:
+    """The tokens that llama.cpp cuts texts into, for a model with an encoder. CheckpointError as above."""
+    found: list[list[int]] = json.loads(_done(file, {"texts": texts}, script=_WITH_ENCODER))
+    return found
+
+
+def _done(file: Path, job: Mapping[str, Any], *, script: Path = _SCRIPT) -> bytes:
     """What llama.cpp's process answers."""
     with tempfile.TemporaryDirectory(prefix="megatron-llama-cpp-") as folder:
         answers, asked = Path(folder, "answers"), Path(folder, "job.json")
         whole = {**job, "model": str(file.resolve()), "answers": str(answers)}
         asked.write_text(json.dumps(whole, default=list), encoding="utf-8")
-        command = [sys.executable, str(_SCRIPT), str(asked)]
+        command = [sys.executable, str(script), str(asked)]
         done = subprocess.run(command, capture_output=True, text=True, errors="replace", check=False, cwd=folder)
         if done.returncode:
             raise CheckpointError(f"llama.cpp cannot run {file.name}: {_reason(done)}")

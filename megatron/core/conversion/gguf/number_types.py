@@ -27,7 +27,7 @@ _MORE = ("attn_v.weight", "ffn_down.weight", "ffn_down_exps.weight")
 # Small, and read as fp32 by llama.cpp whatever the others are.
 _ALWAYS_FP32 = (
     *("_norm.weight", "ffn_gate_inp.weight", "ffn_gate_inp_shexp.weight", "position_embd.weight"),
-    *("token_types.weight", "ssm_conv1d.weight"),
+    *("token_types.weight", "ssm_conv1d.weight", "attn_rel_b.weight"),
 )
 
 

@@ -7,6 +7,7 @@ import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,7 +16,12 @@ from typing_extensions import override
 from megatron.core.conversion.companions import text_tokenizer_of
 from megatron.core.conversion.gguf.architecture import architecture_named
 from megatron.core.conversion.gguf.files import GgufFile, open_gguf
-from megatron.core.conversion.gguf.llama_cpp import llama_cpp_rows, llama_cpp_version
+from megatron.core.conversion.gguf.llama_cpp import (
+    llama_cpp_pairs,
+    llama_cpp_rows,
+    llama_cpp_tokens,
+    llama_cpp_version,
+)
 from megatron.core.conversion.gguf.reading import read_gguf
 from megatron.core.conversion.gguf.writing import LATER_TOKENS
 from megatron.core.conversion.portable import PortableModel
@@ -95,7 +101,7 @@ def compare_rows(ours: Tensor, theirs: Tensor, *, tolerance: float, reader: str)
 def tolerance_of(architecture: str, kinds: Sequence[str]) -> float:
     """How far llama.cpp may be from exact results with numbers of these types."""
     own, _ = architecture_named(architecture, where="it")
-    return max(own.tolerance, *(_OF_TYPES.get(kind, _OF_FEW_BITS) for kind in kinds))
+    return max(own.tolerance, *(own.sensitivity * _OF_TYPES.get(kind, _OF_FEW_BITS) for kind in kinds))
 
 
 def check_rounding(source: PortableModel, back: PortableModel, *, kind: str) -> None:
@@ -128,13 +134,10 @@ def check_tokens(file: Path, portable: PortableModel, *, say: Callable[[str], No
             continue
         if 0 < len(ids) <= model.max_position_embeddings - 8:
             asked.append((text, ids))
-    prompts = [each for pair in asked for each in pair]
-    if not prompts:
+    if not asked:
         return
-    context = max(len(ids) for _, ids in asked) + 32
-    rows = llama_cpp_rows(file, prompts, words=model.vocab_size or 0, context=context)
-    for (text, ids), one, other in zip(asked, rows[::2], rows[1::2]):
-        if torch.allclose(one, other, rtol=1e-3, atol=1e-3):
+    for (text, ids), same in zip(asked, _cuts_the_same(file, asked, words=model.vocab_size or 0)):
+        if same:
             continue
         if text == _TEXTS[0]:
             raise ProofError(
@@ -142,6 +145,16 @@ def check_tokens(file: Path, portable: PortableModel, *, say: Callable[[str], No
                 "Nothing was written; please report the tokenizer"
             )
         say(f"note: llama.cpp cuts {text!r} into other tokens than this tokenizer: such texts are read otherwise there")
+
+
+def _cuts_the_same(file: Path, asked: Sequence[tuple[str, list[int]]], *, words: int) -> list[bool]:
+    """Whether llama.cpp's tokens of each text are these; without an encoder, by what they make likely."""
+    if _has_encoder(open_gguf(file)):
+        found = llama_cpp_tokens(file, [text for text, _ in asked])
+        return [ids == theirs for (_, ids), theirs in zip(asked, found)]
+    context = max(len(ids) for _, ids in asked) + 32
+    rows = llama_cpp_rows(file, [each for pair in asked for each in pair], words=words, context=context)
+    return [torch.allclose(one, other, rtol=1e-3, atol=1e-3) for one, other in zip(rows[::2], rows[1::2])]
 
 
 def own_type(portable: PortableModel) -> GgufType:
@@ -190,23 +203,22 @@ def prove_reading(file: Path, portable: PortableModel, target: Answer, question:
 def _as_run(portable: PortableModel, answer: Answer, question: Question, held: GgufFile) -> Answer:
     """The answer of the model as llama.cpp runs it. ``answer``: that of the model itself."""
     architecture, _ = architecture_named(str(held.keys["general.architecture"]), where="it")
-    model = architecture.as_run(portable.model)
-    if model == portable.model:
+    own = portable.model, tuple(portable.groups)
+    model, groups = architecture.as_run(*own)
+    if (model, groups) == own:
         return answer
     words = portable.model.vocab_size or 0
     compare({name: each[..., :words] for name, each in answer.items()}, portable_answer(portable, question))
-    return portable_answer(dataclasses.replace(portable, model=model), question)
+    return portable_answer(dataclasses.replace(portable, model=model, groups=groups), question)
 
 
 def _prove_reader(file: Path, held: GgufFile, ours: Answer, question: Question, *, words: int) -> Proof:
-    tokens: Tensor = question.tokens  # type: ignore[attr-defined]  # all architectures are decoders
     name = str(held.keys["general.architecture"])
-    # llama.cpp makes room for no more positions than the file says, and one is for the token that it predicts.
-    places = chosen_positions(tokens[:, : _context_of(held) - 1])
+    asked = _asked(question, _context_of(held), has_encoder=_has_encoder(held))
+    places = asked.places
     rows = log_probabilities(ours, places, words)
     if (version := llama_cpp_version()) is not None:
-        prompts = [tokens[sample, : place + 1].tolist() for sample, place in places]
-        theirs = llama_cpp_rows(file, prompts, words=words, context=tokens.shape[1] + 8)
+        theirs = asked.by_llama_cpp(file, words=words)
         reader, tolerance = f"llama.cpp (xllamacpp {version})", tolerance_of(name, held.kinds)
     elif (answer := transformers_answer(file, question)) is not None:
         theirs, reader, tolerance = log_probabilities(answer, places, words), "transformers' GGUF loader", TOLERANCE
@@ -215,18 +227,53 @@ def _prove_reader(file: Path, held: GgufFile, ours: Answer, question: Question, 
     return compare_rows(rows, theirs, tolerance=tolerance, reader=reader)
 
 
+@dataclass(frozen=True)
+class _Asked:
+    """What llama.cpp is asked at some ``places`` of a question: to continue ``prompts``, where the encoder reads
+    ``given``; None for a model without one.
+    """
+
+    places: list[tuple[int, int]]
+    prompts: list[list[int]]
+    given: list[list[int]] | None
+    context: int
+
+    def by_llama_cpp(self, file: Path, *, words: int) -> Tensor:
+        """Log-probabilities ``[places, words]``."""
+        if self.given is None:
+            return llama_cpp_rows(file, self.prompts, words=words, context=self.context)
+        return llama_cpp_pairs(file, [*zip(self.given, self.prompts)], words=words, context=self.context)
+
+
+def _asked(question: Question, longest: int, *, has_encoder: bool) -> _Asked:
+    of: Any = question  # a decoder's has tokens; an encoder-decoder's those of both, and which are no padding
+    tokens: Tensor = of.decoder_tokens if has_encoder else of.tokens
+    # llama.cpp makes room for no more positions than the file says, and one is for the token that it predicts.
+    places = chosen_positions(tokens[:, : longest - 1])
+    prompts = [tokens[sample, : place + 1].tolist() for sample, place in places]
+    given = [of.tokens[sample][of.real[sample]].tolist() for sample, _ in places] if has_encoder else None
+    return _Asked(places, prompts, given, of.tokens.shape[1] + 8)
+
+
+def _has_encoder(held: GgufFile) -> bool:
+    return architecture_named(str(held.keys["general.architecture"]), where="it")[0].has_encoder
+
+
 def _context_of(held: GgufFile) -> int:
     return int(held.keys[f"{held.keys['general.architecture']}.context_length"])
 
 
 def transformers_answer(file: Path, question: Question) -> Answer | None:
-    """The answer of transformers, or None where it is missing or doesn't load the file."""
+    """The answer of transformers, or None where it is missing or doesn't load the file. It loads files of T5 as other
+    models: without scale, and with a gate.
+    """
     try:
         import transformers
         from transformers.modeling_gguf_pytorch_utils import GGUF_SUPPORTED_ARCHITECTURES
     except ImportError:
         return None
-    if str(open_gguf(file).keys["general.architecture"]) not in GGUF_SUPPORTED_ARCHITECTURES:
+    name = str((held := open_gguf(file)).keys["general.architecture"])
+    if name not in GGUF_SUPPORTED_ARCHITECTURES or _has_encoder(held):
         return None
     load = getattr(transformers, question.auto_class).from_pretrained
     try:

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from megatron.config.family import FamilyConfig
 from megatron.config.model import ModelConfig
 from megatron.core.checkpointing.manifest import listed
 from megatron.core.conversion.gguf.architecture import Architecture
@@ -44,7 +45,8 @@ def file_matches(
     CheckpointError for tensors that the architecture has no names for.
     """
     rules = architecture.rules(groups)
-    names = _names(architecture, model.num_layers)
+    stacks = [number for each in groups if isinstance(each, FamilyConfig) for number in each.stacks(model)]
+    names = _names(architecture, max([model.num_layers, *stacks]))
     found: dict[str, list[str]] = {}
     unnamed = []
     for name in shapes:

@@ -50,6 +50,8 @@ def write_tokenizer(keys: Mapping[str, Any], folder: Path) -> None:
         if number is not None and 0 <= number < len(tokens):
             settings[f"{role}_token"] = tokens[number]
     _write_json(folder / "tokenizer_config.json", settings)
+    if "decoder_start_token_id" in keys:  # where a model with an encoder has it
+        _write_json(folder / "config.json", {"decoder_start_token_id": keys["decoder_start_token_id"]})
     _write_ends(words, folder)
     if template := keys.get("tokenizer.chat_template"):
         (folder / "chat_template.jinja").write_text(template, encoding="utf-8")

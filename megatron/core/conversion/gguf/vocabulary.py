@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -128,7 +129,7 @@ def _of_pipeline(spec: Mapping[str, Any], config: TokenizerConfig, entries: _Ent
     if kind == "Unigram":
         for number, (text, score) in enumerate(model["vocab"]):
             entries.put(number, text, _piece_kind(text, number == model.get("unk_id")), score)
-        return {f"{_PREFIX}model": UNIGRAMS, f"{_PREFIX}scores": (), **_spaces(spec)}
+        return {f"{_PREFIX}model": UNIGRAMS, f"{_PREFIX}scores": (), **_spaces(spec), **_normalization(spec)}
     if kind != "BPE":
         raise CheckpointError(f"llama.cpp has no tokenizer whose model is {kind}: BPE and unigrams are written")
     merges = [each if isinstance(each, list) else each.split(" ") for each in model["merges"]]
@@ -145,6 +146,18 @@ def _of_pipeline(spec: Mapping[str, Any], config: TokenizerConfig, entries: _Ent
         f"{_PREFIX}pre": cut_name(spec),
         f"{_PREFIX}merges": [" ".join(pair) for pair in merges],
     }
+
+
+def _normalization(spec: Mapping[str, Any]) -> dict[str, Any]:
+    """What SentencePiece does to texts of unigrams first: other characters for some, and one space for several."""
+    normalizer = spec["normalizer"] or {}
+    steps = normalizer.get("normalizers", [normalizer])
+    charsmap = next((each["precompiled_charsmap"] for each in steps if each.get("type") == "Precompiled"), None)
+    text = json.dumps([normalizer, spec["pre_tokenizer"]])
+    keys: dict[str, Any] = {f"{_PREFIX}remove_extra_whitespaces": '"WhitespaceSplit"' in text or "{2,}" in text}
+    if charsmap:
+        keys[f"{_PREFIX}precompiled_charsmap"] = base64.b64decode(charsmap)
+    return keys
 
 
 def _is_spaced(spec: Mapping[str, Any]) -> bool:

@@ -12,15 +12,18 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 from megatron.config.flags import flags_of
 from megatron.config.model import ModelConfig
+from megatron.core.conversion.companions import text_tokenizer_of
 from megatron.core.conversion.gguf.architecture import Architecture, GgufFormat, known_architectures
 from megatron.core.conversion.gguf.k_types import packed
 from megatron.core.conversion.gguf.number_types import FEW_BITS, FILE_TYPES, library, tensor_types
 from megatron.core.conversion.gguf.rotary import factor_tensors, spelled_out
 from megatron.core.conversion.gguf.tensors import EMBEDDING, OUTPUT, divided, file_matches
 from megatron.core.conversion.gguf.vocabulary import vocabulary_keys
+from megatron.core.conversion.huggingface.reading import CONFIG, read_config
 from megatron.core.conversion.huggingface.writing import published_form
 from megatron.core.conversion.portable import LazyTensor, PortableModel
 from megatron.core.conversion.programs import GgufType
@@ -65,15 +68,31 @@ def gguf_form(portable: PortableModel) -> GgufForm:
     theirs = {**{name: published[name] for name in whole}, **to_theirs(parts, published, in_halves)}
     found = file_matches({name: tensor.shape for name, tensor in theirs.items()}, in_halves, groups, architecture)
     tensors = {**to_ours(found, theirs, in_halves, where=f"a {architecture.name} file"), **factor_tensors(model)}
-    if architecture.has_output:
-        tensors.setdefault(OUTPUT, tensors[EMBEDDING])
+    if architecture.has_output and OUTPUT not in tensors:
+        tensors[OUTPUT] = _scaled(tensors[EMBEDDING], architecture.output_scale(*exact))
     keys = written.written(model, groups, architecture)
+    if architecture.has_encoder and (start := _decoder_start(portable)) is not None:
+        keys["decoder_start_token_id"] = start
     again = partial(written.read, architecture=architecture)
     _check_said(model, groups, keys, tensors, architecture, again)
     words = vocabulary_keys(portable.tokenizer, portable.chat, rows=model.vocab_size or 0)
-    differs = (model, groups) != exact or architecture.as_run(model) != model
+    differs = (model, groups) != exact or architecture.as_run(model, groups) != (model, groups)
     notes = [f"note: {architecture.difference}"] * differs
     return GgufForm(architecture, {**keys, **words}, tensors, (*_notes(given.model, model), *notes))
+
+
+def _decoder_start(portable: PortableModel) -> int | None:
+    """The id that a decoder's text begins with, as the source's settings or its tokenizer say."""
+    settings = read_config(path.parent) if (path := portable.companions.get(CONFIG)) else {}
+    tokenizer = text_tokenizer_of(portable.tokenizer)
+    found = settings.get("decoder_start_token_id", getattr(tokenizer, "decoder_start", None))
+    return found if type(found) is int and found >= 0 else None
+
+
+def _scaled(tensor: LazyTensor, factor: float) -> LazyTensor:
+    if factor == 1.0:
+        return tensor
+    return LazyTensor(tensor.shape, torch.float32, lambda: tensor.make().float() * factor)
 
 
 def _architecture_of(portable: PortableModel) -> tuple[Architecture, GgufFormat, Mapping[str, LazyTensor]]:

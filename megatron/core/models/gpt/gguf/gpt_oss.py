@@ -35,9 +35,9 @@ _OUTPUTS_FIRST = Transform(
 )
 
 
-def _as_run(model: ModelConfig) -> ModelConfig:
+def _as_run(model: ModelConfig, groups: tuple[object, ...]) -> tuple[ModelConfig, tuple[object, ...]]:
     """With the ends of YaRN's ramp as whole dimensions, which llama.cpp makes of all."""
-    return dataclasses.replace(model, yarn_correction_range_round_to_int=True)
+    return dataclasses.replace(model, yarn_correction_range_round_to_int=True), groups
 
 
 def _read(keys: Metadata, tensors: Collection[str]) -> Mapping[str, Any]:
