@@ -38,7 +38,10 @@ ONNX = ["onnx>=1.18", "onnxscript>=0.5", "onnxruntime>=1.22"]
 COMPRESSED_TENSORS = ["compressed-tensors>=0.17"]
 PEFT = ["peft>=0.17"]  # the proof of adapters' folders
 IMAGES = ["pillow>=10.1"]  # images of pretrain_vlm.py and tools/preprocess_images.py
-PLOT = ["matplotlib"]  # the picture of a loss curve
+PLOT = ["matplotlib"]  # the picture of a loss curve, the report of a run
+METRICS = ["prometheus_client"]  # --metrics-port
+OPENTELEMETRY = ["opentelemetry-sdk", "opentelemetry-exporter-otlp-proto-http"]  # --otlp-endpoint
+MLFLOW = ["mlflow-skinny>=3"]  # --mlflow-experiment
 GCS = [*STORAGE, "gcsfs"]  # gs:// URLs
 TEST = ["pytest>=9", "pytest-xdist", "hypothesis"]
 STORAGE_SERVERS = ["moto[s3]", "flask", "flask-cors", "gcp-storage-emulator"]  # S3's and Google's protocols, for tests
@@ -115,11 +118,14 @@ setup(
         "peft": PEFT,
         "images": IMAGES,
         "plot": PLOT,
+        "metrics": METRICS,
+        "opentelemetry": OPENTELEMETRY,
+        "mlflow": MLFLOW,
         "docs": DOCS,
         "dev": DEV,
         # Every test but those of lm-eval and docs.
         "dev-all": [
-            *(DEV + S3 + GCS + STORAGE_SERVERS + CLIENTS + ACCELERATE),
+            *(DEV + S3 + GCS + STORAGE_SERVERS + CLIENTS + ACCELERATE + OPENTELEMETRY),
             *(GGUF + ONNX + COMPRESSED_TENSORS + PEFT + READERS),
         ],
     },

@@ -8,7 +8,7 @@ from megatron.config.flags import COUNT, Settings, flag, switch
 
 
 class ReportingConfig(Settings):
-    """Log lines, timers, TensorBoard and Weights & Biases."""
+    """Log lines, events, timers, metrics, TensorBoard, Weights & Biases and MLflow."""
 
     log_interval: int = flag("Iterations between log lines.", default=100, at_least=1, at_most=COUNT)
     log_throughput: bool = switch("Show TFLOP/s per GPU in the log line.")
@@ -31,6 +31,36 @@ class ReportingConfig(Settings):
     health_file: str | None = flag(
         "File that the first rank of each node writes every 10 seconds: time, iteration, place and losses. "
         "tools/check_health.py tells a supervisor from it whether the run is alive. It must be on the node's own disk.",
+        default=None,
+    )
+    log_json: str | None = flag(
+        "File to which the run's events are appended as JSON lines: starts, steps of each log line, evaluations, "
+        "samples, checkpoints, warnings, ends. tools/report.py and the account of lost time read it; events.jsonl in "
+        "--save unless given.",
+        default=None,
+    )
+    log_dir: str | None = flag(
+        "Folder with a log of each rank, rank00012.log: its warnings, the traceback of its failure, and its own times. "
+        "None is written unless given.",
+        default=None,
+    )
+    metrics_port: int | None = flag(
+        "Port on which the first rank serves the run's numbers at /metrics for Prometheus; none unless given.",
+        default=None,
+        at_least=1,
+        at_most=65535,
+    )
+    metrics_host: str = flag("Address of --metrics-port; 0.0.0.0 for other machines.", default="127.0.0.1")
+    mlflow_experiment: str | None = flag(
+        "MLflow experiment for settings, curves and samples; nothing is sent unless given.", default=None
+    )
+    mlflow_run_name: str | None = flag("MLflow run name.", default=None)
+    mlflow_tracking_uri: str | None = flag(
+        "MLflow's server or database; $MLFLOW_TRACKING_URI unless given.", default=None
+    )
+    otlp_endpoint: str | None = flag(
+        "URL of an OpenTelemetry collector, as http://127.0.0.1:4318, to which the first rank sends a trace of each "
+        "step, evaluation and save; none unless given.",
         default=None,
     )
     log_progress: bool = switch("Append progress lines to progress.txt in the --save folder.")
@@ -60,4 +90,4 @@ class ReportingConfig(Settings):
     @property
     def writes_curves(self) -> bool:
         """Whether some rank writes curves."""
-        return self.tensorboard_dir is not None or self.wandb_project is not None
+        return not (self.tensorboard_dir is self.wandb_project is self.mlflow_experiment is None)

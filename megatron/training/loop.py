@@ -28,6 +28,7 @@ from megatron.training.guards.hardware import hardware
 from megatron.training.guards.stragglers import Timed, watching_stragglers
 from megatron.training.reporting.health import health_file
 from megatron.training.reporting.metrics import Evaluation
+from megatron.training.reporting.observing import observed, tell_start
 from megatron.training.reporting.profiling import Profiled, profiling
 from megatron.training.reporting.startup import startup_report
 from megatron.training.rollouts.collecting import training_batches
@@ -67,13 +68,16 @@ def train_from_start_to_end(
     with ExitStack() as stack:
         stack.enter_context(health_file(run))
         still_held = stack.enter_context(holding_save_folder(run.config, context))
+        stack.enter_context(observed(run))
         run.reporter.say(run_on_first(lambda: check_save_folder(run.config), context.mesh))
         load(run)
         stack.enter_context(hardware(run))
         prepared = before_training(run)
-        run.reporter.say(startup_report(run.config, startup_facts(run, parameters=parameters)))
-        about_data = (*run.data.describe(), *describe_chat(run.chat, run.tokenizer), *prepared)
+        facts = startup_facts(run, parameters=parameters)
+        run.reporter.say(startup_report(run.config, facts))
+        about_data = [*run.data.describe(), *describe_chat(run.chat, run.tokenizer), *prepared]
         run.reporter.say("\n".join(["== data", *(f"   {line}" for line in about_data)]))
+        tell_start(run, facts, about_data, setup_seconds=time.monotonic() - started)
         training = config.training
         with run.exit_watch.catching_signals(), garbage_on_schedule(training), deterministic_algorithms(training):
             finished = True if training.skip_train else train_and_save(run, still_held)

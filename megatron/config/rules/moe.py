@@ -286,11 +286,7 @@ REMARKS: tuple[Rule, ...] = (
         ),
     ),
     rule(
-        "--moe-per-layer-logging: no effect without --tensorboard-dir or --wandb-project",
-        lambda run: (
-            run.group(ExpertSettings).moe_per_layer_logging
-            and not run.reporting.tensorboard_dir
-            and not run.reporting.wandb_project
-        ),
+        "--moe-per-layer-logging: no effect without --tensorboard-dir, --wandb-project or --mlflow-experiment",
+        lambda run: run.group(ExpertSettings).moe_per_layer_logging and not run.reporting.writes_curves,
     ),
 )

@@ -55,6 +55,12 @@ NEEDS: tuple[tuple[str, str, Callable[[RunConfig], object]], ...] = (
         " without --tensorboard-dir",
         lambda run: run.reporting.tensorboard_dir,
     ),
+    ("metrics_host", " without --metrics-port", lambda run: run.reporting.metrics_port),
+    (
+        "mlflow_run_name mlflow_tracking_uri",
+        " without --mlflow-experiment",
+        lambda run: run.reporting.mlflow_experiment is not None,
+    ),
     ("wandb_entity wandb_exp_name wandb_save_dir", " without --wandb-project", lambda run: run.reporting.wandb_project),
     (
         "profile_step_start profile_step_end use_pytorch_profiler pytorch_profiler_collect_shapes",

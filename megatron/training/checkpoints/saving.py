@@ -135,6 +135,7 @@ class Saver:
         pending.save.finish()
         self._saved_at = pending.iteration
         run.reporter.say(f"  successfully saved checkpoint from iteration {pending.iteration:7d} to {self._root}")
+        run.reporter.tell("saved", iteration=pending.iteration)
         if self._earlier:
             self._earlier = delete_earlier(self._earlier, saved=pending.iteration, mesh=run.context.mesh)
         kept = Retention(checkpoint.keep_last_checkpoints, checkpoint.save_retain_interval)

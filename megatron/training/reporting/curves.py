@@ -1,4 +1,4 @@
-"""Scalars under Megatron's names, to TensorBoard event files, Weights & Biases, both, or nowhere."""
+"""Scalars under Megatron's names, to TensorBoard event files, Weights & Biases, MLflow, or nowhere."""
 
 from __future__ import annotations
 
@@ -11,22 +11,28 @@ from typing import TYPE_CHECKING, Protocol
 from megatron.core.inference.scoring import perplexity
 from megatron.errors import RESTART_CANNOT_HELP, ConfigError, exit_code_of
 from megatron.training.reporting.metrics import StepRecord, has_perplexity
+from megatron.training.reporting.mlflow import MLflowWriter
 from megatron.training.reporting.wandb import WandbWriter
 
 if TYPE_CHECKING:
+    from torch.utils.tensorboard import SummaryWriter
+
     from megatron.config.reporting import ReportingConfig
 
 logger = logging.getLogger(__name__)
 
 
 class Writer(Protocol):
-    """The part of torch's SummaryWriter that is used."""
+    """Where curves and texts go: the part of torch's SummaryWriter that is used, and the settings of a run."""
 
     def add_scalar(self, tag: str, scalar_value: float, global_step: int) -> None:
         """One point of the curve ``tag``."""
 
     def add_text(self, tag: str, text_string: str, global_step: int) -> None:
         """A text under ``tag``."""
+
+    def settings(self, values: Mapping[str, object]) -> None:
+        """Every setting of the run, before the first point."""
 
     def flush(self) -> None:
         """Write what is queued."""
@@ -38,12 +44,16 @@ class Writer(Protocol):
 def open_writers(config: ReportingConfig, *, save: str | None) -> list[Writer]:
     """The writers that the flags ask for; none is usual. Call it on the last rank only. ``save``: ``--save``.
 
-    Raises ConfigError when a package is missing, the TensorBoard folder can't be made or written, or wandb refuses. A
-    full disk and the like are a warning, and there is no TensorBoard writer.
+    Raises ConfigError when a package is missing, the TensorBoard folder can't be made or written, or wandb or MLflow
+    refuses. A full disk and the like are a warning, and there is no TensorBoard writer.
     """
     tensorboard = open_tensorboard(config)
     writers = [] if tensorboard is None else [tensorboard]
-    return [*writers, WandbWriter(config, save=save)] if config.wandb_project else writers
+    if config.wandb_project is not None:
+        writers.append(WandbWriter(config, save=save))
+    if config.mlflow_experiment is not None:
+        writers.append(MLflowWriter(config))
+    return writers
 
 
 def open_tensorboard(config: ReportingConfig) -> Writer | None:
@@ -60,7 +70,7 @@ def open_tensorboard(config: ReportingConfig) -> Writer | None:
     _silence_event_file_threads()
     try:
         Path(config.tensorboard_dir).mkdir(parents=True, exist_ok=True)
-        writer: Writer = SummaryWriter(config.tensorboard_dir, max_queue=config.tensorboard_queue_size)
+        return TensorBoardWriter(SummaryWriter(config.tensorboard_dir, max_queue=config.tensorboard_queue_size))
     except OSError as error:
         failed = f"--tensorboard-dir {config.tensorboard_dir} cannot be written"
         if exit_code_of(error) == RESTART_CANNOT_HELP:
@@ -71,7 +81,39 @@ def open_tensorboard(config: ReportingConfig) -> Writer | None:
             error.strerror or error,
         )
         return None
-    return writer
+
+
+class TensorBoardWriter:
+    """A SummaryWriter of torch's that also writes a run's settings, as texts and for TensorBoard's HPARAMS page."""
+
+    def __init__(self, board: SummaryWriter) -> None:
+        self._board = board
+
+    def settings(self, values: Mapping[str, object]) -> None:
+        """Every setting as a text, and those that are numbers, words or switches as hyperparameters."""
+        from torch.utils.tensorboard.summary import hparams
+
+        for name, value in values.items():
+            self._board.add_text(name, str(value), 0)
+        plain = {name: value for name, value in values.items() if isinstance(value, (bool, int, float, str))}
+        for summary in hparams(plain, {"lm loss": None}):  # type: ignore[no-untyped-call]
+            self._board._get_file_writer().add_summary(summary)  # type: ignore[no-untyped-call]
+
+    def add_scalar(self, tag: str, scalar_value: float, global_step: int) -> None:
+        """One point of the curve ``tag``."""
+        self._board.add_scalar(tag, scalar_value, global_step)
+
+    def add_text(self, tag: str, text_string: str, global_step: int) -> None:
+        """A text under ``tag``."""
+        self._board.add_text(tag, text_string, global_step)
+
+    def flush(self) -> None:
+        """Write what is queued."""
+        self._board.flush()
+
+    def close(self) -> None:
+        """Write what is queued and close the file."""
+        self._board.close()
 
 
 def _silence_event_file_threads() -> None:
@@ -99,11 +141,7 @@ class Curves:
     def settings(self, values: Mapping[str, object]) -> None:
         """Every setting of the run as a text."""
 
-        def write(writer: Writer) -> None:
-            for name, value in values.items():
-                writer.add_text(name, str(value), 0)
-
-        self._each(write)
+        self._each(lambda writer: writer.settings(values))
 
     def wants(self, iteration: int) -> bool:
         """Whether this iteration's values are written (``--tensorboard-log-interval``)."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -12,6 +13,7 @@ from torch import profiler
 
 from megatron.config.rules.profiling import needs_a_gpu
 from megatron.config.run import RunConfig
+from megatron.core.parallel.activity import Activity
 from megatron.core.parallel.context import ParallelContext
 from megatron.errors import ConfigError
 
@@ -25,14 +27,14 @@ _HISTORY = 100_000  # allocations
 _ROWS = 15
 
 
-def annotated(during: During, config: RunConfig, device: torch.device) -> During:
-    """``during`` that also marks the parts of a step in profiles.
+def annotated(activity: Activity, config: RunConfig, device: torch.device) -> During:
+    """``activity.during`` that also marks the parts of a step in profiles, and in these the schedule's actions.
 
     Raises ConfigError for flags that need a GPU where there is none.
     """
     if device.type == "cpu" and (sentence := needs_a_gpu(config)):
         raise ConfigError(sentence)
-    profiling = config.profiling
+    profiling, during = config.profiling, activity.during
     marks: list[Callable[[str], AbstractContextManager[object]]] = []
     if profiling.profile:
         marks.append(profiler.record_function)
@@ -42,8 +44,8 @@ def annotated(during: During, config: RunConfig, device: torch.device) -> During
     @contextmanager
     def with_marks(name: str) -> Iterator[None]:
         with ExitStack() as stack:
-            for mark in marks:
-                stack.enter_context(mark(name))
+            for mark, of in itertools.product(marks, filter(None, (name, activity.action))):
+                stack.enter_context(mark(of))
             stack.enter_context(during(name))
             yield
 

@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, TextIO, TypeVar
 import torch
 
 from megatron.training.reporting.curves import Curves
-from megatron.training.reporting.flops import SpeedScale, throughput_line
+from megatron.training.reporting.events import EventName, Observers
+from megatron.training.reporting.flops import SpeedScale, Throughput, throughput_line
 from megatron.training.reporting.memory import memory_line, memory_scalars, memory_use
 from megatron.training.reporting.metrics import (
     IntervalTotals,
@@ -83,6 +84,7 @@ class Reporter:
         describe_layer_metrics: LayerMetricsReport | None = None,
     ) -> None:
         self.timers = timers
+        self.observers = Observers()
         self._config, self._rank = config, reporting_rank
         self._train_iters, self._scale = train_iters, scale
         self._curves, self._clock, self._now, self._out = curves, clock, now, out
@@ -111,6 +113,10 @@ class Reporter:
                 logger.warning("the log can't be written (%s): training continues", error.strerror)
             self._log_failed = True
 
+    def tell(self, name: EventName, **fields: object) -> None:
+        """Let the observers of this rank see an event."""
+        self.observers.tell(name, **fields)
+
     def restart_clock(self, iteration: int = 0) -> None:
         """Measure time from now: called when setup is over and training begins after ``iteration``."""
         self._interval_start = self._step_start = self._clock()
@@ -128,6 +134,7 @@ class Reporter:
         times = self._rank.gather(self.timers.take(name))
         self.say(timer_report(times, option=self._config.timing_log_option))
         spent = self._clock() - start
+        self.tell("aside", what=name, seconds=spent)
         self._interval_start += spent
         self._step_start += spent
         self._progress.leave_out(spent)
@@ -166,6 +173,7 @@ class Reporter:
             tflops_per_device=speed.tflops_per_device if self._config.log_throughput else None,
         )
         self.say(line)
+        self._tell_steps(step, seconds=seconds, speed=speed)
         if self._config.log_throughput:
             self.say(throughput_line(speed, self._scale))
         if totals.layer_metrics and self._describe_layer_metrics is not None:
@@ -187,6 +195,33 @@ class Reporter:
             self._curves.scalars(values, iteration=step.iteration)
         self._totals = IntervalTotals()
         self._interval_start = self._clock()
+
+    def _tell_steps(self, step: StepRecord, *, seconds: float, speed: Throughput) -> None:
+        """Tell of the steps since the log line before. A collective where metrics of all ranks are served."""
+        totals, memory = self._totals, list[Figures]()
+        if self._config.metrics_port is not None:
+            memory = self._rank.gather({kind: float(size) for kind, size in memory_use(self._rank.device).items()})
+        if not self.observers:
+            return
+        self.tell(
+            "steps",
+            iteration=step.iteration,
+            iterations=totals.iterations,
+            consumed_samples=step.consumed_samples,
+            seconds=seconds,
+            seconds_per_iteration=seconds / totals.iterations,
+            tokens_per_second=speed.tokens_per_second,
+            tflops_per_device=speed.tflops_per_device,
+            mfu=speed.utilization,
+            losses=totals.mean_losses(),
+            learning_rate=step.learning_rate,
+            grad_norm=step.grad_norm,
+            loss_scale=step.loss_scale,
+            global_batch_size=step.global_batch_size,
+            skipped_iterations=totals.skipped_iterations,
+            nan_iterations=totals.nan_iterations,
+            memory=memory,
+        )
 
     def _report_memory(self, iteration: int) -> None:
         """Print the memory of the ranks of the first replica. A collective."""
@@ -223,6 +258,7 @@ class Reporter:
         validation sets.
         """
         self.say(validation_block(f"{where} ({data_set})" if data_set else where, losses, batches=batches))
+        self.tell("validation", where=where, iteration=iteration, data_set=data_set, losses=dict(losses))
         if not where.endswith("on test set"):
             self._curves.validation(losses, iteration=iteration, consumed_samples=consumed_samples, data_set=data_set)
 
@@ -231,12 +267,15 @@ class Reporter:
         quoted = [tuple(json.dumps(text, ensure_ascii=False) for text in pair) for pair in continued]
         lines = [f"   {prompt} -> {text}" for prompt, text in quoted]
         self.say("\n".join([f"samples at iteration {iteration}:", *lines]))
+        for prompt, text in continued:
+            self.tell("sample", iteration=iteration, prompt=prompt, text=text)
         texts = {f"sample {number}": prompt + text for number, (prompt, text) in enumerate(continued, start=1)}
         self._curves.texts(texts, iteration=iteration)
 
     def numbers(self, line: str, values: Mapping[str, float], *, iteration: int) -> None:
         """Print a line, and add the numbers that it is about to the curves."""
         self.say(line)
+        self.tell("numbers", iteration=iteration, values=dict(values))
         self._curves.scalars(values, iteration=iteration)
 
     def close(self) -> None:

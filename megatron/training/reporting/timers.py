@@ -32,12 +32,12 @@ class Timers:
         self._synchronize = synchronize
         self._barrier = barrier
         self._clock = clock
-        self._during = during
+        self.during = during
         self._seconds: dict[str, float] = {}
 
     def __call__(self, name: str, *, level: int) -> AbstractContextManager[None]:
         """``with timers("forward-backward", level=1): …`` adds the block's time to ``name``."""
-        return self._measure(name, level) if level <= self.level else self._during(name)
+        return self._measure(name, level) if level <= self.level else self.during(name)
 
     @contextmanager
     def _measure(self, name: str, level: int) -> Iterator[None]:
@@ -45,7 +45,7 @@ class Timers:
             self._barrier()
         start = self._now()
         try:
-            with self._during(name):
+            with self.during(name):
                 yield
         finally:
             self._seconds[name] = self._seconds.get(name, 0.0) + self._now() - start

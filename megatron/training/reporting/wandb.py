@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -54,13 +55,15 @@ class WandbWriter:
             self._step = global_step
             self._run.log({tag: scalar_value}, step=global_step)
 
+    def settings(self, values: Mapping[str, object]) -> None:
+        """Every setting as one of the wandb run's."""
+        for name, value in values.items():
+            self._run.config[name] = str(value)
+
     def add_text(self, tag: str, text_string: str, global_step: int) -> None:
-        """Keep a text: at step 0 a setting of the run, later a text of an iteration."""
-        if global_step == 0:
-            self._run.config[tag] = text_string
-        else:
-            self._step = global_step
-            self._run.log({tag: self._wandb.Html(f"<pre>{html.escape(text_string)}</pre>")}, step=global_step)
+        """A text of an iteration."""
+        self._step = global_step
+        self._run.log({tag: self._wandb.Html(f"<pre>{html.escape(text_string)}</pre>")}, step=global_step)
 
     def flush(self) -> None:
         """Do nothing: wandb writes in the background."""

@@ -295,7 +295,7 @@ def build_reporter(config: RunConfig, train_spec: TrainSpec, context: ParallelCo
         level=reporting.timing_log_level,
         synchronize=None if context.device.type == "cpu" else torch.accelerator.synchronize,
         barrier=(lambda: barrier(mesh)) if reporting.barrier_with_level_1_timing else None,
-        during=annotated(mesh.activity.during, config, context.device),
+        during=annotated(mesh.activity, config, context.device),
     )
     scale = SpeedScale(
         flops_per_sample=flops_per_sample(config, train_spec),

@@ -6,6 +6,7 @@ import builtins
 import resource
 import threading
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,9 @@ class Recorder:
 
     def add_text(self, tag: str, text_string: str, global_step: int) -> None:
         self.texts[tag] = text_string
+
+    def settings(self, values: Mapping[str, object]) -> None:
+        self.texts |= {name: str(value) for name, value in values.items()}
 
     def flush(self) -> None: ...
 
@@ -192,7 +196,7 @@ def test_a_full_disk_does_not_end_the_run(
     other.start()
     other.join()
     assert [each.exc_type for each in tracebacks] == [ZeroDivisionError], "those of other threads are shown"
-    assert caplog.text.count("SummaryWriter failed") == 1
+    assert caplog.text.count("TensorBoardWriter failed") == 1
     check_line(caplog.text, "large")
     check_line(caplog.text, "restarted")
     assert recorder.points["lm loss validation"] == (1.5, 9), "the other writer goes on"

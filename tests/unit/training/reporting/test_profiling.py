@@ -11,6 +11,7 @@ from unittest import mock
 import pytest
 import torch
 
+from megatron.core.parallel.activity import Activity
 from megatron.core.parallel.context import ParallelContext
 from megatron.errors import ConfigError
 from megatron.training.loop import train_and_save
@@ -35,6 +36,7 @@ def test_trace_of_chosen_iterations(tmp_path: Path, capsys: pytest.CaptureFixtur
     names = traced(tmp_path)
     assert (names["forward-backward"], names["optimizer"]) == (2, 2)
     assert names["forward-compute"] == 2 * 4
+    assert names["forward of microbatch 3 in chunk 0"] == names["backward of microbatch 3 in chunk 0"] == 2
     assert names["aten::mm"] > 10
     check_line(capsys.readouterr().out, "0, traces", tmp_path)
 
@@ -68,7 +70,7 @@ def test_on_a_gpu(tmp_path: Path) -> None:
     def train() -> None:
         with profiling(config, context) as profiled:
             for number in (1, 2, 3):
-                with profiled(number), annotated(mock.MagicMock(), config, context.device)(f"step {number}"):
+                with profiled(number), annotated(Activity(), config, context.device)(f"step {number}"):
                     if number == 3:
                         raise MemoryError
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import re
+from collections.abc import Mapping
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,8 @@ class Recorder:
         self.points.append((tag, scalar_value, global_step))
 
     def add_text(self, tag: str, text_string: str, global_step: int) -> None: ...
+
+    def settings(self, values: Mapping[str, object]) -> None: ...
 
     def flush(self) -> None: ...
 

@@ -47,7 +47,7 @@ def test_names_and_steps(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Non
     asked = install(monkeypatch, run)
     config = ReportingConfig(wandb_project="p", wandb_exp_name="n", wandb_entity="e")
     writer: Writer = WandbWriter(config, save=str(tmp_path))
-    writer.add_text("lr", "0.1", 0)
+    writer.settings({"lr": 0.1})
     writer.add_scalar("lm loss", 2.5, 7)
     writer.add_scalar("lm loss vs samples", 2.5, 70)
     writer.add_text("sample 1", "a <b>\n", 8)

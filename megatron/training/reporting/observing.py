@@ -1,0 +1,202 @@
+"""Who sees the events of a run on a rank: the file of events, metrics, traces, and each rank's own log."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from typing_extensions import override
+
+from megatron.config.report import settings_report
+from megatron.core.checkpointing.agreement import run_on_all
+from megatron.core.files.durable import write_errors
+from megatron.core.files.remote_path import is_url
+from megatron.errors import MegatronError
+from megatron.training.reporting.events import EVENTS_FILE, Event, EventLog, Observer, Observers, read_events
+from megatron.training.reporting.goodput import Goodput
+from megatron.training.reporting.run_metrics import RunMetrics
+from megatron.training.reporting.tracing import Tracer
+from megatron.version import __version__
+
+if TYPE_CHECKING:
+    from megatron.config.run import RunConfig
+    from megatron.training.reporting.metrics import StepRecord
+    from megatron.training.reporting.startup import StartupFacts
+    from megatron.training.run.run import Run
+
+
+def events_file(config: RunConfig) -> Path | None:
+    """Where the run's events are appended: ``--log-json``, or a file in a ``--save`` that is no URL; None without."""
+    named, save = config.reporting.log_json, config.checkpoint.save
+    if named is not None:
+        return Path(named)
+    return None if save is None or is_url(save) or config.training.skip_train else Path(save, EVENTS_FILE)
+
+
+@contextmanager
+def observed(run: Run) -> Iterator[None]:
+    """Let the run's observers see what happens during the block, and how it ends. A collective.
+
+    Raises ConfigError for a port that is in use, a package that is missing, or an address that is none; DataError for a
+    file that is no file of events, or can't be written.
+    """
+    reporting, mesh = run.config.reporting, run.context.mesh
+    with ExitStack() as stack:
+        if reporting.log_dir is not None:
+            stack.enter_context(rank_log(run, Path(reporting.log_dir)))
+        observers = run_on_all(lambda: _open(run), mesh)
+        tracer = None
+        if reporting.otlp_endpoint is not None and mesh.world_rank == 0:
+            tracer = Tracer(reporting.otlp_endpoint, rank=0, world_size=mesh.world_size)
+            run.reporter.timers.during = tracer.around(run.reporter.timers.during)
+            _also_stepped(run, tracer.stepped)
+        run.reporter.observers = Observers(*observers)
+        stack.enter_context(_seeing_warnings(run.reporter.observers))
+        try:
+            yield
+        except BaseException as error:
+            said = str(error) if isinstance(error, MegatronError) else f"{type(error).__name__}: {error}"
+            run.reporter.tell("end", state="failed", iteration=run.progress.iteration, error=said)
+            run.reporter.observers.close()
+            if tracer is not None:
+                tracer.close(error)
+            raise
+        done = run.progress.iteration >= run.config.train_iters
+        run.reporter.tell("end", state="finished" if done else "stopped", iteration=run.progress.iteration)
+        run.reporter.observers.close()
+        if tracer is not None:
+            tracer.close()
+
+
+def _open(run: Run) -> list[Observer]:
+    """The observers of this rank: the last one writes the events, as it prints the log; the first serves metrics."""
+    reporting, mesh, path, observers = run.config.reporting, run.context.mesh, events_file(run.config), list[Observer]()
+    if path is not None and mesh.world_rank == mesh.world_size - 1:
+        with write_errors(path, remedy="name another file with --log-json"):
+            if reporting.log_json is not None:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.open("ab").close()
+        observers.append(EventLog(path))
+    if reporting.metrics_port is not None and mesh.world_rank == 0:
+        observers.append(RunMetrics(reporting.metrics_host, reporting.metrics_port, before=goodput_before(run)))
+    return observers
+
+
+def goodput_before(run: Run) -> Goodput:
+    """The account of the earlier launches that wrote this run's events; empty for the first."""
+    path = events_file(run.config)
+    return Goodput.of(read_events(path)) if path is not None and path.exists() else Goodput()
+
+
+def tell_start(run: Run, facts: StartupFacts, about_data: list[str], *, setup_seconds: float) -> None:
+    """Tell the observers of the launch, and print what earlier ones spent their time on. ``setup_seconds``: since the
+    process began.
+    """
+    config, reporter = run.config, run.reporter
+    before = goodput_before(run) if run.context.mesh.world_rank == run.context.mesh.world_size - 1 else Goodput()
+    parallel = config.parallel
+    sizes = {
+        "tp": parallel.tensor_model_parallel_size,
+        "pp": parallel.pipeline_model_parallel_size,
+        "cp": parallel.context_parallel_size,
+        "ep": parallel.expert_model_parallel_size,
+        "dp": config.data_parallel_size,
+    }
+    fields = {
+        "version": __version__,
+        "host": socket.gethostname(),
+        "model": facts.model_name,
+        "parameters": facts.parameters,
+        "device": facts.device,
+        "world_size": config.world_size,
+        "layout": sizes,
+        "iteration": run.progress.iteration,
+        "train_iterations": config.train_iters,
+        "loaded_from": facts.loaded_from,
+        "setup_seconds": setup_seconds,
+        "settings": settings_report(config),
+        "data": about_data,
+    }
+    reporter.tell("start", **fields)
+    if before.launches:
+        before.see(Event("start", time.time(), {key: fields[key] for key in ("setup_seconds", "iteration")}))
+        reporter.say(f"== time\n   {before}")
+
+
+def _also_stepped(run: Run, more: Callable[[StepRecord], None]) -> None:
+    inner = run.stepped
+
+    def stepped(record: StepRecord) -> None:
+        more(record)
+        inner(record)
+
+    run.stepped = stepped
+
+
+class _Warnings(logging.Handler):
+    def __init__(self, observers: Observers) -> None:
+        super().__init__(logging.WARNING)
+        self._observers = observers
+
+    @override
+    def emit(self, record: logging.LogRecord) -> None:
+        if not record.name.startswith(__package__):  # a report that fails is dropped, and would be asked to report it
+            self._observers.tell("warning", text=record.getMessage(), level=record.levelname)
+
+
+@contextmanager
+def _seeing_warnings(observers: Observers) -> Iterator[None]:
+    """Tell the observers of this rank's warnings during the block."""
+    handler = _Warnings(observers)
+    logging.getLogger().addHandler(handler)
+    try:
+        yield
+    finally:
+        logging.getLogger().removeHandler(handler)
+
+
+def _traceback(error: BaseException) -> bool:
+    return not isinstance(error, (MegatronError, KeyboardInterrupt))  # a user's mistake is a sentence
+
+
+@contextmanager
+def rank_log(run: Run, folder: Path) -> Iterator[None]:
+    """Write this rank's log into ``folder`` during the block: its warnings, its steps of every log line with their time
+    on this rank, and the traceback of an error. Raises DataError where it can't be written.
+    """
+    rank, reporting = run.context.mesh.world_rank, run.config.reporting
+    path = folder / f"rank{rank:05d}.log"
+    with write_errors(path, remedy="name another folder with --log-dir"):
+        folder.mkdir(parents=True, exist_ok=True)
+        handler = logging.FileHandler(path, encoding="utf-8")
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    own = logging.Logger("rank")  # no child of the root's: what it says is on no terminal
+    own.addHandler(handler)
+    own.info("rank %d of %d on %s, process %d", rank, run.config.world_size, socket.gethostname(), os.getpid())
+    begun = time.perf_counter()
+
+    def note(record: StepRecord) -> None:
+        nonlocal begun
+        if record.iteration % reporting.log_interval == 0:
+            now, losses = time.perf_counter(), ", ".join(f"{name} {loss:.6g}" for name, loss in record.losses.items())
+            own.info("iteration %d: %s; %.3f s since the line before", record.iteration, losses, now - begun)
+            begun = now
+
+    _also_stepped(run, note)
+    logging.getLogger().addHandler(handler)
+    try:
+        yield
+        own.info("finished at iteration %d", run.progress.iteration)
+    except BaseException as error:
+        place = run.context.mesh.activity.place
+        own.error("failed at iteration %d, %s: %s", run.progress.iteration, place, error, exc_info=_traceback(error))
+        raise
+    finally:
+        logging.getLogger().removeHandler(handler)
+        handler.close()
