@@ -26,6 +26,7 @@ PROGRAMS = {
     "rehearse": "tools/rehearse.py",
     "print-schedule": "tools/print_schedule.py",
     "plot-loss": "tools/plot_loss.py",
+    "report": "tools/report.py",
     "inspect-checkpoint": "tools/checkpoint/inspect_checkpoint.py",
     "convert-checkpoint": "tools/checkpoint/convert.py",
     "upcycle-checkpoint": "tools/checkpoint/upcycle.py",

@@ -36,7 +36,7 @@ EXPERT_REMARKS = {
         "--moe-router-bias-update-rate: no effect without --moe-router-enable-expert-bias"
     ),
     f"{BALANCED} --moe-per-layer-logging": (
-        "--moe-per-layer-logging: no effect without --tensorboard-dir or --wandb-project"
+        "--moe-per-layer-logging: no effect without --tensorboard-dir, --wandb-project or --mlflow-experiment"
     ),
 }
 

@@ -226,6 +226,8 @@ REMARKS = [
     ("--muon-momentum 0.95", "", "--muon-momentum: no effect without --optimizer muon"),
     ("--muon-no-split-qkv", "", "--muon-no-split-qkv: no effect without --optimizer muon, adafactor or soap"),
     ("--lion-beta1 0.9", "", "--lion-beta1: no effect without --optimizer lion"),
+    ("--metrics-host 0.0.0.0", "", "--metrics-host: no effect without --metrics-port"),
+    ("--mlflow-run-name a", "", "--mlflow-run-name: no effect without --mlflow-experiment"),
     ("--ademamix-alpha 5", "", "--ademamix-alpha: no effect without --optimizer ademamix"),
     ("--adafactor-decay 0.7", "", "--adafactor-decay: no effect without --optimizer adafactor"),
     ("--soap-shampoo-beta 0.9", "", "--soap-shampoo-beta: no effect without --optimizer soap"),
