@@ -16,6 +16,7 @@ PROGRAMS = {
     **{f"pretrain-{name}": f"pretrain_{name}.py" for name in (*FAMILIES, "mamba", "hybrid")},
     "train-tokenizer": "tools/train_tokenizer.py",
     "preprocess-data": "tools/preprocess_data.py",
+    "preprocess-images": "tools/preprocess_images.py",
     "preprocess-sft": "tools/preprocess_sft.py",
     "preprocess-preferences": "tools/preprocess_preferences.py",
     "merge-datasets": "tools/merge_datasets.py",
