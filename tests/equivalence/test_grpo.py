@@ -33,7 +33,12 @@ LAYOUTS: dict[str, str] = {
 
 @pytest.mark.parametrize(
     ("variant", "layout"),
-    pairs(VARIANTS, LAYOUTS, rich=("tp2 sp cp2", "tp2 sp ep2 dp2 zero 1"), slow=("pp2 zb-v cp2",)),
+    pairs(
+        VARIANTS,
+        LAYOUTS,
+        rich=("tp2 sp cp2", "tp2 sp ep2 dp2 zero 1", "pp2 zb-h1 dp2, accumulation fused"),
+        slow=("pp2 zb-v cp2",),
+    ),
 )
 def test_layouts_train_on_the_same_answers(variant: str, layout: str) -> None:
     """An answer that context-parallel ranks divide, and counts that are known to some of them only: a part that is left

@@ -84,7 +84,12 @@ def reference(variant: str, prefix: str) -> Observed:
 
 @pytest.mark.parametrize(
     ("variant", "layout"),
-    pairs(VARIANTS, LAYOUTS, rich=("tp2 sp cp2", "tp2 sp ep2 dp2 zero 1"), slow=("pp2 zb-v cp2", "pp2 vpp2")),
+    pairs(
+        VARIANTS,
+        LAYOUTS,
+        rich=("tp2 sp cp2", "tp2 sp ep2 dp2 zero 1", "pp2 zb-h1 dp2, accumulation fused"),
+        slow=("pp2 zb-v cp2", "pp2 vpp2"),
+    ),
 )
 def test_layouts_train_on_the_same_preferences(variant: str, layout: str, prefix: str) -> None:
     """Sums over an answer that context-parallel ranks divide, and log-probabilities of the initial model at a layout of

@@ -78,12 +78,13 @@ LAYOUTS: dict[str, str] = {
 
 
 RICH = ("dp2 overlapped, small buckets", "dp2, accumulation")
+LIGHT = [name for name, flags in VARIANTS.items() if LATENT_TIED not in flags]
 
 
 def _cases() -> list[Any]:
     """Each pair at both stages; of the pairs of the default tier, both stages in turn are in it, and ZeRO 3 first."""
     stages, found = itertools.cycle(("3", "2")), list[Any]()
-    for pair in pairs(VARIANTS, LAYOUTS, rich=RICH):
+    for pair in pairs(VARIANTS, LAYOUTS, rich=RICH, light=LIGHT):
         first = None if pair.marks else next(stages)
         found += [
             pytest.param(stage, *pair.values, marks=[] if stage == first else pytest.mark.slow) for stage in ("2", "3")

@@ -7,6 +7,9 @@ stores a name, never leads to code that isn't installed. Installed ones are look
 
 from __future__ import annotations
 
+import functools
+import os
+import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
@@ -107,6 +110,19 @@ def register(family: Family) -> None:
 
 
 def _installed() -> EntryPoints:
+    return _entry_points(tuple((folder, _changed(folder)) for folder in sys.path))
+
+
+def _changed(folder: str) -> int | None:
+    try:
+        return os.stat(folder or os.curdir).st_mtime_ns
+    except OSError:
+        return None
+
+
+@functools.lru_cache(maxsize=1)
+def _entry_points(path: tuple[tuple[str, int | None], ...]) -> EntryPoints:
+    """Families of the packages on ``path``, as its folders are since these times: it may hold hundreds of packages."""
     from importlib.metadata import entry_points  # which takes longer to import than --help to answer
 
     return entry_points(group=ENTRY_POINTS)

@@ -90,7 +90,7 @@ def _done(file: Path, job: Mapping[str, Any], *, script: Path = _SCRIPT) -> byte
     """What llama.cpp's process answers."""
     with tempfile.TemporaryDirectory(prefix="megatron-llama-cpp-") as folder:
         answers, asked = Path(folder, "answers"), Path(folder, "job.json")
-        whole = {**job, "model": str(file.resolve()), "answers": str(answers)}
+        whole = {**job, "model": str(file.resolve()), "answers": str(answers), "threads": torch.get_num_threads()}
         asked.write_text(json.dumps(whole, default=list), encoding="utf-8")
         command = [sys.executable, str(script), str(asked)]
         done = subprocess.run(command, capture_output=True, text=True, errors="replace", check=False, cwd=folder)

@@ -4,9 +4,10 @@ llama.cpp's server, which the wheel offers to Python, doesn't run models with an
 functions of ``llama.h`` as well, which are called here; settings, whose fields differ between releases, are taken from
 llama.cpp's own defaults, and found among them by these.
 
-Started as a script with the path of a JSON file: ``model``, ``context`` (positions), ``vocabulary`` (words),
-``prompts`` (pairs of lists of ids: what the encoder reads, and the decoder's text) and ``answers``, the file that gets
-log-probabilities ``[prompts, words]`` of what follows in float32. With ``texts`` it gets the ids of these, in JSON.
+Started as a script with the path of a JSON file: ``model``, ``context`` (positions), ``threads``, ``vocabulary``
+(words), ``prompts`` (pairs of lists of ids: what the encoder reads, and the decoder's text) and ``answers``, the file
+that gets log-probabilities ``[prompts, words]`` of what follows in float32. With ``texts`` it gets the ids of these, in
+JSON.
 """
 
 from __future__ import annotations
@@ -59,6 +60,7 @@ def _library() -> ctypes.CDLL:
         "llama_context_default_params": (_Settings, ()),
         "llama_model_load_from_file": (pointer, (ctypes.c_char_p, _Settings)),
         "llama_init_from_model": (pointer, (pointer, _Settings)),
+        "llama_set_n_threads": (None, (pointer, ctypes.c_int32, ctypes.c_int32)),
         "llama_free": (None, (pointer,)),
         "llama_n_ctx": (ctypes.c_uint32, (pointer,)),
         "llama_batch_init": (_Batch, (ctypes.c_int32,) * 3),
@@ -105,6 +107,7 @@ def _answer(lib: ctypes.CDLL, model: int, read: Sequence[int], text: Sequence[in
     context = lib.llama_init_from_model(model, _of_context(lib, job["context"]))
     if not context or lib.llama_n_ctx(context) < job["context"]:
         raise SystemExit("error: llama.cpp makes no context of the size that was asked for")
+    lib.llama_set_n_threads(context, job["threads"], job["threads"])
     for function, ids in ((lib.llama_encode, read), (lib.llama_decode, text)):
         if (code := function(context, _batch(lib, ids))) != 0:
             raise SystemExit(f"error: llama.cpp answers {code}")

@@ -1,7 +1,7 @@
 """The process in which llama.cpp answers: it ends the whole process on a file that it doesn't like.
 
-Started as a script with the path of a JSON file: ``model``, ``context`` (positions), ``vocabulary`` (words),
-``chosen`` (a token of plain text), ``prompts`` (lists of ids, or texts) and ``answers``, the file that gets
+Started as a script with the path of a JSON file: ``model``, ``context`` (positions), ``threads``, ``vocabulary``
+(words), ``chosen`` (a token of plain text), ``prompts`` (lists of ids, or texts) and ``answers``, the file that gets
 log-probabilities ``[prompts, words]`` in float32. With ``wanted`` they are those of one token after each prompt, and
 with ``length`` texts of so many tokens, in JSON.
 """
@@ -27,6 +27,7 @@ def main(job: dict[str, Any]) -> None:
     settings.n_ctx = job["context"]
     settings.n_parallel = 1
     settings.n_gpu_layers = 0
+    settings.cpuparams.n_threads = settings.cpuparams_batch.n_threads = job["threads"]
     settings.warmup = False
     settings.flash_attn_type = xllamacpp.llama_flash_attn_type.LLAMA_FLASH_ATTN_TYPE_DISABLED
     settings.cache_type_k = settings.cache_type_v = xllamacpp.ggml_type.GGML_TYPE_F32

@@ -46,13 +46,14 @@ def _sessions(folder: Path) -> Run:
     """Runs graphs of the folder by onnxruntime on a CPU. What a caller keeps of texts is empty where it isn't given."""
     import onnxruntime
 
-    opened: dict[str, Any] = {}
+    opened, options = dict[str, Any](), onnxruntime.SessionOptions()
+    options.intra_op_num_threads = torch.get_num_threads()  # its own, one a core, wait by turning
 
     def run(name: str, inputs: Named) -> Named:
         path = folder / f"{name}.onnx"
         try:
             if name not in opened:
-                opened[name] = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
+                opened[name] = onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
             session = opened[name]
             rows = len(next(iter(inputs.values())))
             given = {
