@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 _MOST_SHOWN, _PR_SET_PDEATHSIG = 300, 1
+_LARGEST = 1e30  # squares of rewards, in deviations, must be finite
 
 
 class RewardError(Exception):
@@ -46,21 +47,24 @@ def load(file: str, name: str) -> Callable[..., Any]:
 
 def rewards_of(function: Callable[..., Any], arguments: dict[str, Any], file: str) -> list[float | None]:
     """The rewards that a call returns; raises RewardError for anything but a number or None for each completion."""
+    completions, process = list(arguments["completions"]), os.getpid()  # the function may change what it is given
     try:
         found = function(**arguments)
     except MemoryError:
         raise
     except BaseException as error:
         raise RewardError(f"raised {said(error, file)}") from None
+    if os.getpid() != process:  # a copy that the function has made of itself would answer, too
+        os._exit(0)
     found = found.tolist() if hasattr(found, "tolist") else found
-    wanted = len(arguments["completions"])
+    wanted = len(completions)
     if not isinstance(found, (list, tuple)):
         raise RewardError(
             f"returned {shown(found)}, where a list of {wanted} numbers is wanted, one for each completion"
         )
     if len(found) != wanted:
         raise RewardError(f"returned {len(found)} rewards for {wanted} completions; return one for each, or None")
-    return [_number(each, number, arguments["completions"]) for number, each in enumerate(found)]
+    return [_number(each, number, completions) for number, each in enumerate(found)]
 
 
 def _number(value: Any, number: int, completions: list[Any]) -> float | None:
@@ -68,12 +72,12 @@ def _number(value: Any, number: int, completions: list[Any]) -> float | None:
         return None
     try:
         found = float(value)
-    except (TypeError, ValueError):
+    except Exception:  # of a class of the user's, any
         found = None
-    if found is None or found != found or found in (float("inf"), float("-inf")):
+    if found is None or not abs(found) <= _LARGEST:
         raise RewardError(
-            f"returned {shown(value)} for completion {number}, {shown(completions[number])}; return a finite number, "
-            "or None to leave it out"
+            f"returned {shown(value)} for completion {number}, {shown(completions[number])}; return a number between "
+            f"-{_LARGEST:g} and {_LARGEST:g}, or None to leave it out"
         )
     return found
 
@@ -95,7 +99,7 @@ def shown(value: Any) -> str:
 
 def shorter(text: str) -> str:
     """A text that fits into a sentence."""
-    text = " ".join(text.split())
+    text = " ".join(text[: 4 * _MOST_SHOWN].split())
     return text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}..."
 
 

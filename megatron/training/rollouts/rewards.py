@@ -86,7 +86,15 @@ class RewardFunction:
             how = self._how_it_ended()
             self.close()
             raise self._error(how)
-        answer: dict[str, Any] = json.loads(said)
+        try:
+            answer = json.loads(said)
+        except ValueError:
+            answer = None
+        if not isinstance(answer, dict) or not {"error", wanted} & answer.keys():
+            self.close()
+            raise self._error(
+                "wrote into the pipe that its rewards go through; leave files alone that it hasn't opened"
+            )
         if "error" in answer:
             self.close()
             raise self._error(answer["error"])

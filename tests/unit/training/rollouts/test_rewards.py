@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from pathlib import Path
 
 import pytest
@@ -46,6 +47,28 @@ def leaves(completions, **others):
 def exits(completions, **others):
     sys.exit("enough")
 
+def overflows(completions, **others):
+    return [1.0, 10**400]
+
+def empties(completions, **others):
+    completions.clear()
+    return []
+
+def writes(completions, **others):
+    for file in range(3, 20):
+        try:
+            os.write(file, b"rewards\\n")
+        except OSError:
+            pass
+    return [1.0, 1.0]
+
+CALLS = []
+
+def forks(completions, **others):
+    CALLS.append(1)
+    os.fork()
+    return [float(len(CALLS))] * 2
+
 def large(completions, **others):
     return [float(len(bytearray(1 << 33)))] * 2
 """
@@ -81,6 +104,9 @@ def test_a_function_gets_fields_and_may_print(file: Path, monkeypatch: pytest.Mo
     ("name", "words"),
     [
         ("raises", ["ZeroDivisionError", "line 10"]),
+        ("overflows", ["completion 1", "'5'"]),
+        ("empties", ["0 rewards for 2"]),
+        ("writes", ["pipe"]),
         ("nan", ["nan", "completion 1", "'5'"]),
         ("words", ["'good'"]),
         ("few", ["1 rewards for 2"]),
@@ -101,6 +127,17 @@ def test_a_function_that_hangs_is_ended(file: Path) -> None:
     """A hanging function stopped the whole run for ever; what it has started ends with it."""
     with expect_error(ConfigError, f"{file}:hangs", "--reward-timeout 0.2"):
         rewards(file, "hangs", timeout=0.2)
+
+
+def test_a_copy_of_the_process_gives_no_rewards(file: Path) -> None:
+    """A function that forks answered each question twice, so that all later answers got the rewards of earlier ones."""
+    function = RewardFunction(RewardSettings(f"{file}:forks", 60.0, 1.0))
+    try:
+        for call in (1, 2, 3):
+            time.sleep(0.05)  # in which a copy would answer
+            assert function(prompts=[], completions=["2", "5"], completion_ids=[], others={}) == [call, call]
+    finally:
+        function.close()
 
 
 def test_a_file_that_cannot_be_imported_is_named(tmp_path: Path) -> None:
