@@ -189,6 +189,11 @@ class FamilyConfig(CheckedSettings):
         if "name" in vars(cls) and "title" not in vars(cls):
             cls.title = cls.name
 
+    @property
+    def image_id(self) -> int | None:
+        """The id that stands at places of images, of a model that reads some and has one."""
+        return None
+
     def resolved(self, model: ModelConfig, data: DataConfig) -> Self:
         """The group with the values that follow from other groups."""
         return self

@@ -229,6 +229,11 @@ class VisionConfig(PartConfig):
         return patches // 4 if self.pixel_shuffle else patches + self.keeps_class_token
 
     @property
+    def tile_shape(self) -> tuple[int, int, int]:
+        """Height and width of a tile, and its features."""
+        return self.img_h, self.img_w, self.features_per_tile
+
+    @property
     def feature_width(self) -> int:
         """Width of what the projector reads."""
         return self.vision_hidden_size * (4 if self.pixel_shuffle else 1)

@@ -22,9 +22,10 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from megatron.config.suggestions import did_you_mean
+from megatron.core.images.prompts import CutImage
 from megatron.core.inference.limits import EngineLimits
 from megatron.core.inference.request import Result, Update
-from megatron.serving.chat import ChatAnswer, chat_call, conversation, read_chat
+from megatron.serving.chat import ChatAnswer, chat_call, conversation, read_chat, with_images
 from megatron.serving.completions import CompletionAnswer, read_completion
 from megatron.serving.engine_client import EngineClient
 from megatron.serving.errors import ApiError
@@ -139,6 +140,8 @@ class Server:
             await self.grammars.close()
             if self.model.templates is not None:
                 await self.model.templates.close()
+            if self.model.pictures is not None:
+                await self.model.pictures.close()
 
     async def _completions(self, request: HttpRequest) -> ASGIApp:
         body = await self._body(request)
@@ -147,8 +150,9 @@ class Server:
 
     async def _chat(self, request: HttpRequest) -> ASGIApp:
         fields = await self._run(request, read_chat, await self._body(request), self.model)
+        fields, pictures = await with_images(fields, self.model)
         text = await conversation(fields, self.model, trust_templates=self.config.trust_request_chat_template)
-        call = await self._run(request, chat_call, fields, text, self.model, id=request.state.id)
+        call = await self._run(request, chat_call, fields, text, self.model, id=request.state.id, pictures=pictures)
         return await self._generate(request, call, ChatAnswer(self.model, call))
 
     async def _generate(self, request: HttpRequest, call: ApiCall, answer: Answer) -> ASGIApp:
@@ -185,10 +189,12 @@ class Server:
 
     async def _tokenize(self, request: HttpRequest) -> ASGIApp:
         fields, text = await self._run(request, read_tokenize, await self._body(request), self.model), None
+        pictures: list[CutImage] = []
         if fields["messages"] is not None:
+            fields, pictures = await with_images(fields, self.model)
             trust = self.config.trust_request_chat_template
             text = await conversation(fields, self.model, trust_templates=trust)
-        return await self._run(request, tokenized, fields, self.model, text)
+        return await self._run(request, tokenized, fields, self.model, text, pictures)
 
     async def _detokenize(self, request: HttpRequest) -> ASGIApp:
         return await self._run(request, detokenized, await self._body(request), self.model)

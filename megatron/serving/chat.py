@@ -8,11 +8,14 @@ from typing import Any
 
 from typing_extensions import override
 
+from megatron.core.images.prompts import CutImage, PromptImages
 from megatron.core.inference.request import Finish, GeneratedToken, Update
+from megatron.errors import MegatronError
 from megatron.serving.errors import ApiError
 from megatron.serving.fields import CHAT, read_fields
 from megatron.serving.generating import Answer, ApiCall, api_call, check_together, ending
 from megatron.serving.model import ServedModel
+from megatron.serving.pictures import without_images
 from megatron.serving.token_texts import TokenTexts, finite
 
 
@@ -83,17 +86,41 @@ async def conversation(fields: Mapping[str, Any], model: ServedModel, *, trust_t
     )
 
 
-def conversation_ids(text: str, fields: Mapping[str, Any], model: ServedModel) -> list[int]:
-    """Token ids of a conversation that a template has written. Raises ApiError."""
+async def with_images(fields: dict[str, Any], model: ServedModel) -> tuple[dict[str, Any], list[CutImage]]:
+    """The fields with marks in place of images in ``messages``, and the images. Raises ApiError."""
+    messages, urls = without_images(fields["messages"])
+    if not urls:
+        return fields, []
+    if model.pictures is None:
+        raise ApiError(f"{next(iter(urls))} is an image, and this model reads text alone", param="messages")
+    if fields.get("truncate_prompt_tokens") is not None:
+        raise ApiError("truncate_prompt_tokens would cut images: leave it out", param="truncate_prompt_tokens")
+    return {**fields, "messages": messages}, await model.pictures.read(urls)
+
+
+def conversation_prompt(
+    text: str, fields: Mapping[str, Any], model: ServedModel, pictures: Sequence[CutImage] = ()
+) -> tuple[list[int], PromptImages | None]:
+    """Token ids of a conversation that a template has written, and the images in it. Raises ApiError."""
     is_cut = fields.get("truncate_prompt_tokens") is not None
     whole = bool(fields["add_special_tokens"])
-    return model.ids_of_text(text, whole=whole, param="messages", place="the conversation", is_cut=is_cut)
+    if not pictures:
+        return model.ids_of_text(text, whole=whole, param="messages", place="the conversation", is_cut=is_cut), None
+    assert model.pictures is not None, "a model that reads images has read some"
+    model.check_text_length(text, param="messages", place="the conversation")
+    try:
+        return model.pictures.prompts.encoded(text, pictures, whole=whole)
+    except MegatronError as error:
+        raise ApiError(f"the conversation: {error}", param="messages") from None
 
 
-def chat_call(fields: Mapping[str, Any], text: str, model: ServedModel, *, id: str) -> ApiCall:
-    """The engine's requests for the text of a conversation. Raises ApiError."""
-    ids = conversation_ids(text, fields, model)
-    return api_call(model, fields, id=id, prompts={"the conversation": ids}, param="messages", choices=fields["n"])
+def chat_call(
+    fields: Mapping[str, Any], text: str, model: ServedModel, *, id: str, pictures: Sequence[CutImage] = ()
+) -> ApiCall:
+    """The engine's requests for the text of a conversation and its images. Raises ApiError."""
+    ids, images = conversation_prompt(text, fields, model, pictures)
+    prompts = {"the conversation": ids}
+    return api_call(model, fields, id=id, prompts=prompts, param="messages", choices=fields["n"], images=images)
 
 
 @dataclass

@@ -68,8 +68,18 @@ _CONTENT_PART = {
     "type": "object",
     "properties": {
         "type": {
-            "enum": ["text", "input_text", "output_text", "refusal"],
-            "x-refusal": "this model reads text alone",
+            "enum": ["text", "input_text", "output_text", "refusal", "image_url"],
+            "x-refusal": "models here read text, and some of them images, alone",
+        },
+        "image_url": {
+            "type": "object",
+            "properties": {
+                "url": {"type": "string", "maxLength": 1 << 30},
+                "detail": {"enum": ["auto", "low", "high"]},  # tiles follow from the model and the picture's shape
+            },
+            "required": ["url"],
+            "additionalProperties": False,
+            "title": "an object with a url",
         },
         "text": _TEXT,
         "refusal": _TEXT,  # of an assistant's part of this type

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
+from megatron.core.images.prompts import PromptImages
 from megatron.core.inference.request import BeamSearch, Finish, Request, Result, StopRules, Update
 from megatron.core.inference.sampling import Sampling
 from megatron.errors import MegatronError
@@ -61,8 +62,9 @@ def api_call(
     prompts: Mapping[str, list[int]],
     param: str,
     choices: int,
+    images: PromptImages | None = None,
 ) -> ApiCall:
-    """The call for prompts of token ids, which are given by their places in ``param``.
+    """The call for prompts of token ids, which are given by their places in ``param``. ``images``: of the one prompt.
 
     Raises ApiError for settings that cannot work.
     """
@@ -90,6 +92,7 @@ def api_call(
             prompt_logprobs=_prompt_logprobs_of(fields),
             beams=beams,
             adapter=model.adapter(fields["model"]),
+            images=images,
         )
         for number, ids in enumerate(map(tuple, checked))
         for choice in range(choices)

@@ -17,6 +17,7 @@ from megatron.errors import MegatronError
 from megatron.serving.errors import ApiError
 
 if TYPE_CHECKING:
+    from megatron.serving.pictures import Pictures
     from megatron.serving.templates import Templates
 
 
@@ -32,7 +33,8 @@ class ServedModel:
     ``fingerprint``: says which checkpoint and tokenizer the answers come from. ``end_ids``: tokens that end a text.
     ``templates``: None where no chat template is known. ``decoder_start``: what texts of an encoder-decoder model begin
     with, whose encoder reads the prompt; None for a model whose texts continue their prompts. ``adapters``: those of
-    which a request may name one in place of the model, in the order of their numbers.
+    which a request may name one in place of the model, in the order of their numbers. ``pictures``: reads images; None
+    for a model that reads texts alone.
     """
 
     name: str
@@ -43,6 +45,7 @@ class ServedModel:
     templates: Templates | None = None
     decoder_start: int | None = None
     adapters: tuple[NamedFolder, ...] = ()
+    pictures: Pictures | None = None
     created: int = field(default_factory=lambda: int(time.time()))
 
     @cached_property
@@ -86,6 +89,7 @@ class ServedModel:
             "parent": self.name if number else None,
             "max_model_len": self.max_length,
             "is_encoder_decoder": self.decoder_start is not None,
+            "reads_images": self.pictures is not None,
         }
 
     @cached_property
@@ -104,6 +108,15 @@ class ServedModel:
         ``is_cut``: only the last of them are kept. Raises ApiError, also for a text that can't fit, before tokens are
         made of it: they take a hundred times its memory.
         """
+        self.check_text_length(text, param=param, place=place, is_cut=is_cut)
+        encode = self.tokenizer.tokenize_batch if whole else self.tokenizer.tokenize_parts
+        try:
+            return list(encode([text])[0])
+        except MegatronError as error:
+            raise ApiError(f"{place or param}: {error}", param=param) from None
+
+    def check_text_length(self, text: str, *, param: str, place: str | None = None, is_cut: bool = False) -> None:
+        """Raise ApiError for a text that can't fit, as ``ids_of_text``."""
         most = max(self.longest_text, _LONGEST_CUT) if is_cut else self.longest_text
         if len(text) > most:
             raise ApiError(
@@ -112,11 +125,6 @@ class ServedModel:
                 param=param,
                 code="context_length_exceeded",
             )
-        encode = self.tokenizer.tokenize_batch if whole else self.tokenizer.tokenize_parts
-        try:
-            return list(encode([text])[0])
-        except MegatronError as error:
-            raise ApiError(f"{place or param}: {error}", param=param) from None
 
     def check_ids(self, ids: Sequence[int], *, param: str, place: str | None = None) -> None:
         """Raise ApiError for an id that the vocabulary doesn't have. ``place``: of the ids in ``param``."""

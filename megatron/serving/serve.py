@@ -23,10 +23,11 @@ from megatron.errors import ConfigError, ParallelError
 from megatron.serving.engine_loop import EngineLoop
 from megatron.serving.http_process import END, HttpParts, run_http
 from megatron.serving.model import ServedModel
+from megatron.serving.pictures import Pictures
 from megatron.serving.settings import ServerConfig
 from megatron.serving.templates import Templates
 from megatron.training.checkpoints.trained_model import TrainedModel
-from megatron.training.evaluation.generating import decoder_start, template_of
+from megatron.training.evaluation.generating import decoder_start, image_prompts, template_of
 
 _ENDING = (signal.SIGTERM, signal.SIGINT)
 
@@ -77,7 +78,14 @@ def served_model(
         templates=templates,
         decoder_start=decoder_start(trained),
         adapters=tuple(adapters),
+        pictures=_pictures(trained, config),
     )
+
+
+def _pictures(trained: TrainedModel, config: ServerConfig) -> Pictures | None:
+    """What reads images of requests; None for a model that reads texts alone."""
+    prompts = image_prompts(trained)
+    return None if prompts is None else Pictures(prompts, most=config.max_images, most_pixels=config.max_image_pixels)
 
 
 def serve(

@@ -58,6 +58,15 @@ class ServerConfig(Settings):
         "tokenizer's own end always does, too.",
         default=(),
     )
+    max_images: int = flag(
+        "Most images of a request, for a model that reads them.", default=16, at_least=0, at_most=4096
+    )
+    max_image_pixels: int = flag(
+        "Most pixels of an image; larger ones are refused before they are decoded.",
+        default=1 << 25,
+        at_least=1,
+        at_most=1 << 26,
+    )
     trust_request_chat_template: bool = switch("Requests may bring a chat template of their own.")
     vllm_metric_names: bool = switch(
         "Metrics have vLLM's names (vllm:…), which dashboards know, instead of megatron_…."

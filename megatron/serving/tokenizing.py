@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from starlette.responses import Response
 
-from megatron.serving.chat import conversation_ids
+from megatron.core.images.prompts import CutImage
+from megatron.serving.chat import conversation_prompt
 from megatron.serving.errors import ApiError
 from megatron.serving.fields import DETOKENIZE, TOKENIZE, read_fields
 from megatron.serving.model import ServedModel
@@ -24,14 +25,16 @@ def read_tokenize(body: Mapping[str, Any], model: ServedModel) -> dict[str, Any]
     return fields
 
 
-def tokenized(fields: Mapping[str, Any], model: ServedModel, conversation: str | None) -> Response:
-    """The token ids of a text, or of the ``conversation`` that a template has written. Raises ApiError.
+def tokenized(
+    fields: Mapping[str, Any], model: ServedModel, conversation: str | None, pictures: Sequence[CutImage] = ()
+) -> Response:
+    """The token ids of a text, or of the ``conversation`` that a template has written, with images. Raises ApiError.
 
     The name of a special token alone, without ``add_special_tokens``, is that token, also where texts cannot spell it:
     clients know it by its name in /tokenizer_info only.
     """
     if conversation is not None:
-        ids = conversation_ids(conversation, fields, model)
+        ids, _ = conversation_prompt(conversation, fields, model, pictures)
     else:
         ids = _ids_of_text(fields["prompt"], model, whole=fields["add_special_tokens"] is not False)
     texts = TokenTexts(model.tokenizer)

@@ -24,6 +24,7 @@ from megatron.serving.app import Server
 from megatron.serving.engine_loop import EngineLoop
 from megatron.serving.http_process import HttpServer
 from megatron.serving.model import ServedModel
+from megatron.serving.pictures import Pictures
 from megatron.serving.serve import bound_socket, compiling
 from megatron.serving.settings import ServerConfig
 from megatron.serving.templates import Templates
@@ -81,7 +82,12 @@ class SlowTable(Table):
 
 
 def slow_table(
-    *, seconds: float = 0.0, max_requests: int = 8, max_length: int = 512, has_encoder: bool = False
+    *,
+    seconds: float = 0.0,
+    max_requests: int = 8,
+    max_length: int = 512,
+    has_encoder: bool = False,
+    image_shape: tuple[int, int, int] | None = None,
 ) -> SlowTable:
     """A table with the vocabulary of ``byte_tokenizer``."""
     limits = RunnerLimits(
@@ -91,6 +97,7 @@ def slow_table(
         max_length=max_length,
         vocabulary=byte_tokenizer().vocab_size,
         max_encoder_length=max_length * has_encoder,
+        image_shape=image_shape,
     )
     return SlowTable(limits, seconds=seconds)
 
@@ -128,10 +135,11 @@ def served(
     *,
     options: SchedulerOptions | None = None,
     templates: Templates | None = None,
+    pictures: Pictures | None = None,
     keys: Sequence[str] = (),
     **settings: Any,
 ) -> Iterator[Running]:
-    """A server on a free port, with uvicorn in front."""
+    """A server on a free port, with uvicorn in front. ``pictures``: what reads images, of a table that has them."""
     table = table or slow_table()
     tokenizer = byte_tokenizer()
     engine = Engine(table, tokenizer=tokenizer, options=options)
@@ -143,6 +151,7 @@ def served(
         end_ids=frozenset({tokenizer.eod}),
         templates=templates,
         decoder_start=0 if engine.limits.max_encoder_length else None,
+        pictures=pictures,
     )
     config = ServerConfig(**{"port": 0, "no_access_log": True, **settings})
     with listening(engine, model, config, keys=keys) as (http_server, url):

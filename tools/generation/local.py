@@ -7,7 +7,11 @@ import signal
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property, partial
+from pathlib import Path
 
+from megatron.core.images.decoding import decoded
+from megatron.core.images.expansion import MARKER
+from megatron.core.images.prompts import CutImage, PromptImages
 from megatron.core.inference.engine import Engine
 from megatron.core.inference.limits import NamedFolder
 from megatron.core.inference.request import Request, StopRules, Update
@@ -15,8 +19,9 @@ from megatron.core.inference.sampling import Sampling
 from megatron.core.tokenizers.conversations import ChatTemplate
 from megatron.core.tokenizers.end_tokens import described, end_ids
 from megatron.errors import ConfigError, DataError, MegatronError
+from megatron.small_files import check_regular
 from megatron.training.checkpoints.trained_model import TrainedModel
-from megatron.training.evaluation.generating import decoder_start, template_of
+from megatron.training.evaluation.generating import decoder_start, image_prompts, template_of
 from tools.generation.settings import DEFAULT_SEED, GenerateConfig, LocalConfig
 
 
@@ -43,6 +48,7 @@ class Generator:
         self._stop = StopRules(token_ids=end_ids(self.tokenizer, trained.chat, local.end_tokens), strings=local.stop)
         self._interrupted = False
         self._start = decoder_start(trained)
+        self._prompts = image_prompts(trained)
 
     @cached_property
     def template(self) -> ChatTemplate:
@@ -65,10 +71,45 @@ class Generator:
 
     def ids_of_conversation(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
         """Token ids up to the beginning of the next answer. Raises ConfigError and DataError of the template."""
-        text = self.template.prompt(messages, begin_answer=True, variables={})
-        return self.tokenizer.tokenize_parts([text])[0]
+        return self._conversation(messages)[0]
 
-    def request(self, ids: Sequence[int], *, number: int) -> Request:
+    def _conversation(self, messages: Sequence[Mapping[str, str]]) -> tuple[list[int], PromptImages | None]:
+        text = self.template.prompt(messages, begin_answer=True, variables={})
+        if self._pictures:
+            assert self._prompts is not None, "a model that reads images has read some"
+            return self._prompts.encoded(text, self._pictures)
+        return self.tokenizer.tokenize_parts([text])[0], None
+
+    @cached_property
+    def _pictures(self) -> list[CutImage]:
+        """The images of ``--image``. Raises ConfigError for a model of texts alone, DataError for what is no image."""
+        if self._local.image and self._prompts is None:
+            raise ConfigError("--image is for models that read images, and this one reads texts alone: leave it out")
+        return [self._cut(path) for path in self._local.image]
+
+    def _cut(self, path: str) -> CutImage:
+        assert self._prompts is not None, "a model that reads images"
+        check_regular(Path(path), where=f"--image {path}", error=DataError)
+        try:
+            return CutImage.of(decoded(Path(path).read_bytes()), self._prompts.vision)
+        except DataError as error:
+            raise DataError(f"--image {path} {error}") from None
+        except OSError as error:
+            raise DataError(f"--image {path} cannot be read: {error.strerror}") from None
+
+    def _marked(self, text: str) -> str:
+        """A text with a mark for each image; those of one without any are before it."""
+        marks = (MARKER, self._prompts.marker if self._prompts is not None else MARKER)
+        return text if any(mark in text for mark in marks) else f"{MARKER}\n" * len(self._pictures) + text
+
+    def _encoded(self, prompts: Sequence[str]) -> list[tuple[list[int], PromptImages | None]]:
+        """Ids of prompts and their images."""
+        if not self._pictures:
+            return [(ids, None) for ids in self.tokenizer.tokenize_batch(list(prompts))]
+        assert self._prompts is not None, "a model that reads images has read some"
+        return [self._prompts.encoded(self._marked(each), self._pictures, whole=True) for each in prompts]
+
+    def request(self, ids: Sequence[int], *, number: int, images: PromptImages | None = None) -> Request:
         """The request for the prompt with this number, which its seed depends on.
 
         An encoder reads the prompt of a model that has one, and the text begins with what decoders begin with.
@@ -83,11 +124,12 @@ class Generator:
             stop=self._stop,
             seed=seed + number,
             adapter=self._adapter,
+            images=images,
         )
 
     def answer(self, prompts: Sequence[str]) -> None:
         """Print all prompts with their continuations, in order and as they come."""
-        ids = self.tokenizer.tokenize_batch(list(prompts))
+        asked = self._encoded(prompts)
         waiting = [""] * len(prompts)
         ended = [False] * len(prompts)
         shown = -1
@@ -113,7 +155,7 @@ class Generator:
                 if shown < len(prompts):
                     begin(shown)
 
-        requests = [self.request(each, number=number) for number, each in enumerate(ids)]
+        requests = [self.request(ids, number=number, images=images) for number, (ids, images) in enumerate(asked)]
         for number, request in enumerate(requests, start=1):
             try:
                 self.engine.check(request)
@@ -142,7 +184,8 @@ class Generator:
         while (said := _asked("you> ")) is not None:
             if not said:
                 continue
-            messages.append({"role": "user", "content": said})
+            is_first = not any(each["role"] == "user" for each in messages)
+            messages.append({"role": "user", "content": self._marked(said) if is_first else said})
             answer: list[str] = []
             self._until_interrupted(partial(self._reply, messages, answer))
             print(flush=True)
@@ -152,14 +195,14 @@ class Generator:
                 messages.pop()
 
     def _reply(self, messages: Sequence[Mapping[str, str]], answer: list[str]) -> None:
-        ids = self.ids_of_conversation(messages)
+        ids, images = self._conversation(messages)
         room = self.engine.limits.max_length - (len(ids) if self._start is None else 1)
         if room < 1:
             raise DataError(
                 f"the conversation has {len(ids)} tokens, and the model sees "
                 f"{self.engine.limits.max_length}: begin anew"
             )
-        request = self.request(ids, number=sum(each["role"] == "user" for each in messages) - 1)
+        request = self.request(ids, number=sum(each["role"] == "user" for each in messages) - 1, images=images)
         request = dataclasses.replace(request, max_tokens=min(request.max_tokens, room))
 
         def show(update: Update) -> None:

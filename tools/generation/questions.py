@@ -78,6 +78,7 @@ def read_questions(generator: Generator, path: Path) -> list[Question]:
             raise DataError(f"{where}: {error}") from None
         asked = dataclasses.asdict(dataclasses.replace(request, id=""))
         # Where there is none, fingerprints are those of versions without adapters.
+        asked.pop("images")
         if number := asked.pop("adapter"):
             asked["adapter"] = dataclasses.astuple([*generator.adapters.values()][number - 1])
         fingerprint = fingerprint_of(

@@ -80,6 +80,11 @@ class LocalConfig(Settings):
         "model.",
         default=None,
     )
+    image: tuple[str, ...] = flag(
+        "Image files that each prompt, or the first message of --chat, is about: one for each <image> in it, before "
+        "it where it has none.",
+        default=(),
+    )
     chat: bool = switch("Hold a conversation in the terminal, written with the chat template.")
     system: str | None = flag("System message of the conversation.", default=None)
     chat_template: str | None = flag(
@@ -133,6 +138,8 @@ def check_ways(config: GenerateConfig, local: LocalConfig) -> None:
         given.append("--input-jsonl")
     if (local.chat or local.input_jsonl) and len(given) > 1:
         raise ConfigError(f"{' and '.join(given)} are different ways to ask; keep one")
+    if local.image and local.input_jsonl:
+        raise ConfigError("--image has no effect on --input-jsonl: leave it out, or give prompts with --prompt")
     if local.min_tokens > config.tokens_to_generate:
         raise ConfigError(
             f"--min-tokens {local.min_tokens} is more than --tokens-to-generate {config.tokens_to_generate}: lower the "

@@ -6,9 +6,29 @@ import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
+
+from megatron.config.vision import VisionConfig
+from megatron.core.images.tiles import Grid, grid_of, tiles_of
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+
+@dataclass(frozen=True, eq=False)
+class CutImage:
+    """A picture as its ``tiles``, uint8 [t, 3, H, W], which lie as ``grid`` says."""
+
+    tiles: NDArray[np.uint8]
+    grid: Grid
+
+    @classmethod
+    def of(cls, picture: Image, vision: VisionConfig) -> CutImage:
+        """An RGB picture, cut for a model's encoder."""
+        return cls(tiles_of(picture, vision), grid_of(*picture.size, vision))
 
 
 @dataclass(frozen=True, eq=False)

@@ -13,7 +13,7 @@ from torch import Tensor
 from megatron.core.inference.detokenizer import token_texts
 from megatron.core.inference.request import Beam, BeamSearch, Finish, GeneratedToken, Request, TokenLogprobs
 from megatron.core.inference.sampler import NOT_FINITE, SamplerState, token_logprobs
-from megatron.core.inference.scheduler import ScheduledText
+from megatron.core.inference.scheduled_text import ScheduledText
 from megatron.core.tokenizers.base import Tokenizer
 
 

@@ -12,7 +12,8 @@ from typing import Protocol
 from weakref import WeakKeyDictionary
 
 from megatron.core.inference.sampler import SampleRow, SamplerState, sample
-from megatron.core.inference.scheduler import ScheduledRow, ScheduledText
+from megatron.core.inference.scheduled_text import ScheduledText
+from megatron.core.inference.scheduler import ScheduledRow
 from megatron.core.inference.step_plan import ModelRunner, PlanRow, StepPlan
 
 

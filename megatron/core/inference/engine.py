@@ -24,7 +24,8 @@ from megatron.core.inference.request import (
     Update,
 )
 from megatron.core.inference.sampler import SampledToken, SampleRow, SamplerState, sample, token_logprobs
-from megatron.core.inference.scheduler import ScheduledRow, ScheduledText, Scheduler, SchedulerOptions
+from megatron.core.inference.scheduled_text import ScheduledText
+from megatron.core.inference.scheduler import ScheduledRow, Scheduler, SchedulerOptions
 from megatron.core.inference.statistics import Statistics
 from megatron.core.inference.step_plan import ModelRunner, RunningStep, StepPlan
 from megatron.core.inference.stop_strings import StopStrings

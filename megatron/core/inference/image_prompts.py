@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,44 +12,37 @@ from numpy.typing import NDArray
 from megatron.config.flags import plural_s
 from megatron.config.vision import VisionConfig
 from megatron.core.images.expansion import MARKER, expansion
-from megatron.core.images.prompts import PromptImages
-from megatron.core.images.tiles import grid_of, tiles_of
+from megatron.core.images.prompts import CutImage, PromptImages
 from megatron.core.tokenizers.base import Tokenizer
 from megatron.errors import DataError
-
-if TYPE_CHECKING:
-    from PIL.Image import Image
 
 
 @dataclass(frozen=True)
 class ImagePrompts:
-    """Makes ids and tiles of texts in which ``MARKER`` stands for an image. ``image_token_id``: the id at its places;
+    """Makes ids and tiles of texts in which ``MARKER`` stands for an image. ``image_id``: the id at its places;
     None: any id stands there.
     """
 
     vision: VisionConfig
     tokenizer: Tokenizer
-    image_token_id: int | None = None
+    image_id: int | None = None
 
     @cached_property
-    def _mark(self) -> int | None:
-        """The id that a tokenizer makes of the marker of this model, where it makes one of it."""
-        known = self.image_token_id
+    def _token(self) -> str | None:
+        """The text of the id at places of images, such as ``<image>``, where the tokenizer makes that id of it."""
+        known = self.image_id
         if known is None or known >= self.tokenizer.vocab_size:
             return None
-        return known if self.tokenizer.tokenize_parts([self.marker])[0] == [known] else None
-
-    @cached_property
-    def marker(self) -> str:
-        """What this model's templates write for an image: the text of its id, if it is a token of its own."""
-        known = self.image_token_id
-        if known is None or known >= self.tokenizer.vocab_size:
-            return MARKER
         text = self.tokenizer.detokenize([known]).strip()
-        return text if text and self.tokenizer.tokenize_parts([text])[0] == [known] else MARKER
+        return text if text.startswith(("<", "[")) and self.tokenizer.tokenize_parts([text])[0] == [known] else None
+
+    @property
+    def marker(self) -> str:
+        """What this model's templates write for an image."""
+        return self._token or MARKER
 
     def encoded(
-        self, text: str, pictures: Sequence[Image], *, whole: bool = False
+        self, text: str, pictures: Sequence[CutImage], *, whole: bool = False
     ) -> tuple[list[int], PromptImages | None]:
         """Ids of a text and the images that stand in it, in order; ``whole``: with ids that the tokenizer puts around
         texts. Raises DataError where there are more or fewer marks than pictures.
@@ -70,8 +62,8 @@ class ImagePrompts:
         ids, places, tiles = list[int](parts[0]), [-1] * len(parts[0]), list[NDArray[np.uint8]]()
         count = 0
         for picture, words in zip(pictures, parts[1:], strict=True):
-            tiles.append(tiles_of(picture, self.vision))
-            for word in expansion(grid_of(*picture.size, self.vision), self.vision):
+            tiles.append(picture.tiles)
+            for word in expansion(picture.grid, self.vision):
                 features = self.vision.features_per_tile
                 if word is None:
                     places += range(count * features, (count + 1) * features)
@@ -87,18 +79,18 @@ class ImagePrompts:
 
     @property
     def _filler(self) -> int:
-        known = self.image_token_id
+        known = self.image_id
         return self.tokenizer.eod if known is None or known >= self.tokenizer.vocab_size else known
 
     def _parts(self, text: str, *, whole: bool) -> list[list[int]]:
         """Ids between the marks of a text."""
         encode = self.tokenizer.tokenize_batch if whole else self.tokenizer.tokenize_parts
-        if self._mark is None:  # its tokenizer knows no mark, and tokenizes what is between
+        if self._token is None:  # the tokenizer knows no mark, and tokenizes what is between
             first, *others = text.split(self.marker)
             return [encode([first])[0] if first or whole else [], *map(self._part, others)]
         parts = list[list[int]]([[]])
         for token in encode([text])[0]:
-            if token == self._mark:
+            if token == self.image_id:
                 parts.append([])
             else:
                 parts[-1].append(token)

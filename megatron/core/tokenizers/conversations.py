@@ -29,6 +29,10 @@ from megatron.small_files import has_file, read_json, read_text
 OWN = "tokenizer"
 """Value of ``--chat-template`` for the tokenizer's own template."""
 
+IMAGE = "<image>"
+"""Stands for an image in contents. A template that writes images itself gets contents as lists of parts."""
+_WRITES_IMAGES = re.compile(r"""['"]image['"]""")
+_READS_TEXTS = re.compile(r"\bis (not )?string\b")
 _GENERATION = re.compile(r"{%[-+]?\s*generation\s*[-+]?%}")
 
 
@@ -178,7 +182,7 @@ class ChatTemplate:
 
     def _write(self, messages: Sequence[Any], variables: Mapping[str, Any], *, prompt: bool = False) -> str:
         settings = {"tools": None, "documents": None, **variables, **self.tokens}
-        written = [{**each, "content": _NoText()} if each["content"] is None else each for each in messages]
+        written = [{**each, "content": self._content(each["content"])} for each in messages]
         settings |= {"messages": written, "add_generation_prompt": prompt}
         try:
             text: str = self._template.render(settings)
@@ -187,6 +191,18 @@ class ChatTemplate:
                 f"the chat template rejects the conversation: {str(error) or type(error).__name__}"
             ) from None
         return text
+
+    def _content(self, text: str | None) -> Any:
+        """A content as this template reads it: a text, or a list of parts where it writes images."""
+        if text is None:
+            return _NoText()
+        if not _WRITES_IMAGES.search(self.source) or (IMAGE not in text and _READS_TEXTS.search(self.source)):
+            return text
+        first, *others = text.split(IMAGE)
+        parts = [{"type": "text", "text": first}]
+        for each in others:
+            parts += [{"type": "image"}, {"type": "text", "text": each.removeprefix("\n")}]
+        return [part for part in parts if part.get("text") != ""]
 
     def _cut(self, conversation: Conversation) -> Written:
         """The text without the marks, and the answers that were between them."""

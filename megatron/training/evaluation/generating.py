@@ -10,11 +10,13 @@ from dataclasses import dataclass
 
 import torch
 
+from megatron.config.family import FamilyConfig
 from megatron.config.inference import InferenceConfig
 from megatron.config.trained_model import TrainedModelConfig
 from megatron.config.vision import VisionConfig
 from megatron.core.inference.drafts import DraftModel
 from megatron.core.inference.engine import Engine
+from megatron.core.inference.image_prompts import ImagePrompts
 from megatron.core.inference.products import INT8, Form
 from megatron.core.inference.runner import CachedRunner, EncoderDecoder, GenerativeModel, costs_little
 from megatron.core.inference.scheduler import SchedulerOptions
@@ -344,7 +346,16 @@ def limits_of(models: Sequence[TrainedModel], config: InferenceConfig) -> Runner
 def image_shape(trained: TrainedModel) -> tuple[int, int, int] | None:
     """Height and width of tiles of images, and features of each; None for a model that reads texts alone."""
     vision = VisionConfig.among(trained.config.extra)
-    return (vision.img_h, vision.img_w, vision.features_per_tile) if vision.has_vision else None
+    return vision.tile_shape if vision.has_vision else None
+
+
+def image_prompts(trained: TrainedModel) -> ImagePrompts | None:
+    """What makes prompts of texts and pictures; None for a model that reads texts alone."""
+    vision = VisionConfig.among(trained.config.extra)
+    if not vision.has_vision:
+        return None
+    marked = (group.image_id for group in trained.config.extra if isinstance(group, FamilyConfig))
+    return ImagePrompts(vision, trained.tokenizer, next(marked, None))
 
 
 def _longest_text(trained: TrainedModel, config: InferenceConfig) -> int:

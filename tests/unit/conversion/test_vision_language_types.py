@@ -1,6 +1,4 @@
-"""Published types of vision-language models convert both ways, and compute what transformers does, forward and
-backward.
-"""
+"""Published vision-language models convert both ways, and compute what transformers does."""
 
 from __future__ import annotations
 

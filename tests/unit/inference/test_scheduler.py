@@ -16,7 +16,8 @@ from megatron.core.inference.drafts import DraftModel
 from megatron.core.inference.engine import Engine
 from megatron.core.inference.request import BeamSearch, Request, StopRules
 from megatron.core.inference.sampling import Sampling
-from megatron.core.inference.scheduler import ScheduledText, SchedulerOptions
+from megatron.core.inference.scheduled_text import ScheduledText
+from megatron.core.inference.scheduler import SchedulerOptions
 from megatron.core.inference.step_plan import StepPlan
 from megatron.errors import DataError
 from tests.harness.table_model import Table, table

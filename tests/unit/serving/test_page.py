@@ -14,6 +14,7 @@ from megatron.serving.templates import Templates
 from tests.harness.browser import EXECUTABLE, Tab, browser
 from tests.harness.sentences import check_line
 from tests.harness.serving import Running, ask, served, slow_table
+from tests.unit.serving.test_pictures import serves_pictures
 
 pytestmark = pytest.mark.skipif(EXECUTABLE is None, reason="no Chromium is installed (Debian's package chromium)")
 
@@ -302,3 +303,35 @@ def test_nothing_comes_from_elsewhere(tab: Tab, server: Running) -> None:
     assert loaded and all(each.startswith(server.url) for each in loaded)
     assert not re.search(r"(src|href)=\"(?!data:)", PAGE.read_text(encoding="utf-8"))
     check_line(PAGE.read_text(encoding="utf-8"), "default-src")
+
+
+def test_a_picture_goes_with_a_message(tab: Tab, templates: Templates) -> None:
+    """A user attaches a picture, takes one away again, and asks about it; a model of texts has no such button."""
+    with served(slow_table(seconds=0.01), templates=templates) as texts:
+        visit(tab, texts)
+        assert tab.run("document.getElementById('attach').hidden")
+    with serves_pictures() as server:
+        visit(tab, server)
+        drawn = "new Promise((done) => { const canvas = document.createElement('canvas'); canvas.width = 160; "
+        drawn += "canvas.height = 96; const pen = canvas.getContext('2d'); pen.fillStyle = 'teal'; "
+        drawn += "pen.fillRect(0, 0, 160, 96); pen.fillStyle = 'orange'; pen.fillRect(40, 20, 60, 60); "
+        drawn += "canvas.toBlob((blob) => { const files = new DataTransfer(); "
+        drawn += "files.items.add(new File([blob], 'a.png', { type: 'image/png' })); "
+        drawn += "const field = document.getElementById('files'); field.files = files.files; "
+        drawn += "field.dispatchEvent(new Event('change')); done(true); }); })"
+        for _ in range(2):
+            tab.run(drawn)
+        tab.wait("document.querySelectorAll('#pictures img').length === 2")
+        tab.run("document.querySelector('#pictures button').click()")
+        tab.wait("document.querySelectorAll('#pictures img').length === 1")
+        picture(tab, "picture-attached")
+        tab.run("document.getElementById('prompt').focus()")
+        tab.type("What is it?")
+        tab.press("Enter")
+        tab.wait("document.querySelectorAll('article .shown img').length === 1 && !document.querySelector('.running')")
+        assert tab.run("document.getElementById('pictures').hidden")
+        tab.wait(f"{TEXTS}[0].length > 0")
+        picture(tab, "picture-asked")
+        plan = next(plan for plan in server.table.plans if any(row.images is not None for row in plan.rows))
+        assert next(row.images for row in plan.rows if row.images is not None).tiles.shape == (2, 3, 8, 8)
+        assert not tab.problems

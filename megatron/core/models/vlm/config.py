@@ -36,6 +36,12 @@ class VLMConfig(FamilyConfig):
         "Id that stands at the places of images, by which other programs know them.", default=None, at_least=0
     )
 
+    @property
+    @override
+    def image_id(self) -> int | None:
+        """The id at places of images."""
+        return self.image_token_id
+
     @override
     def rules(self) -> Sequence[Rule]:
         """There is a vision encoder, and room for an image and a text."""

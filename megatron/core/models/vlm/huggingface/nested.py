@@ -7,6 +7,7 @@ language model's settings and tensors are those of its own type, behind a prefix
 from __future__ import annotations
 
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -54,7 +55,7 @@ SIZES: dict[str, dict[str, Any]] = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class NestedType(ModelType):
+class NestedType(ModelType, ABC):
     """Models with one ``model_type`` that hold others.
 
     ``encoders``: types of encoders that such a model may have; the first is meant where settings name none. ``texts``:
@@ -77,21 +78,21 @@ class NestedType(ModelType):
         inside = any("vision_tower.encoder.layer." in name for name in names)  # InternVL's encoder never had a level
         return {name: _first_name(name, tower=TOWER if inside else f"{TOWER}vision_model.") for name in names}
 
+    @abstractmethod
     def read_features(self, reader: NestedReader, vision: dict[str, Any]) -> dict[str, Any]:
         """Fields of ``VisionConfig`` about what is behind the encoder, which has the fields ``vision``."""
-        raise NotImplementedError
 
+    @abstractmethod
     def write_features(self, vision: VisionConfig, source: Json) -> dict[str, Any]:
         """The settings that ``read_features`` reads."""
-        raise NotImplementedError
 
+    @abstractmethod
     def projector_rows(self, vision: VisionConfig) -> Sequence[Row]:
         """Rows of what is between encoder and language model."""
-        raise NotImplementedError
 
+    @abstractmethod
     def not_of_type(self, vision: VisionConfig) -> dict[str, bool]:
         """Reasons why a model isn't of this type, and whether they hold."""
-        raise NotImplementedError
 
 
 def _first_name(name: str, *, tower: str) -> str:

@@ -1,0 +1,63 @@
+"""``--image`` of the command line: pictures stand where prompts say, and what is none is told in a sentence."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("transformers", reason="the model is made by the dev extra's transformers")
+
+from PIL import Image
+
+from megatron.core.conversion.convert import Conversion, convert
+from megatron.errors import ConfigError, DataError, MegatronError
+from tests.harness.sentences import expect_error
+from tests.unit.conversion.test_llava import random_llava
+from tools.text_generation_cli import main
+
+pytestmark = pytest.mark.slow(reason="tests/unit/inference/test_images.py has the engine, and test_pictures.py prompts")
+
+
+@pytest.fixture(scope="module")
+def load(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A checkpoint of a small LLaVA, whose tokens are numbers."""
+    folder = tmp_path_factory.mktemp("llava")
+    random_llava().save_pretrained(folder / "theirs")
+    convert(Conversion("hf", folder / "theirs", "megatron", folder / "ours"), list[str]().append)
+    return str(folder / "ours")
+
+
+def answered(load: str, capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    """What is printed behind the prompt."""
+    main(["--load", load, "--tokens-to-generate", "12", "--seed", "7", *arguments])
+    return capsys.readouterr().out.strip()
+
+
+def test_answers_are_about_the_picture(load: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Another picture, or the same at another place, is another prompt; without a mark it comes first."""
+    red, blue = (str(tmp_path / f"{color}.png") for color in ("red", "blue"))
+    for path in (red, blue):
+        Image.new("RGB", (30, 20), Path(path).stem).save(path)
+    prompts = (["--prompt", "5 6"], ["--prompt", "<image>\n5 6"], ["--prompt", "5 <image> 6"])
+    first, marked, inside = (answered(load, capsys, "--image", red, *each) for each in prompts)
+    assert first.removeprefix("5 6").split() == marked.removeprefix("<image>\n5 6").split()
+    others = [inside, answered(load, capsys, "--image", blue, *prompts[0]), answered(load, capsys, *prompts[0])]
+    assert all(first.split()[-12:] != each.split()[-12:] for each in others)
+    both = answered(load, capsys, "--image", red, blue, "--prompt", "<image> 7 <image>")
+    assert len(both.split()) == 15
+
+
+def test_what_is_no_image_is_told(load: str, tmp_path: Path) -> None:
+    """A path that is mistyped, a text, and marks for other pictures than there are."""
+    (tmp_path / "words.png").write_text("words")
+    Image.new("RGB", (4, 4)).save(tmp_path / "a.png")
+    cases: list[tuple[type[MegatronError], list[str]]] = [
+        (DataError, ["--image", str(tmp_path / "none.png"), "--prompt", "5"]),
+        (DataError, ["--image", str(tmp_path / "words.png"), "--prompt", "5"]),
+        (DataError, ["--image", str(tmp_path / "a.png"), "--prompt", "<image> <image> 5"]),
+        (ConfigError, ["--image", str(tmp_path / "a.png"), "--input-jsonl", "a", "--output-jsonl", "b"]),
+    ]
+    for kind, arguments in cases:
+        with expect_error(kind):
+            main(["--load", load, *arguments])
