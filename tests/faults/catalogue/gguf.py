@@ -88,4 +88,12 @@ FAULTS = (
         suffers="A Granite 4 with experts whose shared expert is wider than the others can't be written or read.",
         first=("unit/conversion/test_gguf.py::granitemoehybrid with experts",),
     ),
+    Fault(
+        "output_of_t5_unscaled_in_a_file",
+        f"{FILES}/writing.py",
+        old="tensors[OUTPUT] = _scaled(tensors[EMBEDDING], architecture.output_scale(*exact))",
+        new="tensors[OUTPUT] = _scaled(tensors[EMBEDDING], architecture.output_scale(model, groups))",
+        suffers="llama.cpp takes the original T5's likeliest word for certain, and samples hardly any other.",
+        first=("unit/conversion/test_gguf_t5.py",),
+    ),
 )

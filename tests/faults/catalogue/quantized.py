@@ -86,8 +86,8 @@ FAULTS = (
     Fault(
         "scales_of_the_first_rank",
         "megatron/training/checkpoints/stored_parts.py",
-        old="torch.arange(box.offsets[0], box.offsets[0] + count)",
-        new="torch.arange(count)",
+        old="shape[dim] + box.offsets[dim] + steps",
+        new="shape[dim] + steps",
         suffers="At two ranks, outputs of the second are multiplied by scales of the first.",
         first=(RANKS,),
     ),

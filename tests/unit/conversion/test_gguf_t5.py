@@ -73,6 +73,7 @@ def test_llama_cpp_computes_the_same(name: str, tmp_path: Path) -> None:
     said = do("gguf", tmp_path / "model", "megatron", tmp_path / "ours")
     assert any(line.startswith("proof: llama.cpp") for line in said)
     before, back = read_huggingface(source), read_gguf(tmp_path / "model", scratch=tmp_path / "scratch")
+    assert back.model.untie_embeddings_and_output_weights
     for each, tensor in before.tensors.items():
         assert torch.equal(back.tensors[each].make(), tensor.make()), each
     one, other = (as_any(build_tokenizer(each.tokenizer)) for each in (before, back))
