@@ -49,6 +49,7 @@ CONSTRAINED = ["llguidance>=1.9,<2"]  # answers that follow a JSON schema or a g
 CLIENTS = ["openai", "schemathesis"]  # of the server, for its tests
 # llama.cpp itself, which answers the files that tests export; wheels for Linux, macOS and Windows.
 READERS = ["xllamacpp"]
+DIGITS = ["scikit-learn"]  # scanned digits of examples/vision_language
 CHECK = ["ruff", "mypy", "import-linter", "types-PyYAML", "pre-commit"]
 DOCS = ["zensical>=0.0.73", "mkdocstrings[python]>=1"]  # docs/site.py
 # Enough to change and check the model, data, training, conversion and the server.
@@ -126,7 +127,7 @@ setup(
         # Every test but those of lm-eval and docs.
         "dev-all": [
             *(DEV + S3 + GCS + STORAGE_SERVERS + CLIENTS + ACCELERATE + OPENTELEMETRY),
-            *(GGUF + ONNX + COMPRESSED_TENSORS + PEFT + READERS),
+            *(GGUF + ONNX + COMPRESSED_TENSORS + PEFT + READERS + DIGITS),
         ],
     },
 )

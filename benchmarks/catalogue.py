@@ -55,6 +55,7 @@ CATALOGUE = {
     "guards": Benchmark("the same step without guards", "time of the processor over its", at_most=1.01),
     "hybrid_generation": Benchmark("transformers' generate of Nemotron-H", "speed over its", at_least=1.3),
     "hybrid_step": Benchmark("transformers' Nemotron-H at its best", "speed of a training step over its", at_least=1.6),
+    "images": Benchmark("a bare loop of Pillow, and transformers' LLaVA", "speed over its target", at_least=1.0),
     "index_building": Benchmark("megatron-core's compiled helper", "time over its target", at_most=1.0),
     "lora": Benchmark("peft", "speed of a step with adapters over its", at_least=1.2),
     "muon": Benchmark("torch.optim.Muon", "time of an update over its", at_most=0.25),

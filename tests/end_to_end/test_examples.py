@@ -38,6 +38,8 @@ PARAMETERS = {
     "train_mamba2_hybrid_8b.sh": "8.65 B",
     "train_nemotron_h_8b.sh": "8,100,852,736 in the model (8.1 B)",
     "train_olmo_hybrid_7b.sh": "7,430,870,688 in the model (7.43 B)",
+    "train_llava15_7b.sh": "7,050,828,800 in the model (7.05 B)",
+    "train_llava15_7b_projector.sh": "7,050,828,800 in the model (7.05 B)",
     "train_bert_340m_distributed.sh": "336,228,158 in the model",
     "train_t5_220m_distributed.sh": "221,748,480 in the model",
 }

@@ -32,7 +32,8 @@ FILES = ["--data-path", "data", "--vocab-file", "vocab", "--merge-file", "merges
 
 def family_of_example(flag_file: Path) -> Family:
     """The family that an example's folder is named after, else GPT: ``gpt3`` and ``llama`` hold GPT models."""
-    return FAMILIES.get(flag_file.parent.name, FAMILIES["gpt"])
+    name = flag_file.parent.name
+    return FAMILIES["vlm"] if name == "vision_language" else FAMILIES.get(name, FAMILIES["gpt"])
 
 
 def example(flag_file: Path) -> RunConfig:

@@ -25,7 +25,7 @@ from megatron.core.vision.projector import build_projector
 
 class VLMModel(GPTModel):
     """The stage's part of a vision-language model (LLaVA, arXiv:2304.08485). ``config``, ``stack``: the language
-    model's. Encoder and projector are where the embedding is.
+    model's. Encoder and projector are where the embedding is. ``vision``: the encoder's sizes, and how tiles are made.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class VLMModel(GPTModel):
             seed=seed,
             before=modules if is_first else None,
         )
-        self._vision, self._whole = vision, whole
+        self.vision, self._whole = vision, whole
         self.vision_model: VisionEncoder
         self.vision_projection: Any
 
@@ -104,7 +104,7 @@ class VLMModel(GPTModel):
         found = super().costs(workload)
         if not self._stage.is_first:
             return found
-        tiles = self._vision.tiles_within(workload.length)
+        tiles = self.vision.tiles_within(workload.length)
         encoded, projected = (
             dataclasses.replace(
                 workload,
@@ -115,7 +115,7 @@ class VLMModel(GPTModel):
                 has_padding=False,
                 has_documents=False,
             )
-            for length in (self._vision.encoded_per_tile, self._vision.features_per_tile)
+            for length in (self.vision.encoded_per_tile, self.vision.features_per_tile)
         )
         features = Costs(kept=workload.rows * self._config.hidden_size * (workload.itemsize + 1))
         own = costs_of(self.vision_model, encoded) + costs_of(self.vision_projection, projected) + features
