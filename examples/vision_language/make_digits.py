@@ -70,7 +70,7 @@ def scanned() -> list[tuple[NDArray[np.uint8], int]]:
 
 
 def without_pictures(lines: Sequence[dict[str, object]]) -> list[dict[str, object]]:
-    """The same conversations as texts alone."""
+    """Conversations as texts alone."""
     found = list[dict[str, object]]()
     for line in lines:
         turns = [{**turn, "value": turn["value"].replace("<image>\n", "")} for turn in line["conversations"]]  # type: ignore[attr-defined]
