@@ -88,7 +88,7 @@ def check_own_files(settings: TaskConfig, found: Findings) -> None:
             sets = [*([data.train] if data.train else []), *data.valid.values()]
             found.lines += [f"data: {texts.describe()}" for texts in sets]
         return
-    from tasks.zero_shot.evaluation import read_documents
+    from megatron.training.evaluation.zero_shot.files import read_documents
 
     for path in map(Path, settings.valid_data):
         documents = found.check(lambda path=path: list(read_documents(path, key=settings.json_key)))  # type: ignore[misc]

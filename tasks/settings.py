@@ -8,6 +8,7 @@ from typing import ClassVar, Literal
 
 from typing_extensions import override
 
+from megatron.config.eval_tasks import ZERO_SHOT as ZERO_SHOT
 from megatron.config.family import FamilyConfig, Purpose, Rule
 from megatron.config.flags import flag
 from megatron.core.models.bert.config import RULES as BERT_RULES
@@ -32,7 +33,6 @@ FINE_TUNING = {
     "MNLI": AnswerShape(choices=1, classes=3),
     "QQP": AnswerShape(choices=1, classes=2),
 }
-ZERO_SHOT = ("WIKITEXT103", "LAMBADA", "LM")  # tasks that train nothing
 _RETRIEVAL = "retrieval models are outside this project"
 
 

@@ -14,6 +14,17 @@ class ReportingConfig(Settings):
     log_throughput: bool = switch("Show TFLOP/s per GPU in the log line.")
     log_params_norm: bool = switch("Show the norm of the parameters.")
     log_num_zeros_in_grad: bool = switch("Show how many gradient elements are zero.")
+    eval_tasks: tuple[str, ...] = flag(
+        "Tasks, each with its file, on which the model is measured while it trains: NAME=FILE ..., with WIKITEXT103, "
+        "LAMBADA and LM (any text) as names.",
+        default=(),
+    )
+    eval_tasks_interval: int | None = flag(
+        "Iterations between scores of --eval-tasks; --eval-interval unless given. The last iteration has scores, too.",
+        default=None,
+        at_least=1,
+        at_most=COUNT,
+    )
     generate_samples_interval: int | None = flag(
         "Iterations between samples of what the model writes, in the log, TensorBoard and Weights & Biases; none "
         "unless given.",

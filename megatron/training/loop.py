@@ -23,6 +23,7 @@ from megatron.training.checkpoints.saving import Saver, holding_save_folder, sav
 from megatron.training.evaluation.evaluate import evaluate
 from megatron.training.evaluation.first_pass import before_training
 from megatron.training.evaluation.samples import Samples
+from megatron.training.evaluation.task_scores import TaskScores
 from megatron.training.guards.guard import StepGuard
 from megatron.training.guards.hardware import hardware
 from megatron.training.guards.stragglers import Timed, watching_stragglers
@@ -118,7 +119,7 @@ def train(run: Run, saver: Saver, profiled: Profiled, timed: Timed) -> bool:
             length = f"--train-samples {config.train_samples} ({config.train_iters} iterations)"
         reporter.say(f"already at iteration {progress.iteration} of {length}: nothing to train")
 
-    samples = Samples(run)
+    samples, scores = Samples(run), TaskScores(run)
     folders = HuggingFaceFolders(run, saver)
     folders.write_if_due()  # a start before this one may have ended between checkpoint and model
     learned = training_batches(run)
@@ -140,6 +141,7 @@ def train(run: Run, saver: Saver, profiled: Profiled, timed: Timed) -> bool:
                 if record is None:  # the run is that of its last checkpoint again
                     learned, saved_at = training_batches(run), progress.iteration
                     reporter.restart_clock(progress.iteration)
+                    reporter.tell("rollback", iteration=progress.iteration)
                     continue
                 reporter.step(record)
                 run.stepped(record)
@@ -164,6 +166,7 @@ def train(run: Run, saver: Saver, profiled: Profiled, timed: Timed) -> bool:
         with kept_if_answers_fail(run, saver, saved_at=saved_at):
             learned.evaluate_if_due()
         samples.write_if_due()
+        scores.write_if_due()
         reason = run.exit_watch.reason(progress.iteration)
         is_due = checkpoint.save_interval is not None and progress.iteration % checkpoint.save_interval == 0
         is_last = reason is not None or progress.iteration == config.train_iters

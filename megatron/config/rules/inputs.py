@@ -7,6 +7,7 @@ import re
 
 from megatron.config.checkpoint import place_of
 from megatron.config.data import DEFAULT_SPLIT
+from megatron.config.eval_tasks import eval_tasks_of
 from megatron.config.family import Purpose, Rule
 from megatron.config.flags import flag_of
 from megatron.config.rules.sentence import rule
@@ -124,6 +125,15 @@ def samples_have_an_interval(run: RunConfig) -> str | None:
     return f"{listed} without --generate-samples-interval: no samples are written; give it, or leave {listed} out"
 
 
+def eval_tasks_are_known(run: RunConfig) -> str | None:
+    """--eval-tasks names tasks with their files."""
+    try:
+        eval_tasks_of(run.reporting.eval_tasks)
+    except ValueError as error:
+        return f"--eval-tasks {' '.join(run.reporting.eval_tasks)}: {error}"
+    return None
+
+
 def exports_are_at_checkpoints(run: RunConfig) -> str | None:
     """--save-hf-interval is a multiple of --save-interval: a model in --save-hf is then one that a restart has, too."""
     checkpoint = run.checkpoint
@@ -200,6 +210,7 @@ RULES: tuple[Rule, ...] = (
         "{run.parallel.tensor_model_parallel_size}, whose ranks divide the rows; give a multiple of it",
         lambda run: (run.tokenizer.padded_vocab_size or 0) % run.parallel.tensor_model_parallel_size,
     ),
+    eval_tasks_are_known,
     one_data_source,
     training_data_is_given,
     split_needs_one_data_set,

@@ -55,6 +55,7 @@ NEEDS: tuple[tuple[str, str, Callable[[RunConfig], object]], ...] = (
         " without --tensorboard-dir",
         lambda run: run.reporting.tensorboard_dir,
     ),
+    ("eval_tasks_interval", " without --eval-tasks", lambda run: run.reporting.eval_tasks),
     ("metrics_host", " without --metrics-port", lambda run: run.reporting.metrics_port),
     (
         "mlflow_run_name mlflow_tracking_uri",

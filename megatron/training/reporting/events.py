@@ -26,9 +26,10 @@ _NEEDED: dict[str, tuple[str, ...]] = {
     "validation": ("where", "losses"),
     "sample": ("prompt", "text"),
     "numbers": ("values",),
+    "rollback": ("iteration",),
     "end": ("state",),
 }
-EventName = Literal["start", "steps", "aside", "validation", "sample", "saved", "numbers", "warning", "end"]
+EventName = Literal["start", "steps", "aside", "validation", "sample", "saved", "numbers", "rollback", "warning", "end"]
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ class _Steps:
 class Goodput:
     """Seconds of a run since its first launch, by what they were spent on.
 
-    ``redone``: steps after the checkpoint from which a later launch went on. ``starting``: from the start of a process
+    ``redone``: steps after the checkpoint from which training went on later. ``starting``: from the start of a process
     to its first step. ``away``: between the last event of a launch and the start of the next, with the steps
     that a kill kept from being logged.
     """
@@ -55,6 +55,8 @@ class Goodput:
         elif event.name == "steps":
             steps = _Steps(int(fields["iteration"]), int(fields["iterations"]), float(fields["seconds"]))
             self._kept.append(steps)
+        elif event.name == "rollback":
+            self._redo_after(int(fields["iteration"]))
         elif event.name == "aside":
             if fields.get("what") in ("save-checkpoint", "save-hf"):
                 self.saving += float(fields["seconds"])
@@ -70,6 +72,10 @@ class Goodput:
             self.away += max(0.0, began - self._newest)
         self.launches += 1
         self.starting += setup
+        self._redo_after(iteration)
+
+    def _redo_after(self, iteration: int) -> None:
+        """Count the steps after ``iteration`` as done in vain."""
         while self._kept and self._kept[-1].last > iteration:
             steps = self._kept.pop()
             kept = max(0, steps.count - (steps.last - iteration))

@@ -50,6 +50,8 @@ class History:
         if event.name == "start":
             self.start, self.state = fields, "running, or ended without a word"
             self._forget_after(iteration)
+        elif event.name == "rollback":
+            self._forget_after(iteration)
         elif event.name == "steps":
             for name, value in {**fields["losses"], **{name: fields.get(name) for name in _OF_STEPS}}.items():
                 if value is not None:

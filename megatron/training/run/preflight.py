@@ -12,6 +12,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TypeVar
 
+from megatron.config.eval_tasks import eval_tasks_of
 from megatron.config.rules import listed
 from megatron.config.run import RunConfig
 from megatron.core.datasets.build import open_source, sources_read
@@ -69,6 +70,7 @@ def check_files(run: RunConfig, found: Findings, *, model_name: str, bodies: Seq
         from megatron.training.checkpoints.huggingface_folders import check_huggingface
 
         found.lines += found.check(lambda: check_huggingface(sized or run)) or ()
+    _check_eval_tasks(run, found)
     _check_folders(run, found)
     if run.checkpoint.save is not None:
         found.lines += filter(None, [found.check(lambda: _look_at_save(run))])
@@ -93,6 +95,16 @@ def _check_data(run: RunConfig, found: Findings, *, tokenizer: Tokenizer | None,
                     f"data: {prefix}, {int(lengths.sum(dtype='int64')):,} tokens in {len(lengths):,} sequences"
                     f"{f', {when} (--verify-data)' if data.verify_data else ''}"
                 )
+
+
+def _check_eval_tasks(run: RunConfig, found: Findings) -> None:
+    if not run.reporting.eval_tasks:
+        return
+    from megatron.training.evaluation.task_scores import FLAG, read_task
+
+    for named in eval_tasks_of(run.reporting.eval_tasks):
+        if found.check(partial(read_task, named)) is not None:
+            found.lines.append(f"{FLAG}: {named.name} reads {named.file}")
 
 
 def _check_load(
@@ -130,6 +142,8 @@ def _check_folders(run: RunConfig, found: Findings) -> None:
     """Check the folders that the run writes into, except a cache, which a run can do without."""
     folders = {
         "--save": run.checkpoint.save,
+        "--log-dir": run.reporting.log_dir,
+        "--log-json": str(Path(run.reporting.log_json).parent) if run.reporting.log_json else None,
         "--tensorboard-dir": run.reporting.tensorboard_dir,
         "--wandb-save-dir": run.reporting.wandb_save_dir if run.reporting.wandb_project else None,
         "--memory-snapshot-path": str(Path(run.profiling.memory_snapshot_path).parent)

@@ -151,11 +151,27 @@ FAULTS = (
     ),
     Fault(
         "answer_scored_from_the_next_token",
-        "tasks/zero_shot/lambada.py",
+        "megatron/training/evaluation/zero_shot/lambada.py",
         old="first_scored=max(0, len(ids) - 1 - len(target))",
         new="first_scored=max(0, len(ids) - len(target))",
         suffers="LAMBADA counts words whose first token is wrong.",
         first=("unit/tasks/test_zero_shot_against_transformers.py",),
+    ),
+    Fault(
+        "scored_in_training_mode",
+        "megatron/training/evaluation/task_scores.py",
+        old="            for model in run.models:\n                model.train()\n",
+        new="",
+        suffers="After the first scores of --eval-tasks a model trains without dropout.",
+        first=("unit/training/evaluation/test_task_scores.py",),
+    ),
+    Fault(
+        "steps_done_again_are_kept",
+        "megatron/training/reporting/goodput.py",
+        old="while self._kept and self._kept[-1].last > iteration:",
+        new="while self._kept and self._kept[-1].last > iteration + 10**9:",
+        suffers="Goodput counts steps that a restart has done again as if nothing had been lost.",
+        first=("unit/training/reporting/test_observing.py",),
     ),
     Fault(
         "bits_are_nats",

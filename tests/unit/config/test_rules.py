@@ -226,6 +226,7 @@ REMARKS = [
     ("--muon-momentum 0.95", "", "--muon-momentum: no effect without --optimizer muon"),
     ("--muon-no-split-qkv", "", "--muon-no-split-qkv: no effect without --optimizer muon, adafactor or soap"),
     ("--lion-beta1 0.9", "", "--lion-beta1: no effect without --optimizer lion"),
+    ("--eval-tasks-interval 5", "", "--eval-tasks-interval: no effect without --eval-tasks"),
     ("--metrics-host 0.0.0.0", "", "--metrics-host: no effect without --metrics-port"),
     ("--mlflow-run-name a", "", "--mlflow-run-name: no effect without --mlflow-experiment"),
     ("--ademamix-alpha 5", "", "--ademamix-alpha: no effect without --optimizer ademamix"),

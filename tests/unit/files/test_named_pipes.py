@@ -31,8 +31,8 @@ from megatron.core.tokenizers.conversations import own_template
 from megatron.core.tokenizers.text_files import find_inputs, read_batches
 from megatron.errors import DataError, MegatronError
 from megatron.small_files import read_json, read_text
+from megatron.training.evaluation.zero_shot import files as evaluation
 from tasks.fine_tuning.files import read_labelled
-from tasks.zero_shot import evaluation
 from tests.harness.sentences import expect_error
 from tools import merge_datasets, plot_loss, preprocess_data, text_generation_cli, train_tokenizer
 from tools.generation.batch import answer_file

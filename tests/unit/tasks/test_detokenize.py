@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from megatron.errors import DataError
-from tasks.zero_shot.detokenize import detokenizer_for, penn_treebank, unchanged, wikitext
+from megatron.training.evaluation.zero_shot.detokenize import detokenizer_for, penn_treebank, unchanged, wikitext
 from tests.harness.evaluation import WIKITEXT, WIKITEXT_AS_TEXT
 from tests.harness.sentences import check_sentence, expect_error
 
@@ -28,7 +28,7 @@ def test_the_path_tells_the_corpus() -> None:
     assert detokenizer_for(Path("wikitext-103/ptb.test")) is penn_treebank
     assert detokenizer_for(Path("wikitext-103/test.tokens")) is wikitext
     assert detokenizer_for(Path("lambada.txt")) is unchanged
-    with expect_error(DataError, "--task LM"):
+    with expect_error(DataError, "LM"):
         detokenizer_for(Path("test.txt"))
 
 

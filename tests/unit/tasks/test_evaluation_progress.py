@@ -12,7 +12,7 @@ from typing_extensions import override
 from megatron.core.parallel.context import ParallelContext
 from megatron.core.parallel.mesh import Mesh
 from megatron.core.parallel.rng import RngStreams
-from tasks.zero_shot import evaluation
+from megatron.training.evaluation.zero_shot.task import report_progress
 
 
 class Terminal(io.StringIO):
@@ -30,7 +30,7 @@ def test_time_remaining(watched: bool, monkeypatch: pytest.MonkeyPatch, capsys: 
     monkeypatch.setattr("tqdm.std.time", lambda: now[0])
     if watched:
         monkeypatch.setattr(sys, "stderr", terminal)
-    tell = evaluation.report_progress(context, 40)
+    tell = report_progress(context, 40)
     for done in (10, 20, 30, 40):
         now[0] += 10.0
         tell(done)

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from megatron.core.parallel.context import ParallelContext
-from tasks.zero_shot.lambada import sample_of
+from megatron.training.evaluation.zero_shot.lambada import sample_of
 from tests.harness.data import shared_data
 from tests.harness.evaluation import OPENINGS, WIKITEXT, WIKITEXT_AS_TEXT, SmallGPT2, run_task, small_gpt2
 
@@ -152,7 +152,7 @@ def whole_files() -> bool:
 @pytest.mark.slow
 def test_wikitext_of_the_real_file(real_gpt2: SmallGPT2, tmp_path: Path) -> None:
     """The beginning of WikiText's test file; all of it with TEST_WHOLE_FILES=1."""
-    from tasks.zero_shot.detokenize import wikitext
+    from megatron.training.evaluation.zero_shot.detokenize import wikitext
 
     text = shared_data("data", "wikitext-2", "wiki.test.tokens").read_text(encoding="utf-8")
     text = text if whole_files() else text[:8_000]

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from megatron.errors import DataError
+from megatron.training.evaluation.zero_shot.files import FLAG
 
 Replacement = tuple[str, str]
 
@@ -63,14 +64,14 @@ def unchanged(text: str) -> str:
     return text
 
 
-def detokenizer_for(path: Path) -> Callable[[str], str]:
+def detokenizer_for(path: Path, *, flag: str = FLAG) -> Callable[[str], str]:
     """The detokenizer for a path that contains the corpus's name; raises DataError for another path."""
     known = {"ptb": penn_treebank, "wiki": wikitext, "lambada": unchanged}
     found = next((function for name, function in known.items() if name in str(path)), None)
     if found is None:
         raise DataError(
-            f"--valid-data {path}: --task WIKITEXT103 recognizes the corpus by its path, which must contain ptb, "
-            "wiki or lambada; rename the file, or use --task LM for other text"
+            f"{flag} {path}: WIKITEXT103 recognizes the corpus by its path, which must contain ptb, "
+            "wiki or lambada; rename the file, or use LM for other text"
         )
     return found
 
