@@ -64,6 +64,20 @@ def now(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     return now
 
 
+def test_rank_that_is_cut_off_ends(capsys: pytest.CaptureFixture[str]) -> None:
+    """The kernel waits a quarter of an hour for a network that is cut, and no thread can ask the store meanwhile."""
+    answered, left = threading.Event(), Left()
+    store: Any = SimpleNamespace(check=lambda keys: answered.wait(60) and False)
+    mesh, patience = Mesh.of(dp=2, rank=1), replace(QUICK, answer=0.05)
+    watcher = Liveness(store, mesh, patience, leave=lambda code: left.codes.update({1: code}))
+    watcher.start()
+    left.expect(1)
+    answered.set()
+    watcher.stop()
+    assert left.codes == {1: 1}
+    check_line(capsys.readouterr().err, "error: rank 1", "store", hide=[r"for \d+ s"])
+
+
 def test_ranks_that_work_are_left_alone(now: list[float]) -> None:
     """A watch that ends healthy runs is worse than none: waiting shortly, again and again, is no stall."""
     with ranks(2) as (_, meshes, left):
@@ -99,7 +113,7 @@ def test_stall_is_told_once_with_the_missing_rank(capfd: pytest.CaptureFixture[s
     assert told.count("missing: rank 1") == 1
     check_line(told, "all-reduce", "dp, cp", "0-2", "12", hide=[r"(?<=rank )\d \(.*?\)"])  # whoever is first
     check_line(told, "rank 1: iteration 12", "batch-generator")
-    assert "stack of rank 1 (pp=0 dp=1 cp=0 tp=0):" in told
+    assert "stack of ranks 0-2:" in told  # threads of one process, whose main thread is the same
 
 
 def test_rank_that_can_not_answer_does_not_hold_up_the_report(capfd: pytest.CaptureFixture[str]) -> None:

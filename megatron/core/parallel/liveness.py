@@ -8,6 +8,7 @@ its place and stack, of which that rank makes one report. All ranks end within s
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import os
 import sys
@@ -53,11 +54,14 @@ class Liveness:
         self._store, self._mesh, self._patience, self._leave_process = store, mesh, patience, leave
         self._main_thread = threading.main_thread().ident
         self._done, self._order_seen = threading.Event(), threading.Event()
+        self._request = 0  # number of the request to the store that is not answered yet; 0: none
         self._thread = threading.Thread(target=self._watch, name="liveness", daemon=True)
+        self._limit = threading.Thread(target=self._watch_store, name="liveness limit", daemon=True)
 
     def start(self) -> None:
         """Begin to watch."""
         self._thread.start()
+        self._limit.start()
 
     def stop(self) -> None:
         """Stop watching: the run has ended without an error."""
@@ -111,7 +115,11 @@ class Liveness:
 
     def _watch(self) -> None:
         patience = self._patience
-        while not self._done.wait(patience.poll):
+        for number in itertools.count(1):
+            self._request = 0
+            if self._done.wait(patience.poll):
+                return
+            self._request = number
             try:
                 if self._store.check([_CALLED_OFF]):
                     self._order_seen.set()
@@ -123,6 +131,24 @@ class Liveness:
                 if not self._done.wait(patience.leave):
                     _report_line("error: rank 0, which serves the store of all ranks, is gone")
                     self._leave(exit_code=1)
+                return
+
+    def _watch_store(self) -> None:
+        """End this rank when the store doesn't answer: the network is cut, and the kernel gives up after many minutes
+        alone. Time in which this process was stopped doesn't count.
+        """
+        last, waited, patience = 0, 0.0, self._patience
+        limit = patience.stall + 4 * patience.answer  # more than a report takes
+        while not self._done.wait(patience.poll):
+            request = self._request
+            waited, last = (waited + patience.poll if request and request == last else 0.0), request
+            if waited > limit:
+                _report_line(
+                    f"error: rank {self._mesh.world_rank} ({self._mesh.describe()}) has had no answer from the store "
+                    f"of all ranks for {waited:.0f} s ({self._mesh.activity.place}): the network between the nodes is "
+                    "cut, or the node of rank 0 stands still"
+                )
+                self._leave(exit_code=1)
                 return
 
     def _obey(self, order: dict[str, Any]) -> None:

@@ -21,10 +21,10 @@ from megatron.core.pipeline_parallel.settings import PipelineSettings
 from megatron.core.transformer.output_layer import VocabularyOutput
 from megatron.training.checkpoints.trained_model import PlacedModel
 from megatron.training.evaluation.metrics import Metric
+from megatron.training.loss_sums import GlobalLoss, global_loss
 from megatron.training.run.data import held_slices
 from megatron.training.run.pipeline import Plans, routes
 from megatron.training.run.run import Run
-from megatron.training.step import GlobalLoss, global_loss
 
 AnyModel = TypeVar("AnyModel", bound=PlacedModel, covariant=True)
 

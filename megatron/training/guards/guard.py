@@ -63,7 +63,7 @@ class _Computed:
 
 @dataclass
 class _Statistics:
-    """Of ``--rerun-mode report_stats``, since the last report."""
+    """Counts of ``--rerun-mode report_stats`` since the last report."""
 
     steps: int = 0
     differing: int = 0
@@ -165,7 +165,7 @@ class StepGuard:
         return second, again
 
     def _transient(self, ranks: list[int], places: list[str], why: str, second: _Computed) -> None:
-        """The same inputs gave another result: a fault of the hardware that has passed, if the second one is finite."""
+        """Handle another result of the same inputs: a fault of the hardware, which has passed if it is finite now."""
         again, iteration = second.not_finite, self._run.progress.iteration + 1
         named = ", ".join(f"rank {rank} ({places[rank]})" for rank in ranks[:8]) + (" …" if len(ranks) > 8 else "")
         self._fault([places[rank] for rank in ranks], f"transient fault at iteration {iteration}")
@@ -183,8 +183,8 @@ class StepGuard:
         )
 
     def _reproduced(self, computed: _Computed, why: str, places: list[str]) -> None:
-        """The same inputs gave the same result: a replica whose weights differ, a device that is always wrong, or data
-        or model. A spike is left to ``--spike-action``.
+        """Handle a bad result that was the same twice: replicas that differ, a device that is always wrong, or data or
+        model. A spike is left to ``--spike-action``.
         """
         run, iteration = self._run, self._run.progress.iteration + 1
         state = chain(run.whole_model_state(), run.buffer_state())

@@ -184,7 +184,8 @@ def ledger(
 def _end(book: Ledger, context: ParallelContext, *, how: str, what: str, error: Exception | None = None) -> None:
     """Note how a start has ended: rank 0 writes, and a rank whose own error it is, not one that follows from it."""
     mesh, activity = context.mesh, context.mesh.activity
-    follows = bool(activity.collective) and not isinstance(error, MegatronError)
+    # A kernel's error comes up where the host waits for the device; others come there because a rank is gone.
+    follows = bool(activity.collective) and not isinstance(error, MegatronError) and "CUDA error" not in str(error)
     is_own = error is not None and not isinstance(error, MegatronError) and not follows
     if is_own:
         book.fault([book.host], f"rank {mesh.world_rank}: {what}")

@@ -16,10 +16,10 @@ from megatron.core.parallel.context import ParallelContext
 from megatron.errors import ParallelError
 from megatron.training.guards.results import place_of
 
-_WIDTH = {"cuda": 4096, "cpu": 384}
-_BYTES = {"cuda": 1 << 28, "cpu": 1 << 24}
+_GPU_WIDTH, _GPU_BYTES = 4096, 1 << 28
+_CPU_WIDTH, _CPU_BYTES = 384, 1 << 24
 _SECONDS = 1.0
-"""Of each measurement; there are four, with all ranks at the same time."""
+"""Length of each measurement; there are up to four, with all ranks at the same time."""
 
 
 @dataclass(frozen=True)
@@ -35,18 +35,17 @@ class RankHealth:
 
 def measure(context: ParallelContext) -> RankHealth:
     """Test this rank's device: its products, its memory, and what all ranks together send. A collective; seconds."""
-    device = context.device
-    kind = "cuda" if is_gpu(device) else "cpu"
-    width, size = _WIDTH[kind], _BYTES[kind]
+    device, on_gpu = context.device, is_gpu(context.device)
+    width, size = (_GPU_WIDTH, _GPU_BYTES) if on_gpu else (_CPU_WIDTH, _CPU_BYTES)
     a = _numbers(width).to(device, torch.float32)
     is_right = all(_is_product(a @ a.T, a) for _ in range(3))  # a device may be wrong now and then
-    fast = a.to(torch.bfloat16) if kind == "cuda" else a
+    fast = a.to(torch.bfloat16) if on_gpu else a
     flops = 2.0 * width**3
     block = torch.zeros(size, dtype=torch.uint8, device=device)
     other = torch.empty_like(block)
     rates = {"products": flops / 1e12 / _repeated(lambda: fast @ fast, device)}
     rates["memory"] = 2 * size / 1e9 / _repeated(lambda: other.copy_(block), device)
-    if kind == "cuda":
+    if on_gpu:
         host = torch.zeros(size, dtype=torch.uint8, pin_memory=True)
         rates["copies from the host"] = size / 1e9 / _repeated(lambda: block.copy_(host), device)
     if context.mesh.world_size > 1:

@@ -36,7 +36,7 @@ class Fingerprint:
 
     @classmethod
     def of(cls, sums: BatchSums, numbers: StepNumbers, buffers: Sequence[FlatBuffer]) -> Fingerprint:
-        """That of results which ``forward_backward`` has just left in ``buffers``."""
+        """The fingerprint of results which ``forward_backward`` has just left in ``buffers``."""
         parts = [checksum(buffer.own_grads(span)) for buffer, _, span in parts_of(buffers, FlatBuffer.owned)]
         total = int(torch.stack(parts).sum().item()) if parts else 0
         loss, *_ = numbers.loss.means.values()

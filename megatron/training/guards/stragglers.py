@@ -84,7 +84,7 @@ class Timed:
         return nullcontext()
 
     def report(self, iteration: int) -> None:
-        """Called after ``iteration`` on every rank."""
+        """Look at the times at the end of ``iteration``. A collective."""
 
 
 class Stragglers(Timed):

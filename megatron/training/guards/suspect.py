@@ -1,5 +1,7 @@
-"""A result that was the same twice on the same devices: ``suspect.json`` beside the checkpoints says where, so that the
-next start, on other devices, can tell whose fault it is. And the list of iterations whose results were rejected."""
+"""Results that were bad twice, for the next start, and the list of iterations whose results were rejected.
+
+A file beside the checkpoints says which devices computed them, so that other ones can tell whose fault it is.
+"""
 
 from __future__ import annotations
 

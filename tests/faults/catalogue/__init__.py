@@ -9,6 +9,7 @@ from tests.faults.catalogue import (
     delta_nets,
     distillation,
     gguf,
+    guards,
     images,
     launch,
     mamba,
@@ -55,6 +56,7 @@ FAULTS: tuple[Fault, ...] = (
     *preferences.FAULTS,
     *pruning.FAULTS,
     *rewards.FAULTS,
+    *guards.FAULTS,
 )
 """Their numbers on the command line count from 1 in this order."""
 

@@ -77,7 +77,7 @@ FAULTS = (
     ),
     Fault(
         "tokens_of_one_context_rank",
-        "megatron/training/step.py",
+        "megatron/training/loss_sums.py",
         old="return all_reduce(pairs, context.mesh, *axes)",
         new='return all_reduce(pairs, context.mesh, *(axis for axis in axes if axis != "cp"))',
         suffers="With context parallelism the loss is divided by the tokens of one rank.",

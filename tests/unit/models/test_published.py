@@ -19,7 +19,7 @@ from megatron.core.parallel.model_context import ModelContext
 from megatron.core.parallel.rng import StreamKey
 from megatron.core.parallel.sharding import sharded_parameters
 from megatron.core.pipeline_parallel.chunk import Microbatch
-from megatron.training.step import loss_weights
+from megatron.training.loss_sums import loss_weights
 from tests.harness.published import PublishedBatch, fp64_model, portable_gradients, without_dropout
 from tests.published import FIRST, LIKE_ANOTHER, MODELS
 from tests.tiers import tiers

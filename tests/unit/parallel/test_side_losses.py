@@ -18,7 +18,7 @@ from megatron.core.pipeline_parallel.lower import lower
 from megatron.core.pipeline_parallel.runner import Runner
 from megatron.core.pipeline_parallel.schedules import one_f_one_b
 from megatron.errors import ConfigError
-from megatron.training.step import global_loss
+from megatron.training.loss_sums import global_loss
 from tests.harness.sentences import expect_error
 
 SINGLE = ParallelContext.single()

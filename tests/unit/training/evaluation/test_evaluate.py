@@ -13,8 +13,9 @@ from megatron.core.parallel.context import ParallelContext
 from megatron.core.pipeline_parallel.chunk import Microbatch
 from megatron.training import loop
 from megatron.training.evaluation.evaluate import evaluate
+from megatron.training.loss_sums import GlobalLoss
 from megatron.training.run.run import Run
-from megatron.training.step import GlobalLoss, train_step
+from megatron.training.step import train_step
 from tests.harness.runs import tiny_config, tiny_run
 
 DRAWING = "--mock-data --hidden-dropout 0.5 --attention-dropout 0.5 --eval-iters 2 --eval-interval 1"

@@ -1,0 +1,1 @@
+"""Drills: faults of machines, made on purpose in real runs, which end as documented with nothing lost."""
