@@ -31,7 +31,7 @@ GPT2_SETTINGS = {
 }
 """tokenizer_config.json beside the files of GPT2BPETokenizer, by which transformers' AutoTokenizer reads them."""
 TOKENIZER_FILES = ("tokenizer.json", *_SAYS_MORE, *VOCABULARY_FILES, "chat_template.jinja")
-SETTINGS = ("config.json", "generation_config.json")
+SETTINGS = ("config.json", "generation_config.json", "preprocessor_config.json", "processor_config.json")
 _has = partial(has_file, error=CheckpointError)
 _WEIGHTS_ALONE = "take the tokenizer's files out of the folder to convert the weights alone"
 

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron.config.vision import VisionConfig
-from megatron.core.images.decoding import pillow
+from megatron.core.images.decoding import MOST_PIXELS, pillow
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -75,23 +75,44 @@ def tiles_of(image: Image, vision: VisionConfig) -> NDArray[np.uint8]:
 
 
 def _fitted(image: Image, vision: VisionConfig) -> Image:
-    """A picture of any shape as one tile."""
-    image_module = pillow()
-    bicubic = image_module.Resampling.BICUBIC
-    (width, height), wanted = image.size, (vision.img_w, vision.img_h)
+    """A picture of any shape as one tile, in whole pixels as transformers' processors make them."""
+    wanted = vision.img_w, vision.img_h
     if vision.image_fit == "crop":
-        scale = min(width / wanted[0], height / wanted[1])
-        left, top = (width - wanted[0] * scale) / 2, (height - wanted[1] * scale) / 2
-        box = (max(left, 0.0), max(top, 0.0), min(width - left, width), min(height - top, height))
-        return image.resize(wanted, bicubic, box=box)
+        return _cropped(image, wanted)
     if vision.image_fit == "pad":
+        return _padded(image, wanted, color=tuple(int(255 * each) for each in vision.kind.mean))
+    return image.resize(wanted, pillow().Resampling.BICUBIC)
+
+
+def _cropped(image: Image, wanted: tuple[int, int]) -> Image:
+    """The middle of a picture whose shorter side fits. Of a very thin one that is resized alone."""
+    (width, height), bicubic = image.size, pillow().Resampling.BICUBIC
+    is_tall = width * wanted[1] <= height * wanted[0]
+    size = (wanted[0], wanted[0] * height / width) if is_tall else (wanted[1] * width / height, wanted[1])
+    if size[0] * size[1] > MOST_PIXELS:
+        scale = min(width / wanted[0], height / wanted[1])
+        x, y = (width - wanted[0] * scale) / 2, (height - wanted[1] * scale) / 2
+        box = (max(x, 0.0), max(y, 0.0), min(width - x, width), min(height - y, height))
+        return image.resize(wanted, bicubic, box=box)
+    resized = image.resize((int(size[0]), int(size[1])), bicubic)
+    left, top = (resized.width - wanted[0]) // 2, (resized.height - wanted[1]) // 2
+    return resized.crop((left, top, left + wanted[0], top + wanted[1]))
+
+
+def _padded(image: Image, wanted: tuple[int, int], *, color: tuple[int, ...]) -> Image:
+    """A picture between bars of a color. A very thin one is resized before it gets them."""
+    image_module = pillow()
+    (width, height), bicubic = image.size, image_module.Resampling.BICUBIC
+    is_tall = width * wanted[1] <= height * wanted[0]
+    whole = (
+        (round(height * wanted[0] / wanted[1]), height) if is_tall else (width, round(width * wanted[1] / wanted[0]))
+    )
+    if whole[0] * whole[1] > MOST_PIXELS:
         scale = min(wanted[0] / width, wanted[1] / height)
-        size = max(1, round(width * scale)), max(1, round(height * scale))
-        mean = tuple(int(255 * each) for each in vision.kind.mean)
-        canvas: Image = image_module.new("RGB", wanted, mean)
-        canvas.paste(image.resize(size, bicubic), ((wanted[0] - size[0]) // 2, (wanted[1] - size[1]) // 2))
-        return canvas
-    return image.resize(wanted, bicubic)
+        image, whole = image.resize((max(1, round(width * scale)), max(1, round(height * scale))), bicubic), wanted
+    canvas: Image = image_module.new("RGB", whole, color)
+    canvas.paste(image, ((whole[0] - image.width) // 2, (whole[1] - image.height) // 2))
+    return canvas.resize(wanted, bicubic)
 
 
 def _as_tiles(image: Image, height: int, width: int) -> NDArray[np.uint8]:

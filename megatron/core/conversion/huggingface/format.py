@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal
 
@@ -21,6 +22,7 @@ from megatron.core.conversion.huggingface.config_reader import ConfigReader, Fea
 from megatron.core.conversion.huggingface.parts import PublishedPart
 from megatron.core.conversion.portable import LazyTensor
 from megatron.core.conversion.tables import Row
+from megatron.core.files.remote_path import AnyPath
 from megatron.core.models.registry import family_of
 from megatron.core.tokenizers.base import Tokenizer
 from megatron.errors import CheckpointError
@@ -326,6 +328,17 @@ class HuggingFaceFormat:
         """
         described = self.types[model_type]
         return name.endswith(described.unused)
+
+    def groups_of_files(
+        self, groups: Sequence[object], files: Mapping[str, AnyPath]
+    ) -> tuple[tuple[object, ...], list[str]]:
+        """The family's settings with what files beside config.json say, and notes; by default they say nothing."""
+        return tuple(groups), []
+
+    def write_files(
+        self, groups: Sequence[object], model_type: str, folder: Path, *, tokenizer: Tokenizer | None
+    ) -> None:
+        """Write more files beside config.json; by default there are none."""
 
     def special_tokens(self, tokenizer: Tokenizer) -> dict[str, Any]:
         """Ids of special tokens in config.json, beside those of every model."""

@@ -72,8 +72,12 @@ def read_huggingface(folder: Path) -> PortableModel:
         notes.append(f"note: {folder} has no tokenizer file that is read here: token ids are used as numbers")
     notes += [f"note: {remark}" for remark in getattr(tokenizer_of(tokenizer), "remarks", ())]
     files = companions_in(folder)
+    published = format_of(config["model_type"])
+    assert published is not None, "its settings were read"
+    groups, said = published.groups_of_files(portable.groups, files)
+    notes += said
     chat, more = read_chat(files, tokenizer, rows=portable.model.vocab_size or 0)
-    return replace(portable, tokenizer=tokenizer, companions=files, chat=chat, notes=(*notes, *more))
+    return replace(portable, groups=groups, tokenizer=tokenizer, companions=files, chat=chat, notes=(*notes, *more))
 
 
 def from_transformers(model: Any) -> PortableModel:

@@ -55,6 +55,7 @@ def write_huggingface(
         config |= in_few_bits.settings()
         in_few_bits.write_for_modelopt(folder)
     write_settings(portable, config, folder)
+    theirs.write_files(portable.groups, config["model_type"], folder, tokenizer=tokenizer_of(portable.tokenizer))
     copies = theirs.types[config["model_type"]].copies(portable.model)
     tensors |= {copy: tensors[original] for copy, original in copies.items()}
     _write_weights(tensors, folder, max_shard_size)

@@ -10,6 +10,7 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,10 +23,18 @@ from megatron.core.conversion.huggingface.config_reader import UNGATED, ConfigRe
 from megatron.core.conversion.huggingface.format import HuggingFaceFormat, ModelType
 from megatron.core.conversion.portable import LazyTensor
 from megatron.core.conversion.tables import Row
+from megatron.core.files.remote_path import AnyPath
 from megatron.core.models.gpt.config import GPTConfig
 from megatron.core.models.gpt.huggingface import FORMAT as DECODERS
 from megatron.core.models.vlm.config import VLMConfig
+from megatron.core.models.vlm.huggingface.processing import (
+    replaced_vision,
+    usual_processing,
+    with_processing,
+    write_processing,
+)
 from megatron.core.models.vlm.huggingface.vision import DEFAULTS, KINDS, ROWS, TOWERS, read_vision, write_vision
+from megatron.core.tokenizers.base import Tokenizer
 from megatron.errors import CheckpointError, enumeration
 from megatron.small_files import as_kind
 
@@ -172,7 +181,7 @@ class NestedFormat(HuggingFaceFormat):
         """The encoder's settings, as far as features come, and the language model's parts."""
         assert isinstance(reader, NestedReader), "a reader of this format"
         vision = read_vision(reader.vision)
-        found = VisionConfig(**{**vision, **reader.described.read_features(reader, vision)})
+        found = VisionConfig(**{**vision, **usual_processing(vision), **reader.described.read_features(reader, vision)})
         marked = reader.get("image_token_id") or reader("image_token_index")
         groups = DECODERS.groups_from_config(reader.text, tensors, where=where)
         others = (each for each in groups if not isinstance(each, GPTConfig))
@@ -219,6 +228,24 @@ class NestedFormat(HuggingFaceFormat):
             *self.nested[model_type].projector_rows(vision),
             *(replace(row, theirs=_prefixed(row.theirs)) for row in DECODERS.table(of_text, model, others)),
         )
+
+    @override
+    def groups_of_files(
+        self, groups: Sequence[object], files: Mapping[str, AnyPath]
+    ) -> tuple[tuple[object, ...], list[str]]:
+        """How pictures are cut, as files of transformers' processors say."""
+        vision, notes = with_processing(VisionConfig.among(groups), files)
+        return replaced_vision(groups, vision), notes
+
+    @override
+    def write_files(
+        self, groups: Sequence[object], model_type: str, folder: Path, *, tokenizer: Tokenizer | None
+    ) -> None:
+        """Files of transformers' processors."""
+        marked = VLMConfig.among(groups).image_token_id
+        has_mark = tokenizer is not None and marked is not None and marked < tokenizer.vocab_size
+        mark = tokenizer.detokenize([marked]) if has_mark and tokenizer is not None and marked is not None else None
+        write_processing(VisionConfig.among(groups), model_type, folder, mark=mark)
 
     @override
     def is_unused(self, name: str, model_type: str, groups: Sequence[object] = ()) -> bool:

@@ -1,0 +1,116 @@
+"""Pictures are cut as transformers' processors cut them, from their files, and files of ours are read by them."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+pytest.importorskip("transformers", reason="pictures are compared with the dev extra's transformers")
+
+from transformers import AutoImageProcessor, AutoProcessor, PreTrainedTokenizerFast
+from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
+from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
+from transformers.models.llava.image_processing_pil_llava import LlavaImageProcessorPil
+from transformers.models.siglip.image_processing_pil_siglip import SiglipImageProcessorPil
+
+from megatron.config.model import ModelConfig
+from megatron.config.vision import VisionConfig
+from megatron.core.images.prompts import CutImage
+from megatron.core.models.vlm.huggingface.processing import with_processing, write_processing
+from megatron.errors import CheckpointError
+from tests.harness.sentences import expect_error
+from tests.harness.serving import END, byte_tokenizer
+
+SQUARE: dict[str, Any] = {"height": 16, "width": 16}
+CROP: dict[str, Any] = {"size": {"shortest_edge": 16}, "crop_size": {"height": 16, "width": 16}}
+MEAN: dict[str, Any] = {"image_mean": [0.485, 0.456, 0.406], "image_std": [0.229, 0.224, 0.225]}
+PROCESSORS: dict[str, tuple[str, Any]] = {
+    "clip": ("clip", lambda: CLIPImageProcessorPil(**CROP)),
+    "siglip": ("siglip", lambda: SiglipImageProcessorPil(size=SQUARE)),
+    "bars of mean color": ("clip", lambda: LlavaImageProcessorPil(do_pad=True, **CROP)),
+    "tiles": (
+        "internvit300M",
+        lambda: GotOcr2ImageProcessorPil(size=SQUARE, crop_to_patches=True, max_patches=6, **MEAN),
+    ),
+}
+SHAPES = [(16, 16), (33, 20), (20, 61), (7, 5), (100, 31), (48, 33)]
+
+
+def settings(kind: str) -> VisionConfig:
+    """Of an encoder of 16 x 16 pixels."""
+    found = VisionConfig(vision_model_type=kind, img_h=16, img_w=16, patch_dim=4)  # type: ignore[arg-type]
+    return found.resolved(ModelConfig(num_layers=1, hidden_size=8, num_attention_heads=1), (1,))
+
+
+def picture(width: int, height: int) -> Image.Image:
+    pixels = np.random.default_rng(width).integers(0, 256, (height, width, 3), np.uint8)
+    return Image.fromarray(pixels)
+
+
+def normalized(cut: CutImage, vision: VisionConfig) -> np.ndarray[Any, Any]:
+    mean, deviation = (np.array(each).reshape(3, 1, 1) for each in (vision.kind.mean, vision.kind.deviation))
+    found: np.ndarray[Any, Any] = (cut.tiles / 255 - mean) / deviation
+    return found
+
+
+@pytest.mark.parametrize("name", PROCESSORS)
+def test_pixels_are_those_of_transformers(name: str, tmp_path: Path) -> None:
+    """A pixel to the side, or a side of 17 instead of 16, is another picture to an encoder, and no error."""
+    kind, make = PROCESSORS[name]
+    theirs = make()
+    theirs.save_pretrained(tmp_path)
+    vision, notes = with_processing(settings(kind), {"preprocessor_config.json": tmp_path / "preprocessor_config.json"})
+    assert not notes
+    write_processing(vision, "internvl" if name == "tiles" else "llava", tmp_path, mark="<image>")
+    load: Any = AutoImageProcessor.from_pretrained
+    written = load(tmp_path)
+    for shape in SHAPES:
+        ours = normalized(CutImage.of(picture(*shape), vision), vision)
+        for each in (theirs, written):
+            wanted = each(picture(*shape), return_tensors="np")["pixel_values"]
+            np.testing.assert_allclose(ours, wanted, rtol=0, atol=1e-6)
+
+
+def test_our_files_make_their_prompts(tmp_path: Path) -> None:
+    """transformers' processor puts as many places into a text as this project does."""
+    pipeline: Any = next(each for each in vars(byte_tokenizer()).values() if type(each).__name__ == "Tokenizer")
+    make: Any = PreTrainedTokenizerFast
+    fast = make(tokenizer_object=pipeline, eos_token=END)
+    fast.add_special_tokens({"additional_special_tokens": ["<image>"]})
+    fast.save_pretrained(tmp_path)
+    vision = dataclasses.replace(settings("clip"), vision_class_token=False, image_fit="crop")
+    write_processing(vision, "llava", tmp_path, mark="<image>")
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llava"}))
+    load: Any = AutoProcessor.from_pretrained
+    processor = load(tmp_path)
+    found = processor(text="a <image> b", images=picture(30, 20), return_tensors="np")
+    mark = fast.convert_tokens_to_ids("<image>")
+    assert (found["input_ids"] == mark).sum() == vision.features_per_tile == 16
+    np.testing.assert_allclose(
+        normalized(CutImage.of(picture(30, 20), vision), vision), found["pixel_values"], rtol=0, atol=1e-6
+    )
+
+
+WRONG: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
+    "another mean": ({"image_mean": [0.5, 0.5, 0.5]}, ("image_mean", "0.48145466")),
+    "another size": ({"size": {"height": 24, "width": 24}}, ("(24, 24)", "(16, 16)")),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_pictures_of_another_encoder_are_refused(case: str, tmp_path: Path) -> None:
+    """They would be read with other colors, or at other places."""
+    content, words = WRONG[case]
+    path = tmp_path / "preprocessor_config.json"
+    path.write_text(json.dumps(content))
+    with expect_error(CheckpointError, *words):
+        with_processing(settings("clip"), {path.name: path})
+    path.write_text(json.dumps({"resample": 2}))
+    _, [note] = with_processing(settings("clip"), {path.name: path})
+    assert "resample = 2" in note
