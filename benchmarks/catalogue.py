@@ -52,6 +52,7 @@ CATALOGUE = {
     "fp8": Benchmark("bf16", "training loss over that of bf16", at_most=1.02),
     "generation": Benchmark("transformers' generate, and a loop by hand", "speed over theirs", at_least=1.0),
     "gpu": Benchmark("plain PyTorch, also compiled", "speed over its best", at_least=1.0, needs_gpu=True),
+    "grpo": Benchmark("transformers' Llama as trl takes it", "speed of a GRPO round over its", at_least=1.0),
     "guards": Benchmark("the same step without guards", "time of the processor over its", at_most=1.01),
     "hybrid_generation": Benchmark("transformers' generate of Nemotron-H", "speed over its", at_least=1.3),
     "hybrid_step": Benchmark("transformers' Nemotron-H at its best", "speed of a training step over its", at_least=1.6),

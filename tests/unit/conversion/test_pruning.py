@@ -29,7 +29,7 @@ from megatron.core.transformer.attention import Attention
 from megatron.core.transformer.layer import TransformerLayer
 from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.output_layer import VocabularyOutput
-from megatron.errors import ConfigError
+from megatron.errors import CheckpointError, ConfigError
 from tests.harness import run_ranks
 from tests.harness.sentences import expect_error
 from tests.tiers import tiers
@@ -257,6 +257,16 @@ def test_scores_are_what_the_whole_model_shows() -> None:
     loss = output.token_losses(TOKENS.roll(-1, 1))[:, :-1].mean()
     assert found.loss == pytest.approx(loss.item(), rel=1e-5)
     assert len(found.units) == 6 and len(read) == 7
+
+
+@pytest.mark.parametrize("weight", ["linear_fc2.weight", "word_embeddings.weight"])
+def test_weights_that_are_no_numbers_are_refused(weight: str) -> None:
+    """Any channels were kept of such a model, and a folder was written that could never be trained."""
+    model = model_of(MODERN)
+    name = next(each for each in model.tensors if each.endswith(weight))
+    broken = torch.full_like(model.tensors[name].make(), float("nan"))
+    with expect_error(CheckpointError, "layer 1"):
+        importance_of(with_tensors(model, {name: broken}), TOKENS, context=ParallelContext.single())
 
 
 def of_ranks(context: ParallelContext) -> Importance:

@@ -25,6 +25,7 @@ from megatron.core.parallel.mesh import WORLD
 from megatron.core.parallel.operands import Grouping, Operands
 from megatron.core.transformer.layer import TransformerLayer
 from megatron.core.transformer.output_layer import VocabularyOutput
+from megatron.errors import CheckpointError
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,8 @@ def importance_of(
 ) -> Importance:
     """Scores of a model on ``tokens`` [samples, length], which ranks divide. A collective.
 
-    One layer is in memory at a time, in fp32. ``say`` takes lines about progress.
+    One layer is in memory at a time, in fp32. ``say`` takes lines about progress. Raises CheckpointError where
+    activations are not finite.
     """
     mesh, device, count = context.mesh, context.device, layers_of(portable.model, portable.groups)
     mine = range(mesh.world_rank, len(tokens), mesh.world_size)
@@ -70,7 +72,12 @@ def importance_of(
         observer.agree(context)
         channels += observer.channels()
         layers.append(observer.influence.mean().cpu())
-        units |= observer.scores()
+        units |= (of_layer := observer.scores())
+        if not all(each.isfinite().all() for each in (channels, layers[-1], *of_layer.values())):
+            raise CheckpointError(
+                f"activations of layer {number + 1} are not finite on these texts, so nothing tells what matters less: "
+                "give a checkpoint whose weights are all finite, such as an earlier one"
+            )
         say(f"layer {number + 1} of {count} is measured")
     loss = all_reduce(losses, mesh, *WORLD).mean().item()
     return Importance(channels, torch.stack(layers), units, loss)
