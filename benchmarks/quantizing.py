@@ -6,7 +6,8 @@ The model is a random Llama in bf16. Every contender is a process of its own tha
 the work without imports, and without a proof. Memory is the most private memory held beyond what the imports left.
 llm-compressor rounds to the nearest, too (W4A16, no data); where it isn't installed, transformers loads the model and
 saves it as it is, which is then the peer. Then tokens are generated for one text from the same model in bf16, and from
-its quantized checkpoints with --quantization stored. Printed are medians of rounds; ratios are medians of the rounds'.
+its quantized checkpoints with --quantization stored; and from a model of about the same size with eight experts.
+Printed are medians of rounds; ratios are medians of the rounds'.
 """
 
 from __future__ import annotations
@@ -81,8 +82,8 @@ def run(name: str, folder: Path) -> dict[str, float]:
     return found
 
 
-def tokens_per_second(folder: Path, scheme: str, tokens: int) -> float:
-    """Speed of one text from the checkpoint of a scheme."""
+def tokens_per_second(load: Path, tokens: int, *, stored: bool) -> float:
+    """Speed of one text from a checkpoint, whose weights stay in few bits where it has ``stored`` ones."""
     from megatron.config.inference import InferenceConfig
     from megatron.config.trained_model import TrainedModelConfig
     from megatron.core.inference.request import Request
@@ -91,8 +92,8 @@ def tokens_per_second(folder: Path, scheme: str, tokens: int) -> float:
     from megatron.training.checkpoints.trained_model import trained_model
     from megatron.training.evaluation.generating import generation_engine
 
-    config = InferenceConfig(quantization="stored" if scheme else None, inference_max_requests=1)
-    choice = TrainedModelConfig(load=str(folder / f"ours{scheme}"))
+    config = InferenceConfig(quantization="stored" if stored else None, inference_max_requests=1)
+    choice = TrainedModelConfig(load=str(load))
     with (
         trained_model(choice, {"gpt": GPTSpec()}, launch_environment({})) as trained,
         generation_engine(trained, config, releases=True) as engine,
@@ -106,17 +107,20 @@ def tokens_per_second(folder: Path, scheme: str, tokens: int) -> float:
     return tokens / min(times)
 
 
-def generation(folder: Path, tokens: int) -> None:
-    """Print the speed of each scheme."""
-    print("| weights | tokens/s of one text |")
+def generation(folder: Path, name: str, tokens: int) -> None:
+    """Print the speed of each scheme of the model in ``folder`` with this ``name``."""
+    print(f"| weights of the {name} | tokens/s of one text |")
     print("|---|--:|")
     for scheme in GENERATED:
-        source = folder / "model"
+        source, ours = folder / name, folder / f"{name}-ours"
         if scheme:
-            source = folder / f"few{scheme}"
-            rounded(folder / "model", source, scheme)()
-        converted("hf", source, "megatron", folder / f"ours{scheme}")()
-        print(f"| {scheme or 'bf16'} | {tokens_per_second(folder, scheme, tokens):.1f} |")
+            source = folder / f"{name}-few"
+            rounded(folder / name, source, scheme)()
+        converted("hf", source, "megatron", ours)()
+        print(f"| {scheme or 'bf16'} | {tokens_per_second(ours, tokens, stored=bool(scheme)):.1f} |", flush=True)
+        shutil.rmtree(ours)
+        if scheme:
+            shutil.rmtree(source)
 
 
 def main() -> None:
@@ -143,7 +147,10 @@ def main() -> None:
             for name, turns in turns_of.items():
                 turns.append(run(name, folder))
         ratios = checkpoint_conversion.report(size, turns_of, peer)
-        generation(folder, options.tokens)
+        generation(folder, "model", options.tokens)
+        shutil.rmtree(folder / "model")
+        write_model(folder / "experts", options.megabytes, "mixtral", quick=options.quick)
+        generation(folder, "experts", options.tokens)
     results.save(options, ratios, watched=[each for each in ratios if each != WRITTEN])
 
 

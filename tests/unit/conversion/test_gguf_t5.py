@@ -151,4 +151,6 @@ def test_what_a_file_lacks(tmp_path: Path) -> None:
     keys = {key: value for key, value in form.keys.items() if key != "attention.key_length"}
     with expect_error(CheckpointError, "t5.attention.key_length"):
         FORMAT.read(keys, form.tensors, form.architecture)
+    with expect_error(CheckpointError, "feed_forward_length", "[1, 2, 3]"):
+        FORMAT.read({**form.keys, "feed_forward_length": [1, 2, 3]}, form.tensors, form.architecture)
     check_line("\n".join(form.notes), "note", "word embedding")

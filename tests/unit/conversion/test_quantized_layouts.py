@@ -228,6 +228,8 @@ BAD_SETTINGS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "no group size": (compressed("pack-quantized", **{**INT4, "group_size": 0}), ("group_size 0",)),
     "dense": ({**COMPRESSED["int4"], "quantization_status": "frozen"}, ("quantization_status", "'frozen'")),
     "rotated": ({**COMPRESSED["int4"], "transform_config": {"config_groups": {"u": {}}}}, ("transform_config",)),
+    "rotated by a name": ({**COMPRESSED["int4"], "transform_config": "quarot"}, ("transform_config",)),
+    "a format of another type": ({**COMPRESSED["int4"], "format": {"name": "int4"}}, ("{'name': 'int4'}",)),
     "no groups": ({**COMPRESSED["int4"], "config_groups": {}}, ("config_groups",)),
     "a target": (
         {**COMPRESSED["int4"], "config_groups": {"group_0": {"targets": ["re:("], "weights": INT4}}},

@@ -56,7 +56,7 @@ class _Group:
 def groups_in(settings: Mapping[str, Any], *, where: str) -> list[_Group]:
     """The groups of layers that the settings describe; CheckpointError for what isn't read."""
     name = settings.get("format")
-    if name not in _FORMATS and name not in _MICRO:
+    if name not in (*_FORMATS, *_MICRO):  # which may be anything
         raise CheckpointError(
             f"{where}: weights of format {name!r} of compressed-tensors are not read, only "
             f"{', '.join((*_FORMATS, *_MICRO))}; take the model in bf16"
@@ -67,7 +67,8 @@ def groups_in(settings: Mapping[str, Any], *, where: str) -> list[_Group]:
             "the model with compressed weights, or in bf16"
         )
     for kind in ("transform_config", "sparsity_config"):
-        if any((settings.get(kind) or {}).values()) and (settings[kind].get("format") != "dense"):
+        given = settings.get(kind) or {}
+        if not isinstance(given, dict) or (any(given.values()) and given.get("format") != "dense"):
             raise CheckpointError(
                 f"{where}: {kind} changes what layers compute, and is not read; take the model in bf16"
             )

@@ -90,6 +90,8 @@ class EncoderDecoderFiles:
         for key in _SIZES:
             if key not in keys:
                 raise CheckpointError(f"a file of a model has the key {architecture.name}.{key}, and it is missing")
+            if isinstance(keys[key], list):
+                raise CheckpointError(f"{key} has a number for each layer ({keys[key][:4]}); a T5 has one for all")
         gated = any(name.endswith(".ffn_gate.weight") for name in tensors)
         model = ModelConfig(
             **PUBLISHED.fixed,
