@@ -17,6 +17,7 @@ AFFECTED = {
     "megatron/core/moe": "unit/moe unit/models parallel equivalence unit/conversion",
     "megatron/core/ssm": "unit/ssm unit/models equivalence parallel unit/conversion",
     "megatron/core/vision": "unit/models unit/conversion equivalence",
+    "megatron/core/images": "unit/images unit/tools unit/inference end_to_end",
     "megatron/core/ops": "unit/ops unit/models equivalence parallel",
     "megatron/core/transformer": "unit/transformer unit/models equivalence parallel unit/conversion",
     "megatron/core/models": "unit/models unit/conversion unit/training equivalence unit/tools unit/tasks end_to_end",
