@@ -30,7 +30,7 @@ FAULTS = (
     ),
     Fault(
         "encoder_left_out_of_the_key",
-        "megatron/core/inference/scheduler.py",
+        "megatron/core/inference/scheduled_text.py",
         old="block_key(self.request.adapter_key, self.request.encoder_prompt)",
         new="block_key(self.request.adapter_key, ())",
         suffers="T5 answers a question with the cached answer to another one.",
