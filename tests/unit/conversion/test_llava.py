@@ -15,9 +15,11 @@ from torch import Tensor
 from megatron.config.flags import flags_of
 from megatron.config.vision import VisionConfig
 from megatron.core.conversion.convert import Conversion, convert
+from megatron.core.conversion.huggingface.quantizing import Rounding
 from megatron.core.conversion.huggingface.reading import from_transformers, read_huggingface
 from megatron.core.conversion.huggingface.writing import theirs_of
 from megatron.core.conversion.portable import LazyTensor, fill
+from megatron.core.conversion.quantizing.matrices import quantized_parameters
 from megatron.core.conversion.questions import question_for
 from megatron.core.conversion.tables import to_theirs
 from megatron.core.models.registry import FAMILIES
@@ -26,6 +28,7 @@ from megatron.core.models.vlm.huggingface.llava import LLAVA
 from megatron.core.models.vlm.questions import ImageQuestion
 from megatron.core.parallel.model_context import ModelContext
 from megatron.core.parallel.sharding import ShardedState, sharded_parameters
+from megatron.core.quantization.scheme import scheme_named
 from megatron.errors import CheckpointError
 from tests.harness.published import in_fp64
 from tests.harness.sentences import expect_error
@@ -170,3 +173,24 @@ def test_other_vision_language_models_are_not_written_as_llava() -> None:
 
 def _fields(vision: VisionConfig) -> dict[str, Any]:
     return {spec.field: getattr(vision, spec.field) for spec in flags_of(VisionConfig)}
+
+
+def test_encoders_of_images_stay_as_they_are(folder: Path) -> None:
+    """Their layers and the projector were rounded with the decoder's."""
+    portable = read_huggingface(folder)
+    found = quantized_parameters(portable.model, portable.groups)
+    assert len(found) == 2 * 4 and not [name for name in found if name.startswith("vision_")]
+
+
+@pytest.mark.slow(reason="that the encoder isn't quantized is proven above")
+def test_a_quantized_folder_with_a_whole_encoder(folder: Path, tmp_path: Path) -> None:
+    """transformers reads what is written."""
+    rounding = Rounding(scheme_named("int8"))
+    said = list[str]()
+    convert(Conversion("hf", folder, "hf", tmp_path / "few", rounding=rounding), said.append)
+    assert any(line.startswith("proof:") for line in said)
+    from safetensors import safe_open
+
+    with safe_open(tmp_path / "few" / "model.safetensors", framework="pt") as file:
+        rounded = [name for name in {*file.keys()} if name.endswith("weight_packed")]
+    assert len(rounded) == 2 * 7 and not [name for name in rounded if "vision" in name or "projector" in name]
