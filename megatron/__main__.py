@@ -31,7 +31,7 @@ PROGRAMS = {
     "inspect-checkpoint": "tools/checkpoint/inspect_checkpoint.py",
     "convert-checkpoint": "tools/checkpoint/convert.py",
     "upcycle-checkpoint": "tools/checkpoint/upcycle.py",
-    "assemble-vlm": "tools/checkpoint/assemble_vlm.py",
+    "add-vision-encoder": "tools/checkpoint/add_vision_encoder.py",
     "prune-checkpoint": "tools/checkpoint/prune.py",
     "average-checkpoints": "tools/checkpoint/average.py",
     "check-health": "tools/check_health.py",

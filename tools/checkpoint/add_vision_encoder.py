@@ -36,7 +36,7 @@ class AssembleConfig(Settings):
 
 def main(argv: Sequence[str]) -> int:
     """Assemble, and say how far features and logits are apart."""
-    (config,) = parse_groups(argv, AssembleConfig, prog="assemble_vlm.py", about=__doc__ or "")
+    (config,) = parse_groups(argv, AssembleConfig, prog="add_vision_encoder.py", about=__doc__ or "")
     from megatron.core.conversion.convert import check_target
     from megatron.core.conversion.huggingface.reading import read_huggingface
     from megatron.core.conversion.native import read_native, write_native

@@ -19,7 +19,7 @@ from megatron.errors import CheckpointError
 from tests.harness.sentences import expect_error
 from tests.tiers import tiers
 from tests.unit.conversion.test_vision_language_types import LLAMA, SQUARES
-from tools.checkpoint.assemble_vlm import main
+from tools.checkpoint.add_vision_encoder import main
 
 SMALL: dict[str, Any] = {**LLAMA}
 VISION: dict[str, Any] = {**SQUARES}
