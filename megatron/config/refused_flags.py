@@ -176,6 +176,12 @@ a vision model alone is not trained here; pretrain_vlm.py trains one in front of
     dino-* num-classes img-dim num-channels classes-fraction data-per-class-fraction head-lr-mult
     vision-pretraining vision-pretraining-type vision-backbone-type swin-backbone-type mask-type mask-factor
     iter-per-epoch
+tools/preprocess_images.py writes turns, by a chat template or by texts around them; leave it out
+    tokenizer-prompt-format
+samples are packed with --packing best-fit, to --seq-length
+    packing-seq-length packing-buffer-size dataloader-seq-length
+tools/checkpoint/assemble_vlm.py gives a new projector weights; leave it out
+    allow-missing-vision-projection-checkpoint
 that part of the generation engine is not available; leave it out
     inference-dynamic-batching-*
 fp4 is not available yet; train with --fp8-format e4m3 --fp8-recipe mxfp8

@@ -25,7 +25,7 @@ RENAMED_TOKENIZERS = dict.fromkeys(
     ("HuggingFaceTokenizer", ""),
 )
 REFUSED_TOKENIZERS = {
-    "MultimodalTokenizer": "models of text and images are outside this project",
+    "MultimodalTokenizer": "use the language model's own, such as HuggingFaceTokenizer; images need no token of it",
     "SFTTokenizer": "use HuggingFaceTokenizer with --tokenizer-model FOLDER, which holds the model's tokenizer.json",
     "BertWordPieceTokenizer": "use BertWordPieceLowerCase or BertWordPieceCase with --vocab-file",
 }
