@@ -21,6 +21,7 @@ WHOLE_TIER_ALONE = {
     "tests/end_to_end/test_lost_workers.py": "launchers that wait for each other; test_diloco.py has workers",
     "tests/end_to_end/test_drills.py": "real launchers, a minute each; tests/unit/training/guards has each guard",
     "tests/end_to_end/test_experts_quickstart.py": "the default tier runs one quickstart, that of GPT",
+    "tests/end_to_end/test_grpo_quickstart.py": "tests/unit/training/rollouts trains on rewards in the default tier",
     "tests/end_to_end/test_hybrid_quickstart.py": "the default tier runs one quickstart, that of GPT",
     "tests/end_to_end/test_masked_quickstarts.py": "the default tier runs one quickstart, that of GPT",
     "tests/end_to_end/test_prune_quickstart.py": "the default tier runs one quickstart, that of GPT",

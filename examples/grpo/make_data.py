@@ -1,4 +1,4 @@
-"""Write texts of sums of two digits, of which many are wrong, and prompts for GRPO; some sums are held out.
+"""Write texts of sums, exact and estimated ones, and prompts for GRPO; some sums are held out.
 
 python examples/grpo/make_data.py FOLDER makes text.jsonl, prompts.jsonl and held_out.jsonl.
 """
@@ -13,30 +13,28 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-TEXTS, RIGHT, HELD_OUT = 20000, 0.4, 20
+TEXTS, EXACT, OFF_BY, HELD_OUT = 30000, 1 / 3, 4, 20
+"""A third of the texts is exact, and the others are up to 4 beside the sum; GRPO has no prompt of 20 sums."""
 
 
 def main(folder: Path) -> None:
     """Write the three files; the same ones every time."""
     folder.mkdir(parents=True, exist_ok=True)
     choose = random.Random(0)
-    sums = [list(each) for each in itertools.product(range(10), repeat=2)]
+    sums = list(itertools.product(range(10), repeat=2))
     choose.shuffle(sums)
-    held_out, known = sums[:HELD_OUT], sums[HELD_OUT:]  # by GRPO: texts have all
-    texts = []
-    for _ in range(TEXTS):
-        digits = choose.choice(sums)
-        answer = sum(digits) if choose.random() < RIGHT else max(0, sum(digits) + choose.randint(-2, 2))
-        texts.append({"text": f"{prompt(digits)}{answer}"})
-    write(folder / "text.jsonl", texts)
-    write(folder / "prompts.jsonl", ({"prompt": prompt(digits), "digits": digits} for digits in known))
-    asked = [digits for digits in held_out for _ in range(10)]  # ten answers to each
-    write(folder / "held_out.jsonl", ({"prompt": prompt(digits), "digits": digits} for digits in asked))
+    held_out, known = sums[:HELD_OUT], sums[HELD_OUT:]
+    write(folder / "text.jsonl", ({"text": text(choose, *choose.choice(sums))} for _ in range(TEXTS)))
+    asked = [pair for pair in held_out for _ in range(10)]  # ten answers to each
+    for name, pairs in (("prompts", known), ("held_out", asked)):
+        write(folder / f"{name}.jsonl", ({"prompt": f"{a}+{b}=", "sum": a + b} for a, b in pairs))
 
 
-def prompt(digits: list[int]) -> str:
-    """The sum as a question."""
-    return f"{'+'.join(map(str, digits))}="
+def text(choose: random.Random, a: int, b: int) -> str:
+    """A line such as ``7+5=12`` or, as a guess, ``7+5=~10``."""
+    if choose.random() < EXACT:
+        return f"{a}+{b}={a + b}"
+    return f"{a}+{b}=~{max(0, a + b + choose.randint(-OFF_BY, OFF_BY))}"
 
 
 def write(path: Path, records: Iterable[Any]) -> None:

@@ -1,36 +1,66 @@
 #!/usr/bin/env bash
-# GRPO on CPU cores in a few minutes: a model that has read many wrong sums of two digits learns the right ones from a
-# reward alone. bash examples/grpo/quickstart.sh [FOLDER]; the folder is runs/grpo unless given. RANKS=2 starts two ranks.
+# Learning from rewards alone (GRPO), on two CPU cores: bash examples/grpo/quickstart.sh
+#
+# A small model reads sums of two digits: a third of the texts is exact (7+5=12), the others are guesses up to 4 beside the
+# sum (7+5=~10). Like these texts it mostly guesses. The reward says only whether the number is right, and GRPO teaches the
+# model not to guess, also where it is asked for sums that GRPO had no prompt of. Everything that it makes lies in
+# runs/quickstart_grpo and .venv.
+#
+# Two to three minutes. Expect right answers to rise from about 40 to about 90 of 100.
 set -euo pipefail
-out=$(realpath -m "${1:-runs/grpo}")
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
-export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
-python=${PYTHON:-python}
-launch=($python)
-[[ ${RANKS:-1} -gt 1 ]] && launch=($python -m torch.distributed.run --standalone --nproc_per_node "$RANKS")
+
+out=${QUICKSTART_DIR:-runs/quickstart_grpo}
+iterations=${QUICKSTART_ITERATIONS:-800}
+steps=$((iterations * 3 / 40))
+source examples/quickstart_steps.sh
+
+environment
+
+mkdir -p "$out"
+rm -rf "$out"/{tokenizer,pretrained,grpo,curves} "$out"/*.jsonl "$out"/text_text_document.* "$out"/{answers.txt,reward.txt,reward.png}
+
+say "2. Texts of sums, prompts to learn from, and prompts to be asked at the end"
+run $python examples/grpo/make_data.py "$out"
+head -n 3 "$out/text.jsonl"
 tokenizer=(--tokenizer-type HuggingFaceTokenizer --tokenizer-model "$out/tokenizer")
+run $python tools/train_tokenizer.py --input "$out/text.jsonl" --vocab-size 257 --output-dir "$out/tokenizer"
+run $python tools/preprocess_data.py --input "$out/text.jsonl" --output-prefix "$out/text" "${tokenizer[@]}" --append-eod
 
-$python examples/grpo/make_data.py "$out"
-$python tools/train_tokenizer.py --input "$out/text.jsonl" --output-dir "$out/tokenizer" --vocab-size 257
-$python tools/preprocess_data.py --input "$out/text.jsonl" --output-prefix "$out/text" "${tokenizer[@]}" --append-eod
+say "3. Pretraining on the texts"
+run $python pretrain_gpt.py --num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 32 \
+    --position-embedding-type rope --normalization RMSNorm --swiglu --attention-dropout 0 --hidden-dropout 0 \
+    --data-path "$out/text_text_document" --split 1,0,0 --packing best-fit "${tokenizer[@]}" --num-workers 0 \
+    --micro-batch-size 32 --global-batch-size 32 --train-iters "$iterations" --lr 4e-3 --min-lr 3e-4 \
+    --lr-warmup-iters 20 --eval-iters 0 --log-interval "$((iterations / 10))" --save "$out/pretrained"
 
-echo "== pretraining on sums, of which about half are right"
-"${launch[@]}" pretrain_gpt.py --num-layers 2 --hidden-size 64 --num-attention-heads 4 --position-embedding-type rope --swiglu \
-    --normalization RMSNorm --attention-dropout 0 --hidden-dropout 0 "${tokenizer[@]}" --data-path "$out/text_text_document" --split 1,0,0 \
-    --packing best-fit --seq-length 32 --num-workers 0 --micro-batch-size 32 --global-batch-size 64 --train-iters 300 --lr 3e-3 \
-    --lr-warmup-iters 20 --min-lr 3e-4 --eval-iters 0 --log-interval 50 --save "$out/pretrained" --load "$out/pretrained" --save-interval 300
-
-echo "== GRPO: 16 answers to each of 16 sums at a time, and two steps on them"
-"${launch[@]}" pretrain_gpt.py --pretrained-checkpoint "$out/pretrained" --use-checkpoint-args "${tokenizer[@]}" \
+say "4. GRPO: 16 answers to each of 16 sums at a time, a step on them"
+run $python pretrain_gpt.py --pretrained-checkpoint "$out/pretrained" --use-checkpoint-args "${tokenizer[@]}" \
     --perform-rl-step --grpo-prompts "$out/prompts.jsonl" --reward-function examples/grpo/rewards.py:right_sum \
-    --grpo-prompts-per-step 16 --grpo-group-size 16 --grpo-iterations 1 --grpo-max-new-tokens 3 --grpo-kl-beta 0.01 \
-    --grpo-clamp-eps-lower 0.2 --grpo-clamp-eps-upper 0.2 --seq-length 8 --micro-batch-size 64 --global-batch-size 128 \
-    --train-iters 160 --lr 3e-4 --lr-decay-style constant --lr-warmup-iters 10 --eval-iters 0 --num-workers 0 --log-interval 10 \
-    --save "$out/grpo" --load "$out/grpo" --save-interval 80
+    --grpo-prompts-per-step 16 --grpo-group-size 16 --grpo-iterations 1 --grpo-max-new-tokens 4 --grpo-kl-beta 0 \
+    --grpo-clamp-eps-lower 0.2 --grpo-clamp-eps-upper 0.2 --seq-length 8 --micro-batch-size 256 --global-batch-size 256 \
+    --train-iters "$steps" --lr 1e-3 --min-lr 1e-4 --lr-decay-style linear \
+    --lr-warmup-iters "$((steps / 12))" --num-workers 0 --log-interval 10 \
+    --grpo-eval-prompts "$out/held_out.jsonl" --grpo-eval-temperature 1 --eval-interval "$(((steps + 9) / 10))" \
+    --save "$out/grpo" --tensorboard-dir "$out/curves"
 
-echo "== sums of which GRPO knew no prompt, ten answers sampled for each"
+say "5. Ten answers of both models to each sum that GRPO had no prompt of"
 for model in pretrained grpo; do
-    $python tools/text_generation_cli.py --load "$out/$model" --input-jsonl "$out/held_out.jsonl" \
-        --output-jsonl "$out/$model.jsonl" --tokens-to-generate 3 --temperature 1
+    run $python tools/text_generation_cli.py --load "$out/$model" --input-jsonl "$out/held_out.jsonl" \
+        --output-jsonl "$out/$model.jsonl" --tokens-to-generate 4 --temperature 1
 done
-$python examples/grpo/rewards.py "$out/pretrained.jsonl" "$out/grpo.jsonl"
+keep "$out/answers.txt" $python examples/grpo/rewards.py "$out/pretrained.jsonl" "$out/grpo.jsonl"
+
+say "6. The reward as a picture"
+keep "$out/reward.txt" $python tools/plot_loss.py "$out/curves" --curve reward --output "$out/reward.png" \
+    --title "Share of right sums: of prompts that are learned from, and of held-out ones"
+
+say "Done in $((SECONDS / 60)) min $((SECONDS % 60)) s"
+echo
+cat "$out/answers.txt"
+cat <<END
+
+  model     $out/grpo
+  answers   $out/grpo.jsonl
+  curve     $out/reward.png
+END
