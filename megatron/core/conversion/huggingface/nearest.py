@@ -22,6 +22,8 @@ _NOT_ATTENTION = "its linear attention is of a kind that is not available here"
 _MAMBA_1 = "its state-space layers are Mamba-1, and only Mamba-2 is available here"
 _SHARED_BLOCKS = "its attention layers share their weights, with adapters of each use, and also read the embeddings"
 _NOT_TEXT = "it reads images or sound, and of such models only llava and internvl convert"
+_BOTH_WAYS = "places of an image see each other both ways, and here all places see those before them alone"
+_THREE_AXES = "its positions have three axes, and its images any number of patches"
 _OLD_FALCON = (
     "it is a Falcon whose files are from before transformers had that type: download the model anew, whose config.json "
     "says falcon today, with other names of its settings"
@@ -43,7 +45,10 @@ REASONS = {
     **dict.fromkeys(("rwkv", "recurrent_gemma"), "its recurrent layers are neither Mamba-2 nor gated delta nets"),
     "lfm2": "most of its layers are gated convolutions",
     **dict.fromkeys(("minimax", "kimi_linear"), _NOT_ATTENTION),
-    **dict.fromkeys(("clip", "siglip", "vit", "whisper", "wav2vec2", "mllama", "qwen2_vl"), _NOT_TEXT),
+    **dict.fromkeys(("clip", "siglip", "vit", "whisper", "wav2vec2", "mllama"), _NOT_TEXT),
+    "llava_next": "rows of an image's patches end with a learned vector, and its images have parts of any size",
+    **dict.fromkeys(("paligemma", "gemma3"), _BOTH_WAYS),
+    **dict.fromkeys(("qwen2_vl", "qwen2_5_vl", "qwen3_vl"), _THREE_AXES),
 }
 """Why models of types that are often asked for don't convert."""
 
