@@ -112,7 +112,8 @@ class Peer:
             bos_token_id=None,
             pad_token_id=0,
         )
-        self._model, self._initial = LlamaForCausalLM(config), LlamaForCausalLM(config)
+        self._model: Any = LlamaForCausalLM(config)
+        self._initial: Any = LlamaForCausalLM(config)
         self._initial.load_state_dict(self._model.state_dict())
         self._optimizer = torch.optim.AdamW(self._model.parameters(), lr=1e-5, fused=True)
         self._tokens, self._draw = options.tokens, torch.Generator().manual_seed(1)
@@ -128,14 +129,14 @@ class Peer:
     @torch.no_grad()
     def _answers(self, prompts: Tensor) -> Tensor:
         mask = torch.ones_like(prompts)
-        found: Tensor = self._model.generate(  # type: ignore[operator]
+        found: Tensor = self._model.generate(
             input_ids=prompts, attention_mask=mask, do_sample=True, max_new_tokens=self._tokens, top_k=0
         )
         return found
 
     @torch.no_grad()
     def _scores(self, ids: Tensor) -> Tensor:
-        return torch.cat([self._log_probs(self._initial, part)[0] for part in ids.split(MICROBATCH)])
+        return torch.cat([self._log_probs(self._initial, part)[0] for part in torch.split(ids, MICROBATCH)])
 
     def _log_probs(self, model: Any, ids: Tensor) -> tuple[Tensor, Tensor]:
         """Log-probabilities of the answers' tokens, and entropies."""
@@ -150,7 +151,7 @@ class Peer:
         rewards = ids[:, PROMPT:].sum(1).remainder(7).float().view(PROMPTS, GROUP)
         advantages = ((rewards - rewards.mean(1, keepdim=True)) / (rewards.std(1, keepdim=True) + 1e-4)).view(-1, 1)
         for part, reference, advantage in zip(
-            ids.split(MICROBATCH), scores.split(MICROBATCH), advantages.split(MICROBATCH)
+            torch.split(ids, MICROBATCH), torch.split(scores, MICROBATCH), torch.split(advantages, MICROBATCH)
         ):
             each, _ = self._log_probs(self._model, part)
             ratio, apart = (each - each.detach()).exp(), reference - each
