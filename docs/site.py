@@ -72,6 +72,7 @@ def pages() -> dict[str, str]:
     sources = {path: (ROOT / path).read_text(encoding="utf-8") for path in documents()}
     found = {page_of(path): linked(path, text) for path, text in sources.items()}
     files = {link for path, text in sources.items() for link in links(path, text) if link not in sources}
+    files = {path for path in files if not path.startswith(PICTURES)}
     found |= {page_of(path): source_text(path) for path in sorted(files) if (ROOT / path).exists()}
     return found | api_pages()
 
@@ -90,8 +91,14 @@ def documents() -> list[str]:
     return [*DOCUMENTS, *examples(), *own]
 
 
+PICTURES = "docs/pictures/"
+"""Files that are on the site as they are."""
+
+
 def page_of(path: str) -> str:
-    """The page of a file or folder of the repository."""
+    """The page of a file or folder of the repository; of a picture, the picture."""
+    if path.startswith(PICTURES):
+        return path.removeprefix("docs/")
     page = {**DOCUMENTS, **examples()}.get(path)
     if page is None and path.startswith("docs/") and path.endswith(".md"):
         page = path.removeprefix("docs/")

@@ -108,6 +108,7 @@ KNOWS_FACTS = (
     "megatron/core/vision/",
     "megatron/core/images/",
     "megatron/core/objectives/",  # what they train for is theirs
+    "megatron/training/rollouts/",  # and answers are GRPO's
     *(f"{part.__module__.replace('.', '/')}.py" for part in PARTS.values()),  # their settings, for any family
     "megatron/config/expert_settings.py",
     "megatron/config/rules/moe.py",

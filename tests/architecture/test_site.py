@@ -16,15 +16,18 @@ from tests.architecture.source_tree import ROOT
 
 def test_links_lead_to_pages() -> None:
     """Links that work on GitHub, to code and to documents outside docs/, would lead nowhere on the site."""
-    pages = site.pages()
-    found = []
+    pages, found = site.pages(), []
+    there = {*pages, *(f"pictures/{each.name}" for each in (ROOT / site.PICTURES).iterdir())}
+    assert "![](pictures/a.svg)" in site.linked("docs/grpo.md", "![](pictures/a.svg)"), (
+        "pictures would be pages of text"
+    )
     for page, text in pages.items():
         for match in LINK.finditer(FENCE.sub("", text) if page.partition("/")[0] != "source" else ""):
             target = (match[1] or match[2]).partition("#")[0]
             if (
                 target
                 and ":" not in target
-                and posixpath.normpath(posixpath.join(posixpath.dirname(page), target)) not in pages
+                and posixpath.normpath(posixpath.join(posixpath.dirname(page), target)) not in there
             ):
                 found.append(f"{page}: {target}")
     assert not found
