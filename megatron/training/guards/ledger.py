@@ -27,6 +27,7 @@ logger = logging.getLogger(__name__)
 
 LEDGER = "ledger.jsonl"
 _MOST_WORDS = 300  # characters of an error that the ledger keeps
+_LOST = "lost another rank"  # what a rank says whose error follows from another's end
 _LEMON = 2  # faults of a node from which on each start names it
 
 Entry = Mapping[str, Any]
@@ -86,7 +87,8 @@ def lost_hosts(entries: Sequence[Entry], hosts: Mapping[str, int], launch: str) 
     if not starts:
         return []
     last = starts[-1]
-    told = [entry for entry in entries if entry["run"] == last["run"] and entry["event"] in ("end", "fault")]
+    own = [entry for entry in entries if entry["run"] == last["run"] and entry["event"] in ("end", "fault")]
+    told = [entry for entry in own if entry.get("what") != _LOST]  # by that rank, in time before it was ended, too
     if told or last.get("launch") != launch or not launch:
         return []
     before: Mapping[str, int] = last.get("hosts") or {}
@@ -191,4 +193,4 @@ def _end(book: Ledger, context: ParallelContext, *, how: str, what: str, error: 
         book.fault([book.host], f"rank {mesh.world_rank}: {what}")
     if mesh.world_rank == 0 or is_own:
         place = f"{activity.place}, {activity.collective}" if activity.collective else activity.place
-        book.add("end", how=how, what="lost another rank" if follows else what, place=place, rank=mesh.world_rank)
+        book.add("end", how=how, what=_LOST if follows else what, place=place, rank=mesh.world_rank)

@@ -37,6 +37,8 @@ def test_torchrun_counts_on_the_node_whose_rank_failed() -> None:
     assert lost_hosts(entries, {"n1": 0}, "another job") == []
     told = {"run": "a", "event": "end", "how": "failed"}
     assert lost_hosts([*entries, told], {"n1": 0}, "job") == []
+    waited = {**told, "what": "lost another rank"}  # of a rank that had the time to say so before torchrun ended it
+    assert lost_hosts([*entries, waited], {"n1": 0, "n2": 4}, "job") == ["n2"]
 
 
 def test_a_node_counts_once_a_start_and_is_named_from_the_second_on() -> None:
