@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 ZERO_SHOT = ("WIKITEXT103", "LAMBADA", "LM")
-"""Tasks that train nothing."""
+"""Names of the zero-shot tasks."""
 
 
 @dataclass(frozen=True)
@@ -19,19 +19,17 @@ class EvalTask:
 
 
 def eval_tasks_of(words: Sequence[str]) -> list[EvalTask]:
-    """The tasks of ``NAME=FILE ...``. Raises ValueError, with a sentence, for another word and for one that is there
-    twice.
-    """
+    """The tasks of ``NAME=FILE ...``. Raises ValueError, with a sentence, for another word and for a repeated one."""
     pairs = []
     for word in words:
         name, equals, file = word.partition("=")
         if name not in ZERO_SHOT:
-            raise ValueError(f"{name!r} is no task that trains nothing: they are {', '.join(ZERO_SHOT)}")
+            raise ValueError(f"{name!r} is not a zero-shot task: choose from {', '.join(ZERO_SHOT)}")
         if not equals or not file:
-            raise ValueError(f"{word!r} names no file: give {name}=FILE")
+            raise ValueError(f"{word!r} has no file: give {name}=FILE")
         pairs.append((name, file))
     if len(set(pairs)) < len(pairs):
-        raise ValueError("a task is there twice with one file: leave one of them out")
+        raise ValueError("a task is given twice with the same file: remove one of them")
     names = [name for name, _ in pairs]
     return [
         EvalTask(name, file, name if names.count(name) == 1 else f"{name} {file.rpartition('/')[2]}")

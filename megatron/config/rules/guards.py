@@ -43,7 +43,12 @@ RULES: tuple[Rule, ...] = (
     ),
     rule(
         "--rerun-mode {run.guards.rerun_mode} is not available with --diloco-workers: leave it out",
-        lambda run: run.guards.replays and run.parallel.diloco_workers is not None,
+        lambda run: run.guards.rerun_mode != "disabled" and run.parallel.diloco_workers is not None,
+    ),
+    rule(
+        "--check-replay-interval {run.guards.check_replay_interval} is not available with --diloco-workers: leave it "
+        "out",
+        lambda run: run.guards.check_replay_interval is not None and run.parallel.diloco_workers is not None,
     ),
     rule(
         "--error-injection-rate {run.guards.error_injection_rate} needs --rerun-mode validate_results",
@@ -64,7 +69,7 @@ RULES: tuple[Rule, ...] = (
         lambda run: run.guards.max_starts_without_progress and not run.guards.node_ledger,
     ),
     rule(
-        "--node-ledger lies in --save, which is not given: give --save",
+        "--node-ledger writes ledger.jsonl into --save, which is not given: give --save",
         lambda run: run.guards.node_ledger and run.checkpoint.save is None,
     ),
     rule(
@@ -72,7 +77,7 @@ RULES: tuple[Rule, ...] = (
         lambda run: run.guards.disable_straggler_on_startup and run.guards.straggler_ctrlr_port is None,
     ),
     rule(
-        "--straggler-ctrlr-port {run.guards.straggler_ctrlr_port} turns --log-straggler off and on: add it",
+        "--straggler-ctrlr-port {run.guards.straggler_ctrlr_port} turns --log-straggler off and on: add --log-straggler",
         lambda run: run.guards.straggler_ctrlr_port is not None and not run.guards.log_straggler,
     ),
     rule(

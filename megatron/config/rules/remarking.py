@@ -55,6 +55,14 @@ NEEDS: tuple[tuple[str, str, Callable[[RunConfig], object]], ...] = (
         " without --tensorboard-dir",
         lambda run: run.reporting.tensorboard_dir,
     ),
+    ("spike_window spike_limit", " without --spike-action", lambda run: run.guards.spike_action is not None),
+    (
+        "straggler_minmax_count straggler_threshold",
+        " without --log-straggler",
+        lambda run: run.guards.log_straggler,
+    ),
+    ("preflight_threshold", " without --preflight", lambda run: run.guards.preflight is not None),
+    ("error_injection_type", " without --error-injection-rate", lambda run: run.guards.error_injection_rate),
     ("eval_tasks_interval", " without --eval-tasks", lambda run: run.reporting.eval_tasks),
     ("metrics_host", " without --metrics-port", lambda run: run.reporting.metrics_port),
     (

@@ -226,6 +226,18 @@ REMARKS = [
     ("--muon-momentum 0.95", "", "--muon-momentum: no effect without --optimizer muon"),
     ("--muon-no-split-qkv", "", "--muon-no-split-qkv: no effect without --optimizer muon, adafactor or soap"),
     ("--lion-beta1 0.9", "", "--lion-beta1: no effect without --optimizer lion"),
+    (
+        "--spike-window 64 --spike-limit 2",
+        "",
+        "--spike-window, --spike-limit: no effect without --spike-action",
+    ),
+    ("--straggler-threshold 0.9", "", "--straggler-threshold: no effect without --log-straggler"),
+    ("--preflight-threshold 0.7", "", "--preflight-threshold: no effect without --preflight"),
+    (
+        "--error-injection-type transient_error",
+        "",
+        "--error-injection-type: no effect without --error-injection-rate",
+    ),
     ("--eval-tasks-interval 5", "", "--eval-tasks-interval: no effect without --eval-tasks"),
     ("--metrics-host 0.0.0.0", "", "--metrics-host: no effect without --metrics-port"),
     ("--mlflow-run-name a", "", "--mlflow-run-name: no effect without --mlflow-experiment"),
