@@ -77,7 +77,8 @@ RULES: tuple[Rule, ...] = (
         lambda run: run.guards.disable_straggler_on_startup and run.guards.straggler_ctrlr_port is None,
     ),
     rule(
-        "--straggler-ctrlr-port {run.guards.straggler_ctrlr_port} turns --log-straggler off and on: add --log-straggler",
+        "--straggler-ctrlr-port {run.guards.straggler_ctrlr_port} turns --log-straggler off and on: add "
+        "--log-straggler",
         lambda run: run.guards.straggler_ctrlr_port is not None and not run.guards.log_straggler,
     ),
     rule(
