@@ -7,7 +7,7 @@
 # Time      1.1e19 FLOPs: 0.0 days at 8 x 400 TFLOP/s, an hour, an assumption (four tenths of an H100's peak).
 # Fewer     GPUS_PER_NODE=1 --recompute-granularity full: 18.67 GB; one GPU of 24 GB, about eleven times as long.
 # Data      DATA_PATH: prefix of captions that tools/preprocess_images.py made; TOKENIZER_MODEL: folder of tokenizer.json.
-#           PRETRAINED: checkpoint with encoder and language model, as tools/checkpoint/assemble_vlm.py writes it.
+#           PRETRAINED: checkpoint with encoder and language model, as tools/checkpoint/add_vision_encoder.py writes it.
 # Paths     Megatron-LM's, all or none, before the flags, or variables of these names:
 #           CHECKPOINT_PATH TENSORBOARD_LOGS_PATH TOKENIZER_MODEL DATA_PATH
 set -euo pipefail

@@ -180,7 +180,7 @@ tools/preprocess_images.py writes turns, by a chat template or by texts around t
     tokenizer-prompt-format
 samples are packed with --packing best-fit, to --seq-length
     packing-seq-length packing-buffer-size dataloader-seq-length
-tools/checkpoint/assemble_vlm.py gives a new projector weights; leave it out
+tools/checkpoint/add_vision_encoder.py gives a new projector weights; leave it out
     allow-missing-vision-projection-checkpoint
 that part of the generation engine is not available; leave it out
     inference-dynamic-batching-*

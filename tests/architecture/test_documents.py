@@ -48,6 +48,19 @@ def test_commands_name_files_that_exist() -> None:
     assert not found, "commands that name missing files:\n" + "\n".join(found)
 
 
+def test_tools_named_in_sentences_exist() -> None:
+    """A refused flag, and an example, named a tool that had another name by then."""
+    named = [path for ending in (".py", ".sh", ".flags", ".md") for path in files(ending)]
+    found = {
+        f"{relative(path)}: {tool}"
+        for path in named
+        if relative(path).split("/")[0] in ("megatron", "tools", "tasks", "examples", "docs", "README.md")
+        for tool in re.findall(r"(?<![\w/.])tools/[\w/]+\.py", path.read_text(encoding="utf-8"))
+        if not (ROOT / tool).is_file()
+    }
+    assert not found, "tools that don't exist:\n" + "\n".join(sorted(found))
+
+
 def test_missing_files_in_commands_are_seen(tmp_path: Path) -> None:
     """Also behind an interpreter, on a continued line, and with a test's name attached."""
     (tmp_path / "there.py").touch()
