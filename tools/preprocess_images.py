@@ -33,7 +33,7 @@ from typing_extensions import override
 from megatron.config.flags import derive, flag, flags_of, plural_s
 from megatron.config.parse import parse_groups
 from megatron.config.tokenizer import TokenizerConfig
-from megatron.config.vision import VisionConfig, patches_fill_the_image, tiles_are_cut
+from megatron.config.vision import TILE_FIELDS, VisionConfig, patches_fill_the_image, tiles_are_cut
 from megatron.core.datasets.build import targets_prefix
 from megatron.core.datasets.image_records import FIELDS, ImageRecord, read_image_record, read_tar_records
 from megatron.core.datasets.image_table import ImageTableWriter, StoredImage
@@ -166,8 +166,7 @@ def checked_vision(vision: VisionConfig) -> VisionConfig:
     vision = vision.with_usual_sizes()
     if problem := patches_fill_the_image(vision) or tiles_are_cut(vision):
         raise ConfigError(problem)
-    used = {"vision_model_type", "patch_dim", "img_h", "img_w", "vision_class_token", "pixel_shuffle", "image_fit"}
-    used |= {"use_tiling", "max_num_tiles", "use_thumbnail", "use_tile_tags", "image_tag_type"}
+    used = {*TILE_FIELDS, "vision_model_type", "patch_dim", "vision_class_token", "pixel_shuffle"}
     usual = vision.kind.usual
     for spec in flags_of(VisionConfig):
         value = getattr(vision, spec.field)

@@ -105,6 +105,13 @@ KINDS: dict[VisionModelType, VisionKind] = {
 }
 
 
+TILE_FIELDS = (
+    *("img_h", "img_w", "use_tiling", "max_num_tiles", "use_thumbnail", "use_tile_tags"),
+    *("image_tag_type", "image_fit"),
+)
+"""Fields of ``VisionConfig`` that say how an image is cut into tiles."""
+
+
 def _by_kind(help: str, **options: Any) -> Any:
     """Declare a field whose default is the usual one of the encoder's kind."""
     return architecture_flag(help, derived="by --vision-model-type", follows=("vision_model_type",), **options)
@@ -246,11 +253,7 @@ class VisionConfig(PartConfig):
     @property
     def tile_settings(self) -> dict[str, Any]:
         """What tiles and their places depend on, by flag: the same for data that are made and read."""
-        fields = (
-            *("img_h", "img_w", "use_tiling", "max_num_tiles", "use_thumbnail", "use_tile_tags"),
-            *("image_tag_type", "image_fit"),
-        )
-        found = {flag_of(name): getattr(self, name) for name in fields}
+        found = {flag_of(name): getattr(self, name) for name in TILE_FIELDS}
         if self.image_fit == "pad":
             found["--vision-model-type"] = self.vision_model_type
         return found | {"features a tile": self.features_per_tile}

@@ -77,8 +77,8 @@ def read_questions(generator: Generator, path: Path) -> list[Question]:
         except MegatronError as error:
             raise DataError(f"{where}: {error}") from None
         asked = dataclasses.asdict(dataclasses.replace(request, id=""))
+        asked.pop("images")  # --image is refused with files of questions
         # Where there is none, fingerprints are those of versions without adapters.
-        asked.pop("images")
         if number := asked.pop("adapter"):
             asked["adapter"] = dataclasses.astuple([*generator.adapters.values()][number - 1])
         fingerprint = fingerprint_of(
