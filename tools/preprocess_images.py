@@ -52,9 +52,11 @@ from megatron.core.tokenizers.records import Conversation
 from megatron.core.tokenizers.targets import SampleEncoder
 from megatron.core.tokenizers.text_files import JSON_ENDINGS, PARQUET_ENDING, BadLine, find_inputs
 from megatron.errors import ConfigError, DataError, run_command
+from megatron.small_files import shown
 from tools.preprocess_sft import Counts, SftConfig, encoder_of, remark_on_template, remarks_on_format
 
 TAR_ENDING = ".tar"
+_LONG_NAME = 300  # characters
 _AHEAD = 4  # records whose images are checked before they are written, for each worker
 
 
@@ -129,7 +131,8 @@ class ImageChecker:
             content = self.files[source].read(name, offset, size)
             width, height = decoded(content).size
         except DataError as error:
-            raise UnreadError(f"image {name} {error}") from None
+            named = name if len(name) < _LONG_NAME and name.isprintable() else shown(name)
+            raise UnreadError(f"image {named} {error}") from None
         return StoredImage(source, name, offset, len(content), zlib.crc32(content), width, height)
 
     @property
@@ -251,7 +254,7 @@ def convert(
             end_tokens=tuple(each for each in encoder.end_tokens if each != tokenizer.eod),
         )
         documents.num_images = table.num_images
-        table.write(num_tokens=documents.num_tokens)
+        table.write(num_tokens=documents.num_tokens, tokens_sha256=documents.tokens_sha256)
         return counts, checker.num_images
 
 

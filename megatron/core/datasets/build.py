@@ -202,7 +202,8 @@ def open_source(prefix: str, data: DataConfig, *, stamp: TokenizerStamp | None, 
     images = None
     if metadata is not None and metadata.num_images is not None:
         counts = {"num_documents": len(documents), "num_tokens": documents.num_tokens}
-        images = ImageTable(documents.local_prefix, **counts)
+        written = metadata.sha256.bin if metadata.sha256 else None
+        images = ImageTable(documents.local_prefix, **counts, tokens_sha256=written)
     return Source(documents, index_cache, metadata is not None, targets, chat, contents, remarks, images)
 
 

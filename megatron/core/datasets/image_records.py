@@ -38,7 +38,7 @@ def read_image_record(record: Mapping[str, Any]) -> ImageRecord:
     names, has = _names(record), {name for name, value in record.items() if value is not None}
     sample: Conversation | Pair
     if not has & _TEXTS and names and has & {"caption", "text"}:
-        text = record.get("caption", record.get("text"))
+        text = record["caption" if "caption" in has else "text"]
         if not isinstance(text, str):
             raise DataError(f"the caption is {shown(text)}; it must be a text")
         sample = Pair(MARKER * len(names), text, form="images with captions")

@@ -88,8 +88,8 @@ class ImageTableWriter:
             self._places += places
         self._starts.append(len(self._rows))
 
-    def write(self, *, num_tokens: int) -> None:
-        """Write both files."""
+    def write(self, *, num_tokens: int, tokens_sha256: str) -> None:
+        """Write both files, for documents whose ``PREFIX.bin`` has this digest."""
         header_path, table_path = paths_of(self.prefix)
         parts = {
             "starts": np.array(self._starts, _PARTS["starts"]),
@@ -105,6 +105,7 @@ class ImageTableWriter:
         header = {
             "format": FORMAT,
             "num_tokens": num_tokens,
+            "tokens_sha256": tokens_sha256,
             "num_documents": len(self._starts) - 1,
             "settings": dict(self.settings),
             "sources": self.sources,
@@ -120,12 +121,20 @@ def paths_of(prefix: str) -> tuple[Path, Path]:
     return Path(f"{prefix}_images.json"), Path(f"{prefix}_images.table")
 
 
+def _digest(path: Path) -> str:
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while block := file.read(1 << 20):
+            digest.update(block)
+    return digest.hexdigest()
+
+
 class ImageTable:
     """The images of the documents of ``prefix``; raises DataError for files that are missing or damaged, or belong to
-    other documents than ``num_documents`` of ``num_tokens``.
+    other documents than ``num_documents`` of ``num_tokens``, whose digest is ``tokens_sha256`` if it is known.
     """
 
-    def __init__(self, prefix: str, *, num_documents: int, num_tokens: int) -> None:
+    def __init__(self, prefix: str, *, num_documents: int, num_tokens: int, tokens_sha256: str | None = None) -> None:
         self.prefix = prefix
         header, table = paths_of(prefix)
         for path in (header, table):
@@ -139,21 +148,29 @@ class ImageTable:
             self.digest: str = found["sha256"]
             self._sources = [(each["kind"], each["path"]) for each in found["sources"]]
             parts = [(name, dtype, int(sizes[name])) for name, dtype in _PARTS.items()]
+            is_whole = sizes["starts"] == counts[0] + 1 and min(size for _, _, size in parts) >= 0
         except (KeyError, TypeError, ValueError):
             raise DataError(f"{header} is damaged: preprocess the images again") from None
         if not is_ours:
             raise DataError(f"{header} was written by another version: preprocess the images again")
-        if counts != (num_documents, num_tokens):
+        if not is_whole:
+            raise DataError(f"{header} is damaged: preprocess the images again")
+        other_tokens = tokens_sha256 and found.get("tokens_sha256", tokens_sha256) != tokens_sha256
+        if other_tokens or counts != (num_documents, num_tokens):
             raise DataError(f"{header} belongs to other files than {prefix}.bin: preprocess the images again")
         wanted = sum(dtype.itemsize * size for _, dtype, size in parts)
         if table.stat().st_size != wanted:
             raise DataError(f"{table} has {table.stat().st_size:,} bytes instead of {wanted:,}: copy it again")
+        if _digest(table) != self.digest:
+            raise DataError(f"{table} is not the one of {header.name}, or damaged: copy both again")
         at, arrays = 0, dict[str, NDArray[Any]]()
         for name, dtype, size in parts:
             empty = np.empty(0, dtype)
             arrays[name] = np.memmap(table, dtype, "r", at, (size,)).view(np.ndarray) if size else empty
             at += dtype.itemsize * size
         self._starts, self._rows, self._places, self._names = arrays.values()
+        if len(self) and int(self._rows["source"].max()) >= len(self._sources):
+            raise DataError(f'{header} has too few "sources": copy it again, and change only their paths')
 
     def __len__(self) -> int:
         return len(self._rows)

@@ -304,6 +304,11 @@ class IndexedDatasetWriter:
             self._bin.write(content)
         self.num_tokens += values.size
 
+    @property
+    def tokens_sha256(self) -> str:
+        """Hex digest of what has been written so far of ``PREFIX.bin``."""
+        return self._digest.hexdigest()
+
     def metadata(self) -> DatasetMetadata:
         """Metadata of what has been written so far; with digests once finished."""
         return DatasetMetadata(

@@ -37,8 +37,14 @@ class ImageFolder:
 
     def read(self, name: str, offset: int = 0, size: int = -1) -> bytes:
         """The file ``name`` of the folder; with ``size`` one of as many bytes."""
+        if name.startswith("data:"):
+            raise DataError("is a data URL; images are read from files: store its bytes in one")
         if "://" in name:
             raise DataError("is a URL; images are read from files: fetch it")
+        try:
+            os.fsencode(name)
+        except UnicodeEncodeError:  # half a pair of UTF-16, as JSON may have
+            name = ""
         if not name or "\0" in name:
             raise DataError("is no name of a file")
         real = os.path.realpath(os.path.join(self._root, name))

@@ -44,6 +44,7 @@ def turns(*texts: str) -> list[dict[str, str]]:
 LLAVA = {"image": "red.png", "conversations": turns("<image>\nfox?", "brown", "dog?", "lazy")}
 TWO = {"images": ["b/blue.jpg", "wide.png"], "conversations": turns("<image> and <image>", "quick")}
 CAPTION = {"image": "wide.png", "caption": "the quick fox"}
+TEXT_OF_PARQUET = {**CAPTION, "caption": None, "text": "the quick fox"}  # a table has every column in every row
 TEXT = {"conversations": turns("jumps?", "over")}
 PARTS = {
     "messages": [
@@ -118,7 +119,7 @@ def test_images_stand_where_their_marks_were(folder: Path, tokenizer_flags: list
 def test_tiles_have_their_tags(folder: Path, tokenizer_flags: list[str]) -> None:
     """A wide picture is two tiles and a thumbnail, each after its word."""
     flags = [*TILED, *tokenizer_flags]
-    (sample, *_), tokenizer = samples_of(convert(folder, [CAPTION], flags), flags, "--seq-length", "120")
+    (sample, *_), tokenizer = samples_of(convert(folder, [TEXT_OF_PARQUET], flags), flags, "--seq-length", "120")
     assert sample[IMAGES].shape == (3, 3, 8, 8)
     numbers = sample[PLACES][sample[PLACES] >= 0]
     assert numbers.tolist() == list(range(12))
@@ -193,7 +194,8 @@ def _bad(folder: Path) -> dict[str, dict[str, Any]]:
     (folder / "cut.png").write_bytes((folder / "red.png").read_bytes()[:40])
     os.mkfifo(folder / "pipe.png")
     names = ["gone.png", f"../{outside.name}", str(outside), "leads_out.png", "nowhere.png", "empty.png", "cut.png"]
-    names += ["pipe.png", "b", "https://example.org/a.png", "a\0b.png"]
+    names += ["pipe.png", "b", "https://example.org/a.png", "a\0b.png", "\ud800.png"]
+    names += ["data:image/png;base64," + 400 * "A"]
     return {repr(name): {"image": name, "caption": "fox"} for name in names} | {
         "no mark": {"image": "red.png", "conversations": turns("fox?", "brown")},
         "no image": {"conversations": turns("<image> fox?", "brown")},
@@ -212,7 +214,7 @@ def test_each_image_that_cannot_be_read_is_named(
     assert len(lines) == len(bad)
     for number, line in enumerate(lines, start=2):
         check_line(line, f"in.jsonl:{number}")
-    check_line(captured.out, f"{len(bad)} bad lines", "11 of them")
+    check_line(captured.out, f"{len(bad)} bad lines", "13 of them")
 
 
 def test_an_image_that_has_changed_is_noticed(folder: Path, tokenizer_flags: list[str]) -> None:
@@ -303,3 +305,34 @@ def test_a_sample_is_shown_with_its_tiles(
     texts = convert(folder, [TEXT], flags)
     with expect_error(ConfigError, "--picture"):
         inspect_dataset.main([*words.replace(prefix, texts).split(), *flags])
+
+
+def test_a_table_of_other_documents_is_refused(folder: Path, tokenizer_flags: list[str]) -> None:
+    """One that was swapped, damaged or edited would put other images beside the texts."""
+    flags = [*VISION, *tokenizer_flags]
+    (folder / "other").mkdir()
+    for name in ("red.png", "wide.png"):
+        (folder / "other" / name).write_bytes((folder / name).read_bytes())
+    other = convert(folder / "other", [{**CAPTION, "image": "red.png", "caption": "the lazy fox"}], flags)
+    prefix = convert(folder, [CAPTION], flags)
+    header, table = Path(f"{prefix}_images.json"), Path(f"{prefix}_images.table")
+    ours = header.read_bytes(), table.read_bytes()
+    theirs = tuple(Path(f"{other}_images.{ending}").read_bytes() for ending in ("json", "table"))
+    assert IndexedDataset(prefix).num_tokens == IndexedDataset(other).num_tokens
+    fewer = json.dumps({**json.loads(ours[0]), "sources": []}).encode()
+    for written, named in (
+        (theirs, "data.bin"),
+        ((ours[0], ours[1][:60] + b"!" + ours[1][61:]), "data_images.table"),
+        (
+            (ours[0].replace(b'"starts": 2', b'"starts": 1').replace(b'"places": 1', b'"places": 3'), ours[1]),
+            "data_images.json",
+        ),
+        ((fewer, ours[1]), '"sources"'),
+    ):
+        header.write_bytes(written[0])
+        table.write_bytes(written[1])
+        with expect_error(DataError, named):
+            splits_of(prefix, flags)
+    header.write_bytes(ours[0])
+    table.write_bytes(ours[1])
+    assert samples_of(prefix, flags)[0]
