@@ -40,7 +40,7 @@ from megatron.rehearsal.accelerator import DEVICE_TYPE, Waits, pretending, regis
 from megatron.rehearsal.experts import balanced
 from megatron.rehearsal.recorder import Memory, Operation, Recorder
 from megatron.rehearsal.task import Task
-from megatron.training.checkpoints.trained_model import PlacedModel
+from megatron.training.checkpoints.trained_model import model_in_training
 from megatron.training.evaluation.evaluate import evaluate
 from megatron.training.evaluation.generating import engine_of_every_rank
 from megatron.training.run import agreement
@@ -189,14 +189,7 @@ def _on_device(
 
 def _generate(run: Run) -> None:
     """Two tokens: a step that reads the prompt, and one that reads keys and values from the cache."""
-    placed = PlacedModel(
-        config=run.config,
-        train_spec=run.train_spec,
-        context=run.context,
-        tokenizer=run.tokenizer,
-        stages=stages_here(run.config, run.context),
-        models=run.models,
-    )
+    placed = model_in_training(run)
     run.optimizer.gather.make_whole()
     engine = engine_of_every_rank(placed, length=8, max_requests=1)
     if engine is not None:

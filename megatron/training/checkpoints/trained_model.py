@@ -37,7 +37,8 @@ from megatron.errors import CheckpointError, ConfigError, DataError, enumeration
 from megatron.planning.stages import with_stages
 from megatron.training.checkpoints.loading import check_same_model, check_same_tokenizer, where_to_find_weights
 from megatron.training.run.quantization import round_weights
-from megatron.training.run.stages import buffer_state, build_stages, model_state
+from megatron.training.run.run import Run
+from megatron.training.run.stages import buffer_state, build_stages, model_state, stages_here
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,6 +55,19 @@ class PlacedModel:
     stages: list[Stage]
     models: list[nn.Module]
     chat: ChatSettings | None = None
+
+
+def model_in_training(run: Run) -> PlacedModel:
+    """This rank's part of the model that a run trains, with the weights that it has at each time."""
+    return PlacedModel(
+        config=run.config,
+        train_spec=run.train_spec,
+        context=run.context,
+        tokenizer=run.tokenizer,
+        stages=stages_here(run.config, run.context),
+        models=run.models,
+        chat=run.chat,
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,12 +8,11 @@ from megatron.core.inference.sampling import Sampling
 from megatron.core.inference.scheduler import SchedulerOptions
 from megatron.core.tokenizers.end_tokens import end_ids
 from megatron.errors import ConfigError
-from megatron.training.checkpoints.trained_model import PlacedModel
+from megatron.training.checkpoints.trained_model import model_in_training
 from megatron.training.evaluation.evaluate import Evaluator
 from megatron.training.evaluation.generating import engine_of_every_rank
 from megatron.training.evaluation.whole_text_runner import WholeTextRunner
 from megatron.training.run.run import Run
-from megatron.training.run.stages import stages_here
 
 
 class Samples:
@@ -44,15 +43,7 @@ class Samples:
                     f"--generate-samples-prompts {text[:40]!r} has {len(ids)} tokens, and --seq-length "
                     f"{self._length} leaves no room for a continuation: shorten it"
                 )
-        placed = PlacedModel(
-            config=run.config,
-            train_spec=run.train_spec,
-            context=run.context,
-            tokenizer=tokenizer,
-            stages=stages_here(run.config, run.context),
-            models=run.models,
-            chat=run.chat,
-        )
+        placed = model_in_training(run)
         longest = max(map(len, self._prompts)) + run.config.reporting.generate_samples_tokens
         engine = engine_of_every_rank(
             placed,

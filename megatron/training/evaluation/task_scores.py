@@ -10,12 +10,11 @@ from megatron.config.eval_tasks import EvalTask, eval_tasks_of
 from megatron.core.checkpointing.agreement import run_on_all
 from megatron.core.inference.scoring import Sample
 from megatron.errors import ConfigError
-from megatron.training.checkpoints.trained_model import PlacedModel
+from megatron.training.checkpoints.trained_model import model_in_training
 from megatron.training.evaluation.evaluate import Evaluator
 from megatron.training.evaluation.zero_shot.task import Asked, ZeroShotTask, likelihoods
 from megatron.training.evaluation.zero_shot.tasks import ZERO_SHOT_TASKS
 from megatron.training.run.run import Run
-from megatron.training.run.stages import stages_here
 
 FLAG = "--eval-tasks"
 
@@ -55,15 +54,7 @@ class TaskScores:
             run_on_all(lambda named=named: self._cut(named), run.context.mesh)  # type: ignore[misc]
             for named in eval_tasks_of(reporting.eval_tasks)
         ]
-        placed = PlacedModel(
-            config=run.config,
-            train_spec=run.train_spec,
-            context=run.context,
-            tokenizer=run.tokenizer,
-            stages=stages_here(run.config, run.context),
-            models=run.models,
-        )
-        self._evaluator = Evaluator(placed)
+        self._evaluator = Evaluator(model_in_training(run))
 
     def _cut(self, named: EvalTask) -> _Read:
         task = read_task(named)

@@ -5,21 +5,19 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-import torch
 from torch import Tensor
 
 from megatron.config.guards import BitFlip, GuardsConfig
 from megatron.core.distributed.buffers import FlatBuffer, parts_of
 from megatron.core.parallel.rng import derive_seed
+from megatron.training.guards.results import WORDS
 from megatron.training.step import StepNumbers
-
-_WORDS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def flip_bit(x: Tensor, bit: int | None) -> None:
     """Flip a bit of the largest element of ``x`` in place; None: the highest one of its exponent that is 0."""
     size, flat = x.element_size(), x.detach().view(-1)
-    words = flat.view(_WORDS[size])[int(flat.abs().argmax()) :][:1]
+    words = flat.view(WORDS[size])[int(flat.abs().argmax()) :][:1]
     pattern = int(words) % (1 << 8 * size)
     if bit is None:
         bit = next(each for each in reversed(range(8 * size - 1)) if not pattern >> each & 1)

@@ -16,12 +16,13 @@ from megatron.core.parallel.context import ParallelContext
 from megatron.core.parallel.sharding import ShardedState
 from megatron.training.step import BatchSums, StepNumbers
 
-_WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""Types of whole numbers in which bits are looked at, by their bytes."""
 
 
 def checksum(x: Tensor) -> Tensor:
     """Sum of the bits of ``x`` as whole numbers, int64 [] on its device: any single flipped bit changes it."""
-    return x.detach().reshape(-1).view(_WORDS[x.element_size()]).sum(dtype=torch.int64)
+    return x.detach().reshape(-1).view(WORDS[x.element_size()]).sum(dtype=torch.int64)
 
 
 @dataclass(frozen=True)

@@ -13,10 +13,9 @@ from megatron.core.inference.scheduler import SchedulerOptions
 from megatron.core.parallel.rng import derive_seed
 from megatron.core.tokenizers.end_tokens import end_ids
 from megatron.errors import ConfigError
-from megatron.training.checkpoints.trained_model import PlacedModel
+from megatron.training.checkpoints.trained_model import model_in_training
 from megatron.training.evaluation.generating import runner_of_every_rank, text_needs
 from megatron.training.run.run import Run
-from megatron.training.run.stages import stages_here
 
 
 @dataclass(frozen=True)
@@ -41,15 +40,7 @@ class AnswerGenerator:
         Raises ConfigError for a model that can't generate with a cache.
         """
         self._run, self._most_tokens = run, most_tokens
-        placed = PlacedModel(
-            config=run.config,
-            train_spec=run.train_spec,
-            context=run.context,
-            tokenizer=run.tokenizer,
-            stages=stages_here(run.config, run.context),
-            models=run.models,
-            chat=run.chat,
-        )
+        placed = model_in_training(run)
         runner = runner_of_every_rank(placed, length=longest, max_requests=at_once)
         if runner is None:
             raise ConfigError(
