@@ -36,12 +36,17 @@ keep() { # keep FILE COMMAND...: run, and keep what it prints
     "$@" | tee "$file"
 }
 
-environment() { # .venv with everything that a quickstart needs
-    say "1. Environment: .venv with this project"
-    if $python -c "import matplotlib, megatron, tensorboard, tokenizers, torch" 2>/dev/null; then
+environment() { # .venv with this project and what a quickstart needs: [WORDS EXTRA "MODULES" [COMMAND...]]
+    local words=${1:-} extra=${2:-plot} modules=${3:-"matplotlib tensorboard tokenizers"}
+    shift $(($# < 3 ? $# : 3))
+    say "1. Environment: .venv with this project$words"
+    # shellcheck disable=SC2086 # modules are words
+    if $python -c "import sys, importlib.util as of; sys.exit(not all(map(of.find_spec, sys.argv[1:])))" \
+        megatron torch $modules 2>/dev/null; then
         echo ".venv is there and has everything"
     else
-        run bash tools/make_venv.sh plot
+        run bash tools/make_venv.sh "$extra"
+        (($# == 0)) || run "$@"
     fi
 }
 

@@ -14,13 +14,8 @@ out=${QUICKSTART_DIR:-runs/assistant}
 iterations=${QUICKSTART_ITERATIONS:-1600}
 source examples/quickstart_steps.sh
 
-say "1. Environment: .venv with this project, the gguf package and llama.cpp"
-if $python -c "import gguf, megatron, tokenizers, torch, xllamacpp" 2>/dev/null; then
-    echo ".venv is there and has everything"
-else
-    run bash tools/make_venv.sh gguf
-    run .venv/bin/pip install --quiet xllamacpp
-fi
+environment ", the gguf package and llama.cpp" gguf "gguf tokenizers xllamacpp" \
+    .venv/bin/pip install --quiet xllamacpp
 
 mkdir -p "$out"
 rm -rf "$out"/{corpus,chats,tokenizer,data,pretrained,chat,preferred,gguf} "$out"/answers.txt

@@ -14,13 +14,8 @@ out=${EXPORT_DIR:-runs/export}
 tokens=${EXPORT_TOKENS:-1000}
 source examples/quickstart_steps.sh
 
-say "1. Environment: .venv with this project, the gguf package and llama.cpp"
-if $python -c "import gguf, megatron, tokenizers, torch, xllamacpp" 2>/dev/null; then
-    echo ".venv is there and has everything"
-else
-    run bash tools/make_venv.sh gguf
-    run .venv/bin/pip install --quiet xllamacpp
-fi
+environment ", the gguf package and llama.cpp" gguf "gguf tokenizers xllamacpp" \
+    .venv/bin/pip install --quiet xllamacpp
 
 if [[ ! -d $from/checkpoints ]]; then
     echo "there is no model in $from: train one first with bash examples/quickstart.sh"

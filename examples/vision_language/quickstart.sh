@@ -15,13 +15,8 @@ out=${QUICKSTART_DIR:-runs/vision_language}
 iterations=${QUICKSTART_ITERATIONS:-600}
 source examples/quickstart_steps.sh
 
-say "1. Environment: .venv with this project, Pillow and scikit-learn's digits"
-if $python -c "import importlib.util as u, PIL, megatron, torch; assert u.find_spec('sklearn')" 2>/dev/null; then
-    echo ".venv is there and has everything"
-else
-    run bash tools/make_venv.sh images
-    run .venv/bin/pip install --quiet --no-deps scikit-learn -c constraints.txt
-fi
+environment ", Pillow and scikit-learn's digits" images "PIL sklearn" \
+    .venv/bin/pip install --quiet --no-deps scikit-learn -c constraints.txt
 
 mkdir -p "$out"
 rm -rf "$out"/{digits,tokenizer,data,texts,projector,trained} "$out"/{answers.txt,answers.png,sample.png}
