@@ -2,36 +2,26 @@
 
 from __future__ import annotations
 
-import functools
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from megatron.config.flags import flags_of
 from megatron.config.vision import VisionConfig
 from megatron.core.conversion.convert import Conversion, convert
 from megatron.core.conversion.huggingface.quantizing import Rounding
 from megatron.core.conversion.huggingface.reading import from_transformers, read_huggingface
-from megatron.core.conversion.huggingface.writing import theirs_of
-from megatron.core.conversion.portable import LazyTensor, fill
 from megatron.core.conversion.quantizing.matrices import quantized_parameters
-from megatron.core.conversion.questions import question_for
-from megatron.core.conversion.tables import to_theirs
-from megatron.core.models.registry import FAMILIES
 from megatron.core.models.vlm.huggingface import FORMAT
 from megatron.core.models.vlm.huggingface.llava import LLAVA
-from megatron.core.models.vlm.questions import ImageQuestion
-from megatron.core.parallel.model_context import ModelContext
-from megatron.core.parallel.sharding import ShardedState, sharded_parameters
 from megatron.core.quantization.scheme import scheme_named
 from megatron.errors import CheckpointError
 from tests.harness.published import in_fp64
 from tests.harness.sentences import expect_error
+from tests.unit.conversion.vision_language import check_logits_and_gradients
 
 transformers = pytest.importorskip("transformers", reason="conversion is proven with the dev extra's transformers")
 
@@ -85,41 +75,7 @@ def test_texts_with_images_have_the_logits_and_gradients_of_transformers(strateg
     """Features at another place, of another layer, or with the class token in between are another model."""
     with in_fp64():
         theirs = random_llava(vision_feature_select_strategy=strategy).double()
-    portable = from_transformers(theirs)
-    portable = replace(portable, model=replace(portable.model, make_vocab_size_divisible_by=1))
-    question = question_for(portable.model, portable.groups)
-    assert isinstance(question, ImageQuestion)
-    context = ModelContext.single(dtype=torch.float64)
-    ours = FAMILIES["vlm"].train_spec.build_model(portable.model, portable.groups, context)
-    state = [
-        ShardedState(f"model.{sharding.tied or name}", parameter.detach(), sharding)
-        for name, parameter, sharding in sharded_parameters(ours)
-    ]
-    fill(state, portable, context.mesh)
-    images = question.images.double()
-    with in_fp64():
-        wanted = theirs(input_ids=question.tokens, pixel_values=images).logits
-    found = ours(question.tokens, images=images, image_places=question.places)
-    torch.testing.assert_close(found.logits(), wanted, rtol=0, atol=1e-9)
-
-    labels = question.tokens.roll(-1, 1)
-    cross_entropy = torch.nn.functional.cross_entropy(wanted.flatten(0, 1), labels.flatten(), reduction="sum")
-    for loss in (cross_entropy, found.cross_entropy(labels, torch.ones_like(labels))):
-        torch.autograd.backward(loss)
-    gradients = {name: parameter.grad for name, parameter, _ in sharded_parameters(ours)}
-    assert all(each is not None for each in gradients.values())
-    made = {name: _lazy(each) for name, each in gradients.items() if each is not None}
-    back = to_theirs(theirs_of(portable.model, portable.groups, "llava"), made, portable.model)
-    names = LLAVA.current_names(name for name, _ in theirs.named_parameters())
-    for name, parameter in theirs.named_parameters():
-        if parameter.grad is not None and names[name] in back:
-            torch.testing.assert_close(back[names[name]].make(), parameter.grad, rtol=0, atol=1e-9)
-    trained = {names[name] for name, parameter in theirs.named_parameters() if parameter.grad is not None}
-    assert trained <= back.keys()
-
-
-def _lazy(tensor: Tensor) -> LazyTensor:
-    return LazyTensor(tuple(tensor.shape), tensor.dtype, functools.partial(torch.clone, tensor))
+    check_logits_and_gradients(theirs)
 
 
 def test_names_of_all_versions_are_known() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,20 +10,13 @@ import pytest
 import torch
 
 from megatron.core.conversion.convert import Conversion, convert
-from megatron.core.conversion.huggingface.reading import from_transformers, read_huggingface
-from megatron.core.conversion.huggingface.writing import theirs_of
-from megatron.core.conversion.portable import LazyTensor, fill
-from megatron.core.conversion.questions import question_for
-from megatron.core.conversion.tables import to_theirs
-from megatron.core.models.registry import FAMILIES
+from megatron.core.conversion.huggingface.reading import read_huggingface
 from megatron.core.models.vlm.huggingface import FORMAT
-from megatron.core.models.vlm.questions import ImageQuestion
-from megatron.core.parallel.model_context import ModelContext
-from megatron.core.parallel.sharding import ShardedState, sharded_parameters
 from megatron.errors import CheckpointError
 from tests.harness.published import in_fp64
 from tests.harness.sentences import expect_error
 from tests.tiers import tiers
+from tests.unit.conversion.vision_language import check_logits_and_gradients
 
 transformers = pytest.importorskip("transformers", reason="conversion is proven with the dev extra's transformers")
 
@@ -103,43 +95,7 @@ def test_texts_with_images_have_the_logits_and_gradients_of_transformers(name: s
     """Features of another layer, joined in another order or without a norm are another model."""
     with in_fp64():
         theirs = random_model(name).double()
-    portable = from_transformers(theirs)
-    portable = replace(portable, model=replace(portable.model, make_vocab_size_divisible_by=1))
-    question = question_for(portable.model, portable.groups)
-    assert isinstance(question, ImageQuestion)
-    question = replace(question, images=question.images.double())
-    context = ModelContext.single(dtype=torch.float64)
-    ours = FAMILIES["vlm"].train_spec.build_model(portable.model, portable.groups, context)
-    state = [
-        ShardedState(f"model.{sharding.tied or name}", parameter.detach(), sharding)
-        for name, parameter, sharding in sharded_parameters(ours)
-    ]
-    fill(state, portable, context.mesh)
-    with in_fp64():
-        wanted = question.ask_theirs(theirs)["words"]
-    found = ours(question.tokens, images=question.images, image_places=question.places)
-    torch.testing.assert_close(found.logits(), wanted, rtol=0, atol=1e-9)
-
-    labels = question.tokens.roll(-1, 1)
-    cross_entropy = torch.nn.functional.cross_entropy(wanted.flatten(0, 1), labels.flatten(), reduction="sum")
-    for loss in (cross_entropy, found.cross_entropy(labels, torch.ones_like(labels))):
-        torch.autograd.backward(loss)
-    gradients = {each: parameter.grad for each, parameter, _ in sharded_parameters(ours)}
-    assert all(each is not None for each in gradients.values())
-    made = {each: _lazy(gradient) for each, gradient in gradients.items() if gradient is not None}
-    model_type = theirs.config.model_type
-    back = to_theirs(theirs_of(portable.model, portable.groups, model_type), made, portable.model)
-    names = FORMAT.nested[model_type].current_names(name for name, _ in theirs.named_parameters())
-    trained = {
-        names[each]: parameter.grad for each, parameter in theirs.named_parameters() if parameter.grad is not None
-    }
-    assert trained.keys() <= back.keys()
-    for each, gradient in trained.items():
-        torch.testing.assert_close(back[each].make(), gradient, rtol=0, atol=1e-9)
-
-
-def _lazy(tensor: torch.Tensor) -> LazyTensor:
-    return LazyTensor(tuple(tensor.shape), tensor.dtype, lambda: tensor.clone())
+    check_logits_and_gradients(theirs)
 
 
 LISTED = {**TWICE, "image_size": [16, 16], "patch_size": [4, 4]}
