@@ -69,7 +69,7 @@ _CONTENT_PART = {
     "properties": {
         "type": {
             "enum": ["text", "input_text", "output_text", "refusal", "image_url"],
-            "x-refusal": "models here read text, and some of them images, alone",
+            "x-refusal": "only text and image_url are read, the latter by models that read images",
         },
         "image_url": {
             "type": "object",

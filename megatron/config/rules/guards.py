@@ -92,7 +92,7 @@ RULES: tuple[Rule, ...] = (
         lambda run: run.guards.elastic and run.parallel.diloco_workers is not None,
     ),
     rule(
-        "--spike-threshold {run.guards.spike_threshold} says what a spike is: add --spike-action",
+        "--spike-threshold {run.guards.spike_threshold} has no effect without --spike-action: add --spike-action",
         lambda run: run.guards.spike_action is None and run.given("spike_threshold"),
     ),
 )

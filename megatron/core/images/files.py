@@ -33,7 +33,7 @@ class ImageFolder:
         self.path = path
         self._root = os.path.realpath(path)
         if not os.path.isdir(self._root):
-            raise DataError(f"the folder of images {path} does not exist, or is none: name it with --image-folder")
+            raise DataError(f"the image folder {path} does not exist or is no folder: name it with --image-folder")
 
     def read(self, name: str, offset: int = 0, size: int = -1) -> bytes:
         """The file ``name`` of the folder; with ``size`` one of as many bytes."""

@@ -171,15 +171,15 @@ class StepGuard:
         self._fault([places[rank] for rank in ranks], f"transient fault at iteration {iteration}")
         if again is not None and self._run.config.training.check_for_nan_in_loss_and_grad:
             raise ResultError(
-                f"iteration {iteration}: {why}; computed again, the result of {named} is another, and {again}: their "
+                f"iteration {iteration}: {why}; computed again, {named} got a different result, and {again}: their "
                 "devices can't be trusted; resume from the last checkpoint without them",
                 exit_code=RESULT_REFUSED,
             )
         if self._is_suspect:
             self._judged()
         self._run.reporter.say(
-            f"guard: iteration {iteration}: {why}; computed again, the result of {named} is another: a transient "
-            "fault of the hardware, and training goes on with the second result"
+            f"guard: iteration {iteration}: {why}; computed again, {named} got a different result: a transient "
+            "hardware fault; training continues with the second result"
         )
 
     def _reproduced(self, computed: _Computed, why: str, places: list[str]) -> None:

@@ -11,6 +11,7 @@ from megatron.training.reporting.goodput import Goodput
 
 Curve = dict[int, float]
 """A number by iteration."""
+_UNKNOWN_END = "still running, or killed"
 _OF_STEPS = ("learning_rate", "grad_norm", "tokens_per_second", "seconds_per_iteration", "tflops_per_device", "mfu")
 
 
@@ -33,7 +34,7 @@ class History:
     events: list[Event] = field(default_factory=list)
     goodput: Goodput = field(default_factory=Goodput)
     iteration: int = 0
-    state: str = "running, or ended without a word"
+    state: str = _UNKNOWN_END
 
     @classmethod
     def of(cls, label: str, events: Iterable[Event]) -> History:
@@ -48,7 +49,7 @@ class History:
         fields, iteration = event.fields, int(event.fields.get("iteration", 0))
         self.goodput.see(event)
         if event.name == "start":
-            self.start, self.state = fields, "running, or ended without a word"
+            self.start, self.state = fields, _UNKNOWN_END
             self._forget_after(iteration)
         elif event.name == "rollback":
             self._forget_after(iteration)

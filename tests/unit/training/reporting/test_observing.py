@@ -147,7 +147,7 @@ def test_history_forgets_what_is_done_again() -> None:
     )
     assert history.curves["lm loss"] == {10: 1.0}
     assert history.validation["lm loss"] == {}
-    assert (history.iteration, history.state) == (10, "running, or ended without a word")
+    assert (history.iteration, history.state) == (10, "still running, or killed")
 
 
 def page(port: int) -> str:
