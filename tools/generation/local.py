@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import signal
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -11,6 +12,7 @@ from pathlib import Path
 
 from megatron.core.images.decoding import decoded
 from megatron.core.images.expansion import MARKER
+from megatron.core.images.files import read_image
 from megatron.core.images.prompts import CutImage, PromptImages
 from megatron.core.inference.engine import Engine
 from megatron.core.inference.limits import NamedFolder
@@ -91,11 +93,9 @@ class Generator:
         assert self._prompts is not None, "a model that reads images"
         check_regular(Path(path), where=f"--image {path}", error=DataError)
         try:
-            return CutImage.of(decoded(Path(path).read_bytes()), self._prompts.vision)
+            return CutImage.of(decoded(read_image(os.path.realpath(path))), self._prompts.vision)
         except DataError as error:
             raise DataError(f"--image {path} {error}") from None
-        except OSError as error:
-            raise DataError(f"--image {path} cannot be read: {error.strerror}") from None
 
     def _marked(self, text: str) -> str:
         """A text with a mark for each image; those of one without any are before it."""

@@ -204,7 +204,7 @@ class ImageTable:
 
     def named(self, image: StoredImage) -> str:
         """An image's name for messages."""
-        return f"{self._sources[image.source][1]}{os.sep}{image.name}"
+        return f"{self._path(image.source)}{os.sep}{image.name}"
 
     def read(self, image: StoredImage) -> bytes:
         """All bytes of an image; raises DataError where they aren't those that were checked."""
@@ -216,10 +216,14 @@ class ImageTable:
             raise DataError(f"{self.named(image)} {error}") from None
         return content
 
+    def _path(self, source: int) -> str:
+        """Of a source as this process sees it."""
+        return str(Path(self.prefix).parent / self._sources[source][1])
+
     @cached_property
     def _files(self) -> list[ImageFiles]:
         try:
-            return [_KINDS[kind](str(Path(self.prefix).parent / path)) for kind, path in self._sources]
+            return [_KINDS[kind](self._path(source)) for source, (kind, _) in enumerate(self._sources)]
         except (KeyError, DataError) as error:
             raise DataError(
                 f'{error}; "sources" of {paths_of(self.prefix)[0]} say where images are, and may be changed'

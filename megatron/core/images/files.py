@@ -50,17 +50,22 @@ class ImageFolder:
         real = os.path.realpath(os.path.join(self._root, name))
         if os.path.commonpath([real, self._root]) != self._root:
             raise DataError(f"leads out of the folder of images {self.path}: copy it in there")
-        try:
-            file = os.open(real, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW)  # a pipe would wait
-        except OSError as error:
-            raise DataError(f"cannot be read: {error.strerror}") from None
-        try:
-            found = os.fstat(file)
-            if not stat.S_ISREG(found.st_mode):
-                raise DataError("is no file")
-            return _whole(file, 0, found.st_size if size < 0 else size, found.st_size)
-        finally:
-            os.close(file)
+        return read_image(real, size=size)
+
+
+def read_image(path: str, *, size: int = -1) -> bytes:
+    """All bytes of an image's file, which is no link; with ``size`` one of as many bytes. Raises DataError."""
+    try:
+        file = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW)  # a pipe would wait
+    except OSError as error:
+        raise DataError(f"cannot be read: {error.strerror}") from None
+    try:
+        found = os.fstat(file)
+        if not stat.S_ISREG(found.st_mode):
+            raise DataError("is no file")
+        return _whole(file, 0, found.st_size if size < 0 else size, found.st_size)
+    finally:
+        os.close(file)
 
 
 class TarImages:

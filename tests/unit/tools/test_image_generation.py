@@ -51,10 +51,13 @@ def test_answers_are_about_the_picture(load: str, tmp_path: Path, capsys: pytest
 def test_what_is_no_image_is_told(load: str, tmp_path: Path) -> None:
     """A path that is mistyped, a text, and marks for other pictures than there are."""
     (tmp_path / "words.png").write_text("words")
+    with (tmp_path / "huge.png").open("wb") as file:  # sparse: nothing of it is read
+        file.truncate(1 << 40)
     Image.new("RGB", (4, 4)).save(tmp_path / "a.png")
     cases: list[tuple[type[MegatronError], list[str]]] = [
         (DataError, ["--image", str(tmp_path / "none.png"), "--prompt", "5"]),
         (DataError, ["--image", str(tmp_path / "words.png"), "--prompt", "5"]),
+        (DataError, ["--image", str(tmp_path / "huge.png"), "--prompt", "5"]),
         (DataError, ["--image", str(tmp_path / "a.png"), "--prompt", "<image> <image> 5"]),
         (ConfigError, ["--image", str(tmp_path / "a.png"), "--input-jsonl", "a", "--output-jsonl", "b"]),
     ]
