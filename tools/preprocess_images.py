@@ -112,7 +112,7 @@ class ImageChecker:
         self._checked = dict[tuple[int, str, int], Future[StoredImage]]()
 
     def source(self, files: ImageFiles) -> int:
-        """The number of a folder or tar file, which may be there already."""
+        """Add a folder or tar file unless it is there, and return its number."""
         paths = [each.path for each in self.files]
         if files.path not in paths:
             self.files.append(files)
@@ -137,7 +137,7 @@ class ImageChecker:
 
     @property
     def num_images(self) -> int:
-        """Different images."""
+        """Number of different images."""
         return len(self._checked)
 
     def close(self) -> None:

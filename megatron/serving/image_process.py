@@ -17,7 +17,7 @@ _MOST_MEMORY = 3 << 30
 
 
 def started(first: dict[str, Any]) -> Callable[[dict[str, Any]], dict[str, Any]]:
-    """What answers questions. ``first`` has fields of ``vision`` and ``most_pixels`` of an image."""
+    """A function that decodes the image of a question. ``first``: fields of ``vision``, and ``most_pixels``."""
     vision, most_pixels = VisionConfig(**first["vision"]), int(first["most_pixels"])
 
     def answered(asked: dict[str, Any]) -> dict[str, Any]:

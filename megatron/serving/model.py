@@ -116,7 +116,7 @@ class ServedModel:
             raise ApiError(f"{place or param}: {error}", param=param) from None
 
     def check_text_length(self, text: str, *, param: str, place: str | None = None, is_cut: bool = False) -> None:
-        """Raise ApiError for a text that can't fit, as ``ids_of_text``."""
+        """Raise ApiError for a text that can't fit into the model. Arguments as of ``ids_of_text``."""
         most = max(self.longest_text, _LONGEST_CUT) if is_cut else self.longest_text
         if len(text) > most:
             raise ApiError(

@@ -74,7 +74,7 @@ class ImageTableWriter:
 
     @property
     def num_images(self) -> int:
-        """Images so far."""
+        """Number of images so far."""
         return len(self._rows)
 
     def add_document(self, images: Sequence[tuple[StoredImage, Sequence[int]]]) -> None:

@@ -79,7 +79,7 @@ class PromptImages:
 
     @classmethod
     def from_array(cls, array: NDArray[np.int64]) -> PromptImages:
-        """What ``to_array`` wrote."""
+        """Images of a prompt from the array that ``to_array`` made."""
         features, length, count, height, width = array[:5].tolist()
         pixels = np.frombuffer(array[5 + length :].tobytes(), np.uint8)[: count * 3 * height * width]
         return cls(pixels.reshape(count, 3, height, width), array[5 : 5 + length], features)

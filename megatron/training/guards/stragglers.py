@@ -77,7 +77,7 @@ def straggler_lines(
 
 
 class Timed:
-    """Around each iteration, and after it; this one measures nothing."""
+    """Hooks around and after each iteration; this base class measures nothing."""
 
     def __call__(self) -> AbstractContextManager[None]:
         """A context for an iteration: its data and its step."""

@@ -146,7 +146,7 @@ class Observers:
         return bool(self._observers)
 
     def tell(self, name: EventName, **fields: object) -> None:
-        """Let all see an event of now."""
+        """Pass an event with the time of now to all observers."""
         event = Event(name, self._clock(), fields)
         self._each(lambda observer: observer.see(event))
 

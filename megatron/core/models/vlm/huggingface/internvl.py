@@ -58,7 +58,7 @@ class InternVLType(NestedType):
 
     @override
     def not_of_type(self, vision: VisionConfig) -> dict[str, bool]:
-        """What no InternVL has."""
+        """Reasons why a model is no InternVL, and whether they hold."""
         return {
             **not_plain_mlp(vision),
             "the projector has no norm": not vision.vision_projection_norm,

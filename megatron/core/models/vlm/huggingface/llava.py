@@ -62,7 +62,7 @@ class LlavaType(NestedType):
 
     @override
     def not_of_type(self, vision: VisionConfig) -> dict[str, bool]:
-        """What no LLaVA-1.5 has."""
+        """Reasons why a model is no LLaVA-1.5, and whether they hold."""
         return {
             **not_plain_mlp(vision),
             "the projector has a norm": vision.vision_projection_norm,
