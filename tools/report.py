@@ -15,8 +15,7 @@ import argparse
 from pathlib import Path
 
 from megatron.core.files.durable import write_errors
-from megatron.errors import DataError, run_command
-from megatron.small_files import check_regular
+from megatron.errors import DataError, read_errors, run_command
 from megatron.training.reporting.events import EVENTS_FILE, read_events
 from megatron.training.reporting.history import History
 from megatron.training.reporting.report_page import report_page
@@ -42,14 +41,15 @@ def main(argv: list[str] | None = None) -> int:
 
 def events_of(run: Path) -> Path:
     """The file with the events of ``run``. Raises DataError when there is none."""
-    path = run / EVENTS_FILE if run.is_dir() else run
-    if not path.exists():
+    with read_errors(run):  # a name that is too long, a folder that nobody may look into
+        path = run / EVENTS_FILE if run.is_dir() else run
+        is_there = path.exists()
+    if not is_there:
         raise DataError(
             f"{run} has no {EVENTS_FILE}; name the --save folder of a run that has trained, or its --log-json"
             if run.is_dir()
             else f"{run} does not exist; name the --save folder of a run, or its --log-json"
         )
-    check_regular(path, where=str(path), error=DataError)
     return path
 
 

@@ -216,6 +216,15 @@ RULES: tuple[Rule, ...] = (
     split_needs_one_data_set,
     split_is_sound,
     rule(
+        "--log-json {run.reporting.log_json} is a URL, and lines are appended to it: name a place on this machine's "
+        "disks",
+        lambda run: "://" in (run.reporting.log_json or ""),
+    ),
+    rule(
+        "--log-dir {run.reporting.log_dir} is a URL, and lines are appended to it: name a place on this machine's disks",
+        lambda run: "://" in (run.reporting.log_dir or ""),
+    ),
+    rule(
         "--data-cache-path {run.data.data_cache_path} is a URL; give a folder of this machine or a shared one",
         lambda run: "://" in (run.data.data_cache_path or ""),  # caches are memory-mapped
     ),

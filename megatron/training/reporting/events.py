@@ -15,20 +15,14 @@ from typing import Any, Literal, Protocol, cast
 from typing_extensions import override
 
 from megatron.errors import DataError
+from megatron.small_files import check_regular
 
 logger = logging.getLogger(__name__)
 
 EVENTS_FILE = "events.jsonl"
 """In ``--save``, unless ``--log-json`` names another file."""
-_NEEDED: dict[str, tuple[str, ...]] = {
-    "steps": ("iteration", "iterations", "seconds", "losses"),
-    "aside": ("what", "seconds"),
-    "validation": ("where", "losses"),
-    "sample": ("prompt", "text"),
-    "numbers": ("values",),
-    "rollback": ("iteration",),
-    "end": ("state",),
-}
+_LONGEST_LINE = 1 << 24  # bytes; a line of a run on thousands of ranks is shorter
+_NEWEST = 1e11  # seconds: a year that calendars have
 EventName = Literal["start", "steps", "aside", "validation", "sample", "saved", "numbers", "rollback", "warning", "end"]
 
 
@@ -88,11 +82,74 @@ class EventLog(Observer):
                 file.seek(-1, os.SEEK_END)
                 if file.read() != b"\n":  # the run before was killed in the middle of a line
                     file.write(b"\n")
-            file.write(text.encode())
+            file.write(text.encode(errors="backslashreplace"))  # paths may have halves of pairs, which no file takes
 
     @override
     def close(self) -> None:
         """Do nothing: every event is written as it happens."""
+
+
+def _is_whole(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 62
+
+
+def _is_number(value: object) -> bool:
+    """Whether ``float`` takes it: a number, or one of the words of ``_finite``."""
+    if isinstance(value, int):
+        return not isinstance(value, bool) and abs(value) < 1 << 1000
+    return isinstance(value, float) or value in ("nan", "inf", "-inf")
+
+
+def _is_seconds(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value < _NEWEST
+
+
+def _is_text(value: object) -> bool:
+    return isinstance(value, str)
+
+
+def _are_numbers(value: object) -> bool:
+    return isinstance(value, dict) and all(map(_is_number, value.values()))
+
+
+def _are_sizes(value: object) -> bool:
+    return isinstance(value, dict) and all(map(_is_whole, value.values()))
+
+
+def _are_texts(value: object) -> bool:
+    return isinstance(value, list) and all(map(_is_text, value))
+
+
+_KINDS: dict[str, Callable[[object], bool]] = {
+    "iteration": _is_whole,
+    "iterations": _is_whole,
+    "seconds": _is_seconds,
+    "setup_seconds": _is_seconds,
+    "losses": _are_numbers,
+    "values": _are_numbers,
+    "parameters": _is_whole,
+    "layout": _are_sizes,
+    "settings": _are_texts,
+    "data": _are_texts,
+    "what": _is_text,
+    "where": _is_text,
+    "data_set": _is_text,
+    "prompt": _is_text,
+    "text": _is_text,
+    "state": _is_text,
+}
+"""How readers check a field, in whatever event."""
+OF_STEPS = ("learning_rate", "grad_norm", "tokens_per_second", "seconds_per_iteration", "tflops_per_device", "mfu")
+"""Numbers of steps that have a curve, where they are known."""
+_NEEDED: dict[str, tuple[str, ...]] = {
+    "steps": ("iteration", "iterations", "seconds", "losses"),
+    "aside": ("what", "seconds"),
+    "validation": ("where", "losses"),
+    "sample": ("prompt", "text"),
+    "numbers": ("values",),
+    "rollback": ("iteration",),
+    "end": ("state",),
+}
 
 
 def _finite(value: object) -> object:
@@ -107,31 +164,40 @@ def _finite(value: object) -> object:
 
 
 def read_events(path: Path) -> Iterator[Event]:
-    """The events of a file; a line that a kill or a full disk has cut short is passed over.
+    """The events of a file; a line that a kill or a full disk has cut short, or whose fields are of other types, is
+    passed over.
 
     Raises DataError for a file that can't be read, or in which no line is an event.
     """
+    check_regular(path, where=str(path), error=DataError)
     found, lines = 0, 0
     try:
         with path.open("rb") as file:
-            for line in file:
+            while line := file.readline(_LONGEST_LINE):  # of a longer one no part is an event
                 lines += 1
                 if (event := _event(line)) is not None:
                     found += 1
                     yield event
     except OSError as error:
-        raise DataError(f"{path} can't be read: {error.strerror}") from None
+        raise DataError(f"{path} can't be read: {error.strerror}; name another file with --log-json") from None
     if lines and not found:
-        raise DataError(f"{path} holds no events of a run: its {lines} lines are not those of --log-json")
+        raise DataError(
+            f"{path} holds no events of a run: its lines, {lines} in all, are not those of --log-json; move it away, "
+            "or name another file with --log-json"
+        )
 
 
 def _event(line: bytes) -> Event | None:
     try:
         fields = json.loads(line)
         name, when = fields.pop("event"), float(fields.pop("time"))
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
         return None
-    if not isinstance(name, str) or not math.isfinite(when) or not fields.keys() >= {*_NEEDED.get(name, ())}:
+    if not isinstance(name, str) or not 0 <= when < _NEWEST or not fields.keys() >= {*_NEEDED.get(name, ())}:
+        return None
+    if not all(is_kind(fields[key]) for key, is_kind in _KINDS.items() if key in fields):
+        return None
+    if name == "steps" and not all(_is_number(fields[key]) for key in OF_STEPS if fields.get(key) is not None):
         return None
     return Event(cast("EventName", name), when, fields)
 

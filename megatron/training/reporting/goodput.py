@@ -115,11 +115,10 @@ class Goodput:
     @override
     def __str__(self) -> str:
         """One line: since when, the share of kept steps, and what the rest went into."""
-        lost = ", ".join(
-            f"{100 * seconds / self.total:.1f}% {what}" for what, seconds in self.lost().items() if seconds > 0
-        )
+        shares = {what: seconds / self.total for what, seconds in self.lost().items()} if self.total > 0 else {}
+        lost = ", ".join(f"{100 * share:.1f}% {what}" for what, share in shares.items() if share > 0)
         launches = f"{self.launches} launch{'es' if self.launches > 1 else ''}"
         return (
             f"{timedelta(seconds=round(self.total))} since the first of {launches}: goodput {100 * self.share:.1f}%"
-            + (f"; lost: {lost}" if lost and self.total > 0 else "")
+            + (f"; lost: {lost}" if lost else "")
         )

@@ -6,13 +6,12 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from megatron.training.reporting.events import Event
+from megatron.training.reporting.events import OF_STEPS, Event
 from megatron.training.reporting.goodput import Goodput
 
 Curve = dict[int, float]
 """A number by iteration."""
 _UNKNOWN_END = "still running, or killed"
-_OF_STEPS = ("learning_rate", "grad_norm", "tokens_per_second", "seconds_per_iteration", "tflops_per_device", "mfu")
 
 
 @dataclass
@@ -54,7 +53,7 @@ class History:
         elif event.name == "rollback":
             self._forget_after(iteration)
         elif event.name == "steps":
-            for name, value in {**fields["losses"], **{name: fields.get(name) for name in _OF_STEPS}}.items():
+            for name, value in {**fields["losses"], **{name: fields.get(name) for name in OF_STEPS}}.items():
                 if value is not None:
                     self.curves.setdefault(name, {})[iteration] = float(value)
             self.losses += [name for name in fields["losses"] if name not in self.losses]

@@ -5,9 +5,10 @@ from __future__ import annotations
 import logging
 import os
 import socket
+import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,7 +18,8 @@ from megatron.config.report import settings_report
 from megatron.core.checkpointing.agreement import run_on_all
 from megatron.core.files.durable import write_errors
 from megatron.core.files.remote_path import is_url
-from megatron.errors import MegatronError
+from megatron.errors import DataError, MegatronError
+from megatron.small_files import check_regular
 from megatron.training.reporting.events import EVENTS_FILE, Event, EventLog, Observer, Observers, read_events
 from megatron.training.reporting.goodput import Goodput
 from megatron.training.reporting.run_metrics import RunMetrics
@@ -29,6 +31,8 @@ if TYPE_CHECKING:
     from megatron.training.reporting.metrics import StepRecord
     from megatron.training.reporting.startup import StartupFacts
     from megatron.training.run.run import Run
+
+logger = logging.getLogger(__name__)
 
 
 def events_file(config: RunConfig) -> Path | None:
@@ -50,10 +54,9 @@ def observed(run: Run) -> Iterator[None]:
     with ExitStack() as stack:
         if reporting.log_dir is not None:
             stack.enter_context(rank_log(run, Path(reporting.log_dir)))
+        tracer = run_on_all(lambda: _tracer(run), mesh)
         observers = run_on_all(lambda: _open(run), mesh)
-        tracer = None
-        if reporting.otlp_endpoint is not None and mesh.world_rank == 0:
-            tracer = Tracer(reporting.otlp_endpoint, rank=0, world_size=mesh.world_size)
+        if tracer is not None:
             run.reporter.timers.during = tracer.around(run.reporter.timers.during)
             _also_stepped(run, tracer.stepped)
         run.reporter.observers = Observers(*observers)
@@ -74,14 +77,23 @@ def observed(run: Run) -> Iterator[None]:
             tracer.close()
 
 
+def _tracer(run: Run) -> Tracer | None:
+    endpoint, mesh = run.config.reporting.otlp_endpoint, run.context.mesh
+    return (
+        Tracer(endpoint, rank=0, world_size=mesh.world_size) if endpoint is not None and mesh.world_rank == 0 else None
+    )
+
+
 def _open(run: Run) -> list[Observer]:
     """The observers of this rank: the last one writes the events, as it prints the log; the first serves metrics."""
     reporting, mesh, path, observers = run.config.reporting, run.context.mesh, events_file(run.config), list[Observer]()
     if path is not None and mesh.world_rank == mesh.world_size - 1:
+        check_regular(path, where=str(path), error=DataError)
         with write_errors(path, remedy="name another file with --log-json"):
+            goodput_before(run)  # a file of another kind is refused here, before hours of loading
             if reporting.log_json is not None:
                 path.parent.mkdir(parents=True, exist_ok=True)
-                path.open("ab").close()
+                path.open("ab+").close()
         observers.append(EventLog(path))
     if reporting.metrics_port is not None and mesh.world_rank == 0:
         observers.append(RunMetrics(reporting.metrics_host, reporting.metrics_port, before=goodput_before(run)))
@@ -91,15 +103,19 @@ def _open(run: Run) -> list[Observer]:
 def goodput_before(run: Run) -> Goodput:
     """The account of the earlier launches that wrote this run's events; empty for the first."""
     path = events_file(run.config)
-    return Goodput.of(read_events(path)) if path is not None and path.exists() else Goodput()
+    is_there = path is not None and (path.is_file() or path.is_dir())  # what is no file, such as /dev/null, holds none
+    return Goodput.of(read_events(path)) if path is not None and is_there else Goodput()
 
 
 def tell_start(run: Run, facts: StartupFacts, about_data: list[str], *, setup_seconds: float) -> None:
-    """Tell the observers of the launch, and print what earlier ones spent their time on. ``setup_seconds``: since the
-    process began.
+    """Tell the observers of the launch, and print what earlier ones spent their time on. A collective.
+
+    ``setup_seconds``: since the process began.
     """
     config, reporter = run.config, run.reporter
-    before = goodput_before(run) if run.context.mesh.world_rank == run.context.mesh.world_size - 1 else Goodput()
+    mesh = run.context.mesh
+    is_last = mesh.world_rank == mesh.world_size - 1
+    before = run_on_all(lambda: goodput_before(run) if is_last else Goodput(), mesh)
     parallel = config.parallel
     sizes = {
         "tp": parallel.tensor_model_parallel_size,
@@ -161,6 +177,21 @@ def _seeing_warnings(observers: Observers) -> Iterator[None]:
         logging.getLogger().removeHandler(handler)
 
 
+class _RankFile(logging.FileHandler):
+    """A log on a disk that may fail: a warning says so once."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path, encoding="utf-8", errors="backslashreplace")
+        self._path, self._failed = path, False
+
+    @override
+    def handleError(self, record: logging.LogRecord) -> None:
+        """Warn of the first line that can't be written."""
+        if not self._failed:
+            self._failed = True
+            logger.warning("--log-dir: %s can't be written (%s): training continues", self._path, sys.exc_info()[1])
+
+
 def _traceback(error: BaseException) -> bool:
     return not isinstance(error, (MegatronError, KeyboardInterrupt))  # a user's mistake is a sentence
 
@@ -172,9 +203,10 @@ def rank_log(run: Run, folder: Path) -> Iterator[None]:
     """
     rank, reporting = run.context.mesh.world_rank, run.config.reporting
     path = folder / f"rank{rank:05d}.log"
+    check_regular(path, where=str(path), error=DataError)
     with write_errors(path, remedy="name another folder with --log-dir"):
         folder.mkdir(parents=True, exist_ok=True)
-        handler = logging.FileHandler(path, encoding="utf-8")
+        handler = _RankFile(path)
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     own = logging.Logger("rank")  # no child of the root's: what it says is on no terminal
     own.addHandler(handler)
@@ -199,4 +231,5 @@ def rank_log(run: Run, folder: Path) -> Iterator[None]:
         raise
     finally:
         logging.getLogger().removeHandler(handler)
-        handler.close()
+        with suppress(OSError):  # of what a full disk has not taken, which a warning has said
+            handler.close()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import itertools
+import math
 import re
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
@@ -11,6 +12,7 @@ from datetime import datetime
 from html import escape
 from typing import TYPE_CHECKING, Any
 
+from megatron.errors import visible
 from megatron.training.reporting.events import Event
 from megatron.training.reporting.history import Curve, History
 from megatron.training.reporting.picture import COLORS, legend, new_axes, style
@@ -20,6 +22,8 @@ if TYPE_CHECKING:
 
 _SAMPLES = 3  # iterations whose samples are shown
 _EVENTS = 200  # newest that are shown
+_LONGEST = 80  # characters of a label
+_HIGHEST = 1e100  # of values that matplotlib can scale
 _CHARTS = {
     "tokens_per_second": "Tokens a second",
     "seconds_per_iteration": "Seconds an iteration",
@@ -68,7 +72,7 @@ def report_page(runs: Sequence[History]) -> str:
     meta = '<meta charset="utf-8"><meta name="viewport" content="width=device-width">'
     head = f"<head>{meta}<title>{escape(title)}</title><style>{_CSS}</style></head>"
     body = "\n".join(parts)
-    return f'<!doctype html>\n<html lang="en">{head}<body>\n{body}\n</body></html>\n'
+    return visible(f'<!doctype html>\n<html lang="en">{head}<body>\n{body}\n</body></html>\n')
 
 
 def _table(runs: Sequence[History], rows: Mapping[str, Sequence[str]], *, marks_differences: bool = False) -> str:
@@ -156,11 +160,10 @@ def _chart(title: str, lines: Mapping[str, Curve], dots: Mapping[str, Curve], *,
         return ""
     axes = new_axes(size=(9, 3.6) if wide else (5.4, 3.2))
     for (label, curve), color in zip(lines.items(), itertools.cycle(COLORS)):
-        axes.plot(list(curve), list(curve.values()), color=color, linewidth=1.6, label=label)
+        axes.plot(list(curve), _heights(curve), color=color, linewidth=1.6, label=_drawn(label))
     for (label, curve), color in zip(dots.items(), itertools.cycle(COLORS)):
-        points = list(curve.values())
-        axes.plot(list(curve), points, "o--", color=color, linewidth=0.8, markersize=4, label=label)
-    style(axes, x="iteration", y="", title=title)
+        axes.plot(list(curve), _heights(curve), "o--", color=color, linewidth=0.8, markersize=4, label=_drawn(label))
+    style(axes, x="iteration", y="", title=_drawn(title))
     if len(lines) + len(dots) > 1:
         legend(axes, columns=2)
     written = io.StringIO()
@@ -170,6 +173,18 @@ def _chart(title: str, lines: Mapping[str, Curve], dots: Mapping[str, Curve], *,
     picture = re.sub(r"<metadata>.*?</metadata>", "", picture[picture.index("<svg") :], flags=re.DOTALL)
     kind = ' class="wide"' if wide else ""
     return f"<figure{kind}>{picture}</figure>"
+
+
+def _heights(curve: Curve) -> list[float]:
+    return [value if abs(value) < _HIGHEST else math.nan for value in curve.values()]  # NaN is a gap in the line
+
+
+def _drawn(words: str) -> str:
+    """``words`` as matplotlib draws them: no formula between dollars, no label that a first underscore hides, and no
+    character without a picture.
+    """
+    plain = visible(words)[:_LONGEST].replace("$", r"\$")
+    return f" {plain}" if plain.startswith("_") else plain
 
 
 def _time(runs: Sequence[History]) -> str:

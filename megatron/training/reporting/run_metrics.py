@@ -71,9 +71,10 @@ class RunMetrics(Observer):
         age.set_function(lambda: clock() - self._saved_at)
         try:
             self._server, self._thread = start_http_server(port, host, registry)
-        except OSError as error:
+        except (OSError, UnicodeError) as error:
+            reason = (error.strerror or error) if isinstance(error, OSError) else "that is no name of a machine"
             raise ConfigError(
-                f"--metrics-host {host} --metrics-port {port} can't be listened on: {error.strerror or error}; "
+                f"--metrics-host {host} --metrics-port {port} can't be listened on: {reason}; "
                 "name an address of this node and a free port"
             ) from None
 

@@ -43,11 +43,11 @@ class Tracer:
                 f"--otlp-endpoint {endpoint} needs OpenTelemetry, which is not installed; "
                 "pip install opentelemetry-sdk opentelemetry-exporter-otlp-proto-http, or leave the flag out"
             ) from None
-        url = urlsplit(endpoint)
-        if url.scheme not in ("http", "https") or not url.hostname:
+        if not _is_url(endpoint):
             raise ConfigError(
                 f"--otlp-endpoint {endpoint} is no URL of a collector: one looks like http://127.0.0.1:4318"
             )
+        target = endpoint if urlsplit(endpoint).path.strip("/") else endpoint.rstrip("/") + "/v1/traces"
         resource = Resource.create(
             {
                 "service.name": os.environ.get("OTEL_SERVICE_NAME", "megatron"),
@@ -58,9 +58,14 @@ class Tracer:
                 "megatron.world_size": world_size,
             }
         )
-        self._provider = TracerProvider(resource=resource, shutdown_on_exit=False)
-        target = endpoint if url.path.strip("/") else endpoint.rstrip("/") + "/v1/traces"
-        self._provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(endpoint=target, timeout=_SECONDS)))
+        try:
+            self._provider = TracerProvider(resource=resource, shutdown_on_exit=False)
+            self._provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(endpoint=target, timeout=_SECONDS)))
+        except (ValueError, OSError) as error:
+            raise ConfigError(
+                f"--otlp-endpoint {endpoint}: OpenTelemetry refuses the environment ({error}): correct its OTEL_ "
+                "variables, or unset them"
+            ) from None
         self._tracer = self._provider.get_tracer("megatron", __version__)
         theirs = logging.getLogger("opentelemetry")
         theirs.propagate, theirs.handlers = False, [_ToldOnce(endpoint)]
@@ -110,6 +115,14 @@ class Tracer:
     def _end(self, depth: int) -> None:
         while len(self._open) > depth:
             self._open.pop().end()
+
+
+def _is_url(endpoint: str) -> bool:
+    try:
+        url = urlsplit(endpoint)
+        return url.scheme in ("http", "https") and bool(url.hostname) and (url.port is None or url.port > 0)
+    except ValueError:  # a port that is none, half of an IPv6 address
+        return False
 
 
 class _ToldOnce(logging.Handler):

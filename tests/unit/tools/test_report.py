@@ -85,3 +85,15 @@ def test_what_has_no_events_is_named(tmp_path: Path) -> None:
         main([str(tmp_path)])
     with expect_error(DataError, tmp_path / "gone", exit_code=2):
         main([str(tmp_path / "gone")])
+
+
+def test_names_that_matplotlib_would_read_as_formulas(tmp_path: Path) -> None:
+    """A loss or folder with a dollar ended the report with a traceback, and a first underscore hid its label."""
+    words = ["$\\frac{$", "_x", "\ud800\x1b", ""]
+    losses = dict(zip(words, (1e308, "inf", 10**300, "nan")))
+    steps = {"time": 1.0, "event": "steps", "iteration": 1, "iterations": 1, "seconds": 1.0, "losses": losses}
+    folder = tmp_path / "_$\\a{$"
+    folder.mkdir()
+    (folder / "events.jsonl").write_text(json.dumps(steps) + "\n")
+    assert main([str(folder), str(run(tmp_path / "_other", rate="1")), "--output", str(tmp_path / "page.html")]) == 0
+    Page((tmp_path / "page.html").read_text(encoding="utf-8"))

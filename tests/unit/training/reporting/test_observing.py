@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import re
 import threading
 import urllib.request
@@ -23,7 +24,9 @@ from megatron.training.reporting.events import Event, EventLog, Observers, read_
 from megatron.training.reporting.goodput import Goodput
 from megatron.training.reporting.history import History
 from megatron.training.reporting.observing import rank_log
+from megatron.training.reporting.report_page import report_page
 from megatron.training.reporting.run_metrics import RunMetrics
+from megatron.training.reporting.tracing import Tracer
 from tests.harness.ports import free_ports
 from tests.harness.runs import GPT, tiny_config, tiny_run
 from tests.harness.sentences import expect_error
@@ -79,6 +82,98 @@ def test_lines_cut_short_are_passed_over_and_another_file_is_refused(tmp_path: P
     path.write_text('{"event": "steps", "time": 1}\n[]\n7\n')
     with expect_error(DataError, path):
         list(read_events(path))
+
+
+WHOLE: dict[str, dict[str, Any]] = {
+    "start": {
+        "iteration": 0,
+        "setup_seconds": 1.0,
+        "layout": {"tp": 1},
+        "settings": ["--x"],
+        "data": [],
+        "parameters": 3,
+    },
+    "steps": {"iteration": 1, "iterations": 1, "seconds": 1.0, "losses": {"lm loss": "nan"}, "mfu": 0.5},
+    "aside": {"what": "save-hf", "seconds": 1.0},
+    "validation": {"where": "on validation set", "losses": {"lm loss": 1}, "iteration": 1, "data_set": ""},
+    "numbers": {"values": {"score": 1.0}, "iteration": 1},
+    "rollback": {"iteration": 1},
+    "end": {"state": "finished", "iteration": 1},
+}
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_fields_of_other_types_are_passed_over(name: str, tmp_path: Path) -> None:
+    """A line of another program in the file ended the next launch of the run, and its report, with a traceback."""
+    path, known = tmp_path / "events.jsonl", {"event": name, **WHOLE[name]}
+    for field in WHOLE[name]:
+        for wrong in (None, 3, -1, "x", True, [1], {"a": "b"}, {"a": None}, 10**400, float("inf")):
+            lines = [{"time": 1.0, **known}, {"time": 2.0, **known, field: wrong}, {"time": 1e300, **known}]
+            path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+            read = [*read_events(path)]
+            assert read[0].fields == WHOLE[name]
+            history = History.of("run", read)
+            str(history.goodput)
+            if name == "start":
+                report_page([history])
+            assert len(read) == 1 or (field, wrong) in ALSO_RIGHT, (field, wrong)
+
+
+ALSO_RIGHT = [
+    *((field, 3) for field in ("iteration", "iterations", "seconds", "setup_seconds", "parameters", "mfu")),
+    *((field, "x") for field in ("what", "where", "data_set", "state")),
+    *(("mfu", number) for number in (None, -1, float("inf"))),
+]
+
+
+def test_lines_without_an_end_cost_no_memory(tmp_path: Path) -> None:
+    """A file of one huge line would be read whole."""
+    path = tmp_path / "events.jsonl"
+    path.write_bytes(b'{"time":1,"event":"warning","text":"' + b"x" * (1 << 24) + b'"}\n{"time":1,"event":"saved"}\n')
+    assert names(path) == ["saved"]
+
+
+def test_places_that_hold_no_events_are_refused(tmp_path: Path) -> None:
+    """A named pipe held the run up for good; another file ended one rank alone, after hours of loading."""
+    pipe, folder, other = tmp_path / "pipe", tmp_path / "folder", tmp_path / "other"
+    os.mkfifo(pipe)
+    (folder / "events.jsonl").mkdir(parents=True)
+    other.write_text('{"a": 1}\n')
+    logs = tmp_path / "logs"
+    logs.mkdir()
+    os.mkfifo(logs / "rank00000.log")
+    for flags in (f"--log-json {pipe}", f"--save {folder}", f"--log-json {other}", f"--log-dir {logs}"):
+        with expect_error(DataError, tmp_path):
+            train(flags)
+    for flags in ("--log-json s3://bucket/events.jsonl", "--log-dir s3://bucket/logs"):
+        with expect_error(ConfigError):
+            tiny_config(f"{FLAGS} {flags}")
+
+
+def test_a_full_disk_under_a_rank_s_log_is_one_warning(
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each line that could not be written was a traceback, and the last one ended a run that had finished."""
+    monkeypatch.setattr("megatron.training.reporting.observing.check_regular", lambda *_, **__: None)
+    (tmp_path / "rank00000.log").symlink_to("/dev/full")
+    train(f"--log-dir {tmp_path}")
+    assert caplog.text.count("training continues") == 1
+    assert "Logging error" not in capsys.readouterr().err
+
+
+def test_addresses_that_are_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python's own errors of them are no OSError."""
+    with expect_error(ConfigError):
+        RunMetrics("a" * 70, 19109, before=Goodput())
+    for endpoint in ("http://[::1", "http://host:99999"):
+        with expect_error(ConfigError):
+            Tracer(endpoint, rank=0, world_size=1)
+    monkeypatch.setenv("OTEL_BSP_MAX_QUEUE_SIZE", "-5")
+    with expect_error(ConfigError):
+        Tracer("http://127.0.0.1:9", rank=0, world_size=1)
 
 
 def test_a_disk_that_fails_and_an_observer_that_fails_are_warnings(
