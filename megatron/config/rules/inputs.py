@@ -221,7 +221,8 @@ RULES: tuple[Rule, ...] = (
         lambda run: "://" in (run.reporting.log_json or ""),
     ),
     rule(
-        "--log-dir {run.reporting.log_dir} is a URL, and lines are appended to it: name a place on this machine's disks",
+        "--log-dir {run.reporting.log_dir} is a URL, and lines are appended to it: name a place on this machine's "
+        "disks",
         lambda run: "://" in (run.reporting.log_dir or ""),
     ),
     rule(

@@ -21,7 +21,8 @@ from megatron.core.checkpointing.agreement import run_on_first
 from megatron.core.files.remote_path import AnyPath, RemotePath, path_of
 from megatron.core.parallel.collectives import gather_objects
 from megatron.core.parallel.context import ParallelContext
-from megatron.errors import ConfigError, MegatronError
+from megatron.errors import CheckpointError, ConfigError, MegatronError
+from megatron.small_files import check_regular
 
 logger = logging.getLogger(__name__)
 
@@ -63,18 +64,33 @@ class Ledger:
 
 
 def read_ledger(folder: AnyPath) -> list[Entry]:
-    """The lines of a folder's ledger. A line that a crash left unfinished is left out."""
+    """The lines of a folder's ledger. A line that a crash left unfinished, or with fields of other types, is left out.
+
+    Raises CheckpointError for a pipe or a device.
+    """
     path, found = folder / LEDGER, list[Entry]()
+    check_regular(path, where=str(path), error=CheckpointError)
     if not path.exists():
         return found
-    for line in path.read_text(encoding="utf-8").splitlines():
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
         try:
             entry = json.loads(line)
-        except ValueError:
+        except (ValueError, RecursionError):
             continue
-        if isinstance(entry, dict) and "event" in entry and "run" in entry:
+        if _is_entry(entry):
             found.append(entry)
     return found
+
+
+def _is_entry(entry: object) -> bool:
+    if not isinstance(entry, dict) or not {"event", "run"} <= entry.keys():
+        return False
+    hosts = entry.get("hosts") or {}
+    return (
+        all(isinstance(entry.get(name, ""), str) for name in ("event", "run", "host", "launch", "how", "what"))
+        and isinstance(hosts, dict)
+        and all(isinstance(restarts, int) for restarts in hosts.values())
+    )
 
 
 def lost_hosts(entries: Sequence[Entry], hosts: Mapping[str, int], launch: str) -> list[str]:

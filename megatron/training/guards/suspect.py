@@ -6,16 +6,19 @@ A file beside the checkpoints says which devices computed them, so that other on
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from datetime import datetime
 from pathlib import Path
+from typing import Annotated, Any
 
 from megatron.core.files.durable import write_durably, write_errors
 from megatron.core.files.remote_path import AnyPath, path_of
 from megatron.errors import CheckpointError, DataError, read_errors
-from megatron.small_files import as_kind
+from megatron.small_files import Between, as_kind, parse_json, read_json, read_text
 
 SUSPECT = "suspect.json"
+_ITERATION = Annotated[int, Between(1, 1 << 62)]
 
 
 @dataclass(frozen=True)
@@ -34,11 +37,9 @@ def read_suspect(save: str | None) -> Suspect | None:
     if path is None or not path.exists():
         return None
     try:
-        found: Suspect = as_kind(
-            json.loads(path.read_text(encoding="utf-8")), Suspect, where=str(path), error=CheckpointError
-        )
-    except ValueError as error:
-        raise CheckpointError(f"{path} is damaged ({error}): delete it") from None
+        found: Suspect = read_json(path, Suspect, error=CheckpointError)
+    except CheckpointError as error:
+        raise CheckpointError(f"{error}; delete the file to go on without it") from None
     return found
 
 
@@ -56,14 +57,13 @@ def rejected_iterations(tracker: str | None) -> list[int]:
     if tracker is None or not Path(tracker).exists():
         return []
     with read_errors(tracker):
-        lines = Path(tracker).read_text(encoding="utf-8").splitlines()
-    try:
-        return [int(json.loads(line)["iteration"]) for line in lines if line.strip()]
-    except (ValueError, KeyError, TypeError):
-        raise DataError(
-            f'--result-rejected-tracker-filename {tracker} has a line that is no JSON with "iteration": name another '
-            "file, or correct it"
-        ) from None
+        lines = read_text(Path(tracker), where=tracker, error=DataError).splitlines()
+    found = []
+    for number, line in enumerate(lines, start=1):
+        if line.strip():
+            fields = parse_json(line, Mapping[str, Any], where=f"{tracker}:{number}", error=DataError)
+            found.append(as_kind(fields.get("iteration"), _ITERATION, where=f"{tracker}:{number}", error=DataError))
+    return found
 
 
 def reject(tracker: str | None, iteration: int, what: str) -> None:

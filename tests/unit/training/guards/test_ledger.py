@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import json
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from megatron.core.parallel.context import ParallelContext
-from megatron.errors import ConfigError, ParallelError
+from megatron.errors import CheckpointError, ConfigError, DataError, ParallelError
 from megatron.training.guards.ledger import (
     LEDGER,
     Ledger,
@@ -20,6 +22,7 @@ from megatron.training.guards.ledger import (
     read_ledger,
     starts_without_progress,
 )
+from megatron.training.guards.suspect import SUSPECT, read_suspect, rejected_iterations
 from tests.harness.runs import tiny_config
 from tests.harness.sentences import expect_error
 
@@ -89,3 +92,31 @@ def test_ends_are_written_and_a_torn_line_is_left_out(tmp_path: Path) -> None:
     assert [entry["how"] for entry in entries if entry["event"] == "end"] == ["finished", "failed", "failed"]
     assert "a kernel failed" in entries[3]["what"]
     Ledger(tmp_path / "missing", run="a", host="n1").add("start")  # costs a warning alone
+
+
+def test_damaged_ledger_is_read_as_far_as_it_goes(tmp_path: Path) -> None:
+    """A byte that is no UTF-8, or a field of another type, ended each further start with a traceback."""
+    path, whole = tmp_path / "ledger.jsonl", start("a", {"n1": 0})
+    wrong = [("run", [1]), ("event", {}), ("host", [1]), ("hosts", [1]), ("hosts", {"n1": "x"}), ("what", {"a": 1})]
+    lines = [json.dumps({**whole, name: value}) for name, value in wrong]
+    path.write_bytes(b"\xff\n" + "\n".join([*lines, "[" * 100_000, json.dumps(whole)]).encode())
+    assert read_ledger(tmp_path) == [whole]
+    path.unlink()
+    os.mkfifo(path)
+    with expect_error(CheckpointError, tmp_path):
+        read_ledger(tmp_path)
+
+
+def test_damaged_files_of_bad_results_are_refused(tmp_path: Path) -> None:
+    """Bytes that are no text were a traceback, a named pipe held the start up, and an iteration of 1.7 was taken for 1."""
+    for content in (b"\xff", b"[" * 100_000, b'{"iteration": 1}'):
+        (tmp_path / SUSPECT).write_bytes(content)
+        with expect_error(CheckpointError, tmp_path):
+            read_suspect(str(tmp_path))
+    for content in (b"\xff", b"[]", b'{"iteration": 1.7}', b'{"iteration": -3}', b'{"a": 1}'):
+        (tmp_path / "rejected").write_bytes(b'{"iteration": 2}\n' + content)
+        with expect_error(DataError, tmp_path):
+            rejected_iterations(str(tmp_path / "rejected"))
+    os.mkfifo(tmp_path / "pipe")
+    with expect_error(DataError, tmp_path):
+        rejected_iterations(str(tmp_path / "pipe"))
