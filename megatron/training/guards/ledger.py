@@ -72,7 +72,9 @@ def read_ledger(folder: AnyPath) -> list[Entry]:
     check_regular(path, where=str(path), error=CheckpointError)
     if not path.exists():
         return found
-    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+    with path.open("rb") as file:
+        content: bytes = file.read()
+    for line in content.decode(errors="replace").splitlines():
         try:
             entry = json.loads(line)
         except (ValueError, RecursionError):

@@ -108,7 +108,7 @@ def test_damaged_ledger_is_read_as_far_as_it_goes(tmp_path: Path) -> None:
 
 
 def test_damaged_files_of_bad_results_are_refused(tmp_path: Path) -> None:
-    """Bytes that are no text were a traceback, a named pipe held the start up, and an iteration of 1.7 was taken for 1."""
+    """Bytes that are no text were a traceback, a named pipe held the start up, and 1.7 was iteration 1."""
     for content in (b"\xff", b"[" * 100_000, b'{"iteration": 1}'):
         (tmp_path / SUSPECT).write_bytes(content)
         with expect_error(CheckpointError, tmp_path):
