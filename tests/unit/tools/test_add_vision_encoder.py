@@ -57,3 +57,16 @@ def test_what_is_no_encoder_is_told(tmp_path: Path) -> None:
     transformers.LlamaForCausalLM(transformers.LlamaConfig(**SMALL)).save_pretrained(tmp_path)
     with expect_error(CheckpointError, "clip or siglip"):
         main(["--from", "hf", "--load", str(tmp_path), "--vision-load", str(tmp_path), "--save", str(tmp_path / "no")])
+
+
+def test_no_layer_of_an_encoder_is_dropped(tmp_path: Path) -> None:
+    """SigLIP's features come from behind its last layer, so none is left out."""
+    transformers.LlamaForCausalLM(transformers.LlamaConfig(**SMALL)).save_pretrained(tmp_path / "text")
+    ENCODERS["siglip's encoder"]().save_pretrained(tmp_path / "encoder")
+    settings = tmp_path / "encoder" / "config.json"
+    found = json.loads(settings.read_text())
+    settings.write_text(json.dumps({**found, "num_hidden_layers": found["num_hidden_layers"] - 1}))
+    words = ["--from", "hf", "--load", str(tmp_path / "text"), "--vision-load", str(tmp_path / "encoder")]
+    with expect_error(CheckpointError, "not part of this architecture"):
+        main([*words, "--save", str(tmp_path / "both"), "--image-token-id", "98"])
+    assert not (tmp_path / "both").exists()

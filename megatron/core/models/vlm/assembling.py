@@ -41,13 +41,17 @@ def assembled(text: PortableModel, folder: Path, *, image_token_id: int | None, 
     Raises CheckpointError for what is no such encoder, for a text model of another kind, and without an id.
     """
     if not any(isinstance(each, GPTConfig) for each in text.groups):
-        raise CheckpointError("the language model is a GPT: give --load a decoder's checkpoint or folder")
+        raise CheckpointError(
+            "--load holds another model than a decoder of texts alone: give the checkpoint or folder of one"
+        )
     vision = encoder_in(folder)
     marked = _mark_of(text) if image_token_id is None else image_token_id
     if marked is None or not marked < (text.model.vocab_size or 0):
         has = f"has ids 0 to {(text.model.vocab_size or 0) - 1}"
         found = f"the tokenizer has no {_MARK}" if marked is None else f"--image-token-id is {marked}"
-        raise CheckpointError(f"{found}, and the model {has}: give the id of a token that texts never use")
+        raise CheckpointError(
+            f"{found}, and the model {has}: give --image-token-id, the id of a token that texts never use"
+        )
     others = (each for each in text.groups if not isinstance(each, GPTConfig | VLMConfig | VisionConfig))
     groups = with_all_groups((VLMConfig(image_token_id=marked), vision, *others))
     groups = tuple(
@@ -107,10 +111,11 @@ def _encoder_tensors(
     }
     encoder, kind = encoder_of(vision), str(vision.vision_model_type)
     found = matches_of(own, ROWS[kind](vision, prefix="vision_model."), encoder, where=str(folder))
-    last = f"vision_model.encoder.layers.{vision.vision_num_layers}."
+    is_clip = vision.vision_model_type == "clip"
+    left_out = (*_BEHIND, *([f"vision_model.encoder.layers.{vision.vision_num_layers}."] if is_clip else []))
 
     def ignored(name: str) -> bool:
-        return name.startswith((*_BEHIND, last)) or name.endswith(".position_ids")
+        return name.startswith(left_out) or name.endswith(".position_ids")
 
     made = to_ours(found, theirs, encoder, where=str(folder), ignored=ignored)
     return {name: _in_type(tensor, dtype) for name, tensor in made.items()}
