@@ -217,7 +217,7 @@ class ImageTable:
         return content
 
     def _path(self, source: int) -> str:
-        """A source as this process sees it."""
+        """Path of a source as this process sees it."""
         return str(Path(self.prefix).parent / self._sources[source][1])
 
     @cached_property
