@@ -162,7 +162,9 @@ class ImageTable:
         if table.stat().st_size != wanted:
             raise DataError(f"{table} has {table.stat().st_size:,} bytes instead of {wanted:,}: copy it again")
         if _digest(table) != self.digest:
-            raise DataError(f"{table} is not the one of {header.name}, or damaged: copy both again")
+            raise DataError(
+                f"{table} is not the one of {header.name}, or damaged: copy both again, or preprocess the images again"
+            )
         at, arrays = 0, dict[str, NDArray[Any]]()
         for name, dtype, size in parts:
             empty = np.empty(0, dtype)
