@@ -53,7 +53,8 @@ def observed(run: Run) -> Iterator[None]:
     reporting, mesh = run.config.reporting, run.context.mesh
     with ExitStack() as stack:
         if reporting.log_dir is not None:
-            stack.enter_context(rank_log(run, Path(reporting.log_dir)))
+            folder = Path(reporting.log_dir)
+            run_on_all(lambda: stack.enter_context(rank_log(run, folder)), mesh)
         tracer = run_on_all(lambda: _tracer(run), mesh)
         observers = run_on_all(lambda: _open(run), mesh)
         if tracer is not None:

@@ -18,15 +18,16 @@ import pytest
 from typing_extensions import override
 
 from megatron.core.parallel.context import ParallelContext
-from megatron.errors import ConfigError, DataError
+from megatron.errors import ConfigError, DataError, MegatronError
 from megatron.training.loop import train_from_start_to_end
 from megatron.training.reporting.events import Event, EventLog, Observers, read_events
 from megatron.training.reporting.goodput import Goodput
 from megatron.training.reporting.history import History
-from megatron.training.reporting.observing import rank_log
+from megatron.training.reporting.observing import observed, rank_log
 from megatron.training.reporting.report_page import report_page
 from megatron.training.reporting.run_metrics import RunMetrics
 from megatron.training.reporting.tracing import Tracer
+from tests.harness import run_ranks
 from tests.harness.ports import free_ports
 from tests.harness.runs import GPT, tiny_config, tiny_run
 from tests.harness.sentences import expect_error
@@ -373,3 +374,18 @@ def test_log_of_each_rank(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with expect_error(DataError, "--log-dir", exit_code=2), rank_log(run, tmp_path / "file"):
         pass
+
+
+def logged_on_a_rank(context: ParallelContext, folder: str) -> str:
+    run = tiny_run(context, f"{FLAGS} --log-dir {folder}")
+    try:
+        with observed(run):
+            return ""
+    except MegatronError as error:
+        return str(error)
+
+
+def test_log_of_one_rank_that_cannot_be_written_ends_all(tmp_path: Path) -> None:
+    """The rank ended alone, and the others waited for it."""
+    (tmp_path / "rank00001.log").mkdir()
+    assert all("rank00001.log" in each for each in run_ranks(logged_on_a_rank, str(tmp_path), dp=2))
