@@ -11,7 +11,12 @@ from megatron.config.run import RunConfig
 
 def rule(sentence: str, when: Callable[[RunConfig], object]) -> Rule:
     """The rule that returns ``sentence`` where ``when(run)`` holds; ``{run.optimizer.lr}`` stands for that setting."""
-    return lambda run: sentence.format(run=run) if when(run) else None
+
+    def broken(run: RunConfig) -> str | None:
+        return sentence.format(run=run) if when(run) else None
+
+    broken.__doc__ = sentence
+    return broken
 
 
 def changed_flags(run: RunConfig, group: type, *, among: type | None = None) -> list[str]:
