@@ -198,8 +198,8 @@ FAULTS = (
     ),
     Fault(
         "continued_with_other_settings",
-        "tools/preprocess_data.py",
-        old=('        "append_eod": config.append_eod,\n'),
+        "megatron/preprocessing/preparation.py",
+        old=('            "append_eod": config.append_eod,\n'),
         new="",
         suffers="An interrupted preprocessing is continued with another --append-eod.",
         first=("unit/tools/test_preprocess_restart.py::anew[settings",),

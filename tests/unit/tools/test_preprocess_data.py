@@ -22,6 +22,7 @@ from megatron.core.datasets.metadata import DatasetMetadata
 from megatron.core.tokenizers.huggingface import load
 from megatron.core.tokenizers.rust import RustTokenizer
 from megatron.errors import ConfigError, DataError, MegatronError
+from megatron.preprocessing.conversion import BAD_LINES_SHOWN
 from tests.harness.sentences import check_line, check_sentence, expect_error
 from tests.unit.tools.conftest import TEXTS, command, environment, run, write_lines
 from tools import preprocess_data
@@ -226,7 +227,7 @@ def test_many_bad_lines_do_not_flood(
     source.write_text("oops\n" * 500 + '{"text": "fox"}\n')
     preprocess(source, tmp_path / "out", flags, "--on-bad-line", "skip")
     written = capsys.readouterr()
-    assert written.err.count("skipped") == preprocess_data.BAD_LINES_SHOWN
+    assert written.err.count("skipped") == BAD_LINES_SHOWN
     check_line(written.err, "further")
     check_line(written.out, "lines", "500")
 

@@ -8,7 +8,7 @@ import pytest
 from typing_extensions import override
 
 from megatron.core.datasets.journal import Totals
-from tools.preprocess_data import Progress
+from megatron.preprocessing.progress import Progress
 
 
 class Terminal(io.StringIO):

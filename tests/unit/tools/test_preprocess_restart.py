@@ -12,6 +12,7 @@ import pytest
 
 from megatron.core.datasets.indexed_dataset import IndexedDatasetWriter
 from megatron.errors import DataError
+from megatron.preprocessing import conversion
 from tests.harness.sentences import check_line, expect_error
 from tools import preprocess_data
 
@@ -24,7 +25,7 @@ ENDINGS = (".bin", ".idx", ".meta.json")
 
 @pytest.fixture(autouse=True)
 def _small_shards(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(preprocess_data, "SHARD_BYTES", 1)  # every batch
+    monkeypatch.setattr(conversion, "SHARD_BYTES", 1)  # every batch
 
 
 @pytest.fixture
