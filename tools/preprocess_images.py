@@ -45,6 +45,7 @@ from megatron.core.images.expansion import MARKER, expansion
 from megatron.core.images.files import ImageFiles, ImageFolder, TarImages
 from megatron.core.images.tiles import grid_of
 from megatron.core.models.vlm.config import VLMConfig
+from megatron.core.models.vlm.image_text import runs_of
 from megatron.core.tokenizers.base import Tokenizer
 from megatron.core.tokenizers.chat_settings import ChatSettings
 from megatron.core.tokenizers.json_records import read_records
@@ -198,8 +199,8 @@ class Places:
     def of(self, image: StoredImage) -> list[int]:
         """The ids for an image."""
         found = list[int]()
-        for word in expansion(grid_of(image.width, image.height, self.vision), self.vision):
-            found += [-1] * self.vision.features_per_tile if word is None else self._ids(word)
+        for each in expansion(grid_of(image.width, image.height, self.vision), self.vision):
+            found += self._ids(each) if isinstance(each, str) else [-1] * len(each)
         return found
 
     def _ids(self, word: str) -> list[int]:
@@ -215,7 +216,7 @@ def convert(
 
     Raises DataError for bad lines and images that can't be read, unless these are skipped, and without any record.
     """
-    counts, features = ImageCounts(), places.vision.features_per_tile
+    counts = ImageCounts()
     stamp = TokenizerStamp.of(tokenizer)
     table = ImageTableWriter(config.output_prefix, places.vision.tile_settings)
     with ExitStack() as stack:
@@ -236,16 +237,18 @@ def convert(
             ids, learned = np.array(sample.ids), np.array(sample.learned, np.uint8)
             if ids[-1] < 0:  # a feature has a label behind it
                 ids, learned = np.append(ids, tokenizer.eod), np.append(learned, np.uint8(0))
-            starts = np.flatnonzero(ids < 0)[::features].tolist()
-            grids = [grid_of(image.width, image.height, places.vision).tiles for image in images]
-            ends = np.cumsum(grids, dtype=int).tolist()
+            runs = [[len(run) for run in runs_of(image, places.vision)] for image in images]
+            of_run = np.cumsum([0, *(length for each in runs for length in each)])
+            starts = np.flatnonzero(ids < 0)[of_run[:-1]].tolist()
+            ends = np.cumsum([len(each) for each in runs], dtype=int).tolist()
             table.add_document(
-                [(image, starts[end - size : end]) for image, size, end in zip(images, grids, ends, strict=True)]
+                [(image, starts[end - len(each) : end]) for image, each, end in zip(images, runs, ends, strict=True)]
             )
             documents.add_document(np.where(ids < 0, places.id, ids))
             targets.add_document(learned)
-            _count(counts, waiting.record, ids=ids, learned=learned, tiles=len(starts))
-            counts.furthest = max([counts.furthest, *(starts[-1:] and [starts[-1] + features])])
+            tiles = sum(grid_of(image.width, image.height, places.vision).tiles for image in images)
+            _count(counts, waiting.record, ids=ids, learned=learned, tiles=tiles)
+            counts.furthest = max([counts.furthest, *(starts[-1:] and [starts[-1] + runs[-1][-1]])])
         if not counts.samples:
             raise DataError(f"--input {' '.join(config.input)} holds no text with an image; nothing is written.")
         table.sources = [_source(files, Path(config.output_prefix).parent) for files in checker.files]

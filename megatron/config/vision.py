@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
@@ -16,11 +17,13 @@ from megatron.config.model import ModelConfig
 from megatron.config.rules.sentence import rule
 from megatron.config.rules.sizes import indivisible, multiples_near
 from megatron.config.run import RunConfig
+from megatron.errors import ConfigError
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
 VisionModelType = Literal["clip", "siglip", "internvit", "internvit300M"]
+_GRID, _MOST_TILES = re.compile(r"([1-9]\d{0,3})x([1-9]\d{0,3})"), 1024
 _IMAGENET = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
 
@@ -107,7 +110,7 @@ KINDS: dict[VisionModelType, VisionKind] = {
 
 TILE_FIELDS = (
     *("img_h", "img_w", "use_tiling", "max_num_tiles", "use_thumbnail", "use_tile_tags"),
-    *("image_tag_type", "image_fit"),
+    *("image_tag_type", "image_fit", "image_grids"),
 )
 """Fields of ``VisionConfig`` that say how an image is cut into tiles."""
 
@@ -194,6 +197,12 @@ class VisionConfig(PartConfig):
         default="stretch",
         from_checkpoint=True,
     )
+    image_grids: tuple[str, ...] = architecture_flag(
+        "Grids of tiles, rows x columns as in 2x1, that an image may be cut into without changing its shape "
+        "(LLaVA-NeXT): the whole image is the first tile, patches of bars take no places, and rows of patches end with "
+        "a learned vector.",
+        default=(),
+    )
     freeze_lm: bool = switch("Do not train the language model.", aliases=("--freeze-LM",))
     freeze_vit: bool = switch("Do not train the vision encoder.", aliases=("--freeze-ViT",))
     freeze_vision_projection: bool = switch("Do not train the projector.")
@@ -213,6 +222,17 @@ class VisionConfig(PartConfig):
     def grid(self) -> tuple[int, int]:
         """Rows and columns of patches of a tile."""
         return self.img_h // self.patch_dim, self.img_w // self.patch_dim
+
+    @property
+    def grids(self) -> list[tuple[int, int]]:
+        """Rows and columns of tiles of each of ``--image-grids``; raises ConfigError for one that isn't such a pair."""
+        found = [_GRID.fullmatch(each) for each in self.image_grids]
+        for each, match in zip(self.image_grids, found):
+            if match is None or not 1 <= int(match[1]) * int(match[2]) <= _MOST_TILES:
+                raise ConfigError(
+                    f"--image-grids {each}: give rows and columns of up to {_MOST_TILES} tiles, as in 2x1"
+                )
+        return [(int(match[1]), int(match[2])) for match in found if match is not None]
 
     @property
     def learned_grid(self) -> int:
@@ -248,12 +268,18 @@ class VisionConfig(PartConfig):
     def tiles_within(self, length: int) -> int:
         """Tiles of a sample of ``length`` places that costs are stated for: those of one image, as many as fit."""
         most = self.max_num_tiles + (self.use_thumbnail and self.max_num_tiles > 1)
+        if self.image_grids:
+            most = 1 + max(rows * columns for rows, columns in self.grids)
         return max(1, min(most, length // self.features_per_tile))
 
     @property
     def tile_settings(self) -> dict[str, Any]:
         """What tiles and their places depend on, by flag: the same for data that are made and read."""
         found = {flag_of(name): getattr(self, name) for name in TILE_FIELDS}
+        if self.image_grids:  # else as in data that were made before there was this flag
+            found["--image-grids"] = " ".join(self.image_grids)
+        else:
+            del found["--image-grids"]
         if self.image_fit == "pad":
             found["--vision-model-type"] = self.vision_model_type
         return found | {"features a tile": self.features_per_tile}
@@ -378,6 +404,12 @@ def patches_fill_the_image(vision: VisionConfig) -> str | None:
 
 def tiles_are_cut(vision: VisionConfig) -> str | None:
     """Settings of tiles need tiles."""
+    if vision.image_grids:
+        try:
+            _ = vision.grids
+        except ConfigError as error:
+            return str(error)
+        return _grids_alone(vision)
     if vision.use_tiling:
         if vision.image_fit != "stretch":
             return f"--image-fit {vision.image_fit} is for images of one tile: leave it or --use-tiling out"
@@ -386,6 +418,23 @@ def tiles_are_cut(vision: VisionConfig) -> str | None:
         return f"--max-num-tiles {vision.max_num_tiles} needs --use-tiling: without it, each image is one tile"
     if vision.use_thumbnail:
         return "--use-thumbnail needs --use-tiling: without it, each image is one tile"
+    return None
+
+
+def _grids_alone(vision: VisionConfig) -> str | None:
+    """Grids of ``--image-grids`` say all about tiles, and have places for patches alone."""
+    others = {
+        "--use-tiling": vision.use_tiling,
+        "--image-tag-type": vision.image_tag_type is not None,
+        "--use-tile-tags": vision.use_tile_tags,
+        "--pixel-shuffle": vision.pixel_shuffle,
+        f"--image-fit {vision.image_fit}": vision.image_fit != "stretch",
+    }
+    for name, is_given in others.items():
+        if is_given:
+            return f"--image-grids cuts images in a way of its own: leave {name} out"
+    if vision.has_vision and vision.keeps_class_token:
+        return "--image-grids has places for patches alone: give --disable-vision-class-token"
     return None
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import binascii
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -31,7 +32,7 @@ def started(first: dict[str, Any]) -> Callable[[dict[str, Any]], dict[str, Any]]
         return {
             "tiles": base64.b64encode(cut.tiles.tobytes()).decode(),
             "shape": list(cut.tiles.shape),
-            "grid": [grid.columns, grid.rows, grid.thumbnail],
+            "grid": dataclasses.astuple(grid),
         }
 
     return answered

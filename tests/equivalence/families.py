@@ -20,6 +20,7 @@ from megatron.config.vision import VisionConfig
 from megatron.core.datasets.build import DatasetSplits
 from megatron.core.datasets.samples import Sample
 from megatron.core.datasets.splits import SplitSizes
+from megatron.core.images.expansion import ROW_END
 from megatron.core.models.bert.config import TokenTypesConfig
 from megatron.core.models.bert.train_spec import BertSpec
 from megatron.core.models.gpt.model import GPTModel
@@ -101,9 +102,9 @@ def causal_batch(step: int) -> dict[str, Tensor]:
     }
 
 
-def image_batch(step: int, *, size: int, features: int) -> dict[str, Sequence[Any] | Tensor]:
+def image_batch(step: int, *, size: int, features: int, row_ends: bool = False) -> dict[str, Sequence[Any] | Tensor]:
     """The causal batch with images of ``size`` pixels a side in some samples, one or two, at its beginning, end or
-    middle; two samples of a microbatch have none.
+    middle; two samples of a microbatch have none. ``row_ends``: some places are those of the vector at ends of rows.
     """
     generator = torch.Generator().manual_seed(400 + step)
     found: dict[str, Sequence[Any] | Tensor] = {**causal_batch(step)}
@@ -112,6 +113,8 @@ def image_batch(step: int, *, size: int, features: int) -> dict[str, Sequence[An
     for sample, runs in enumerate(starts[step:] + starts[:step]):
         for tile, start in enumerate(runs):
             places[sample, start : start + features] = tile * features + torch.arange(features)
+            if row_ends:
+                places[sample, start + 1] = ROW_END
         images.append(torch.randint(256, (len(runs), 3, size, size), dtype=torch.uint8, generator=generator))
     return found | {PLACES: places, IMAGES: images}
 
@@ -276,7 +279,9 @@ class ImageSpec(VLMSpec):
     @override
     def build_datasets(self, run: RunConfig, tokenizer: Tokenizer, sizes: SplitSizes) -> DatasetSplits:
         vision = run.part(VisionConfig)
-        batch = functools.partial(image_batch, size=vision.img_h, features=vision.features_per_tile)
+        batch = functools.partial(
+            image_batch, size=vision.img_h, features=vision.features_per_tile, row_ends=bool(vision.image_grids)
+        )
         return DatasetSplits(Batches(batch), None, None)
 
 

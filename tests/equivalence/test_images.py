@@ -48,6 +48,9 @@ VARIANTS: dict[str, str] = {
         f"vlm: {HYBRID} {MAMBA} --hybrid-layer-pattern M*E- --vision-model-type internvit300M --freeze-ViT "
         "--vision-position-size 12 --disable-vision-class-token"
     ),
+    "clip, llama, vector at ends of rows": (
+        f"vlm: {LLAMA} --num-layers 4 --vision-model-type clip --disable-vision-class-token --image-grids 1x2"
+    ),
     "clip, llama, frozen encoder and projector": (
         f"vlm: {LLAMA} --num-layers 4 --vision-model-type clip --freeze-ViT --freeze-vision-projection "
         "--disable-vision-class-token"
@@ -77,7 +80,14 @@ LAYOUTS: dict[str, str] = {
         VARIANTS,
         LAYOUTS,
         rich=("cp2 tp2 sp", "tp2 sp dp2 zero, recompute full", "pp2 tp2 sp zb-h1"),
-        slow=("pp2 cp2, dp outside", "pp4", "zero 3 pp2 dp2", "pp2 vpp2", "zero 2 tp2 dp2"),
+        slow=(
+            "clip, llama, vector at ends of rows",
+            "pp2 cp2, dp outside",
+            "pp4",
+            "zero 3 pp2 dp2",
+            "pp2 vpp2",
+            "zero 2 tp2 dp2",
+        ),
         light=("clip, llama", "siglip, affine, experts, frozen language model"),
     ),
 )

@@ -196,6 +196,15 @@ class ImageTable:
         found[has_images] = self._places[tiles[1:][has_images] - 1]
         return found
 
+    @cached_property
+    def last_sizes(self) -> NDArray[np.int64]:
+        """Width and height of each document's last image, zeros without one, int64 [documents, 2]."""
+        found = np.zeros((len(self._starts) - 1, 2), np.int64)
+        has_images = self._starts[1:] > self._starts[:-1]
+        rows = self._rows[self._starts[1:][has_images] - 1]
+        found[has_images] = np.stack((rows["width"], rows["height"]), axis=1)
+        return found
+
     def stored(self, image: int) -> StoredImage:
         """An image's file."""
         row = self._rows[image]

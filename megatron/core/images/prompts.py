@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron.config.vision import VisionConfig
+from megatron.core.images.expansion import ROW_END
 from megatron.core.images.tiles import Grid, grid_of, tiles_of
 
 if TYPE_CHECKING:
@@ -34,7 +35,7 @@ class CutImage:
 @dataclass(frozen=True, eq=False)
 class PromptImages:
     """Images of a prompt. ``tiles``: uint8 [t, 3, H, W]. ``places``: int64, for each token of the prompt the number of
-    the feature that stands there, counted over all tiles, or -1 for a word. ``features``: of a tile.
+    the feature that stands there, counted over all tiles, ``ROW_END``, or -1 for a word. ``features``: of a tile.
     """
 
     tiles: NDArray[np.uint8]
@@ -56,17 +57,19 @@ class PromptImages:
         found = np.asarray(prompt, np.int64)
         marks = self.places >= 0
         found[marks] = -1 - ((numbers[tile[marks]] + feature[marks]) & (2**63 - 1))
+        found[self.places == ROW_END] = np.iinfo(np.int64).min
         return [int(each) for each in found]
 
     def within(self, start: int, end: int) -> PromptImages | None:
         """The part that stands at places from ``start`` up to ``end``, with those tiles alone; None without any."""
         places = self.places[start:end]
         marks = places >= 0
-        if not marks.any():
+        if not (marks.any() or (places == ROW_END).any()):
             return None
         tile, feature = np.divmod(places, self.features)
         used, own = np.unique(tile[marks], return_inverse=True)
         moved = np.full(end - start, -1, np.int64)
+        moved[: len(places)] = np.minimum(places, -1)
         moved[: len(places)][marks] = own * self.features + feature[marks]
         return PromptImages(self.tiles[used], moved, self.features)
 

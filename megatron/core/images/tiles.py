@@ -5,6 +5,7 @@ All of it is a pure function of the pixels and the settings.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING
@@ -21,16 +22,22 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Grid:
-    """Tiles of a picture, row by row. ``thumbnail``: whether the whole picture is one more, after the others."""
+    """Tiles of a picture, row by row. ``thumbnail``: whether the whole picture is one more, after the others;
+    ``overview``: before them. ``bar_rows``, ``bar_columns``: rows of patches above and as many below, and columns left
+    and right, that show no picture and take no places.
+    """
 
     columns: int
     rows: int
     thumbnail: bool = False
+    overview: bool = False
+    bar_rows: int = 0
+    bar_columns: int = 0
 
     @property
     def tiles(self) -> int:
-        """Number of tiles, with the thumbnail."""
-        return self.columns * self.rows + self.thumbnail
+        """Number of tiles, with the whole picture where it is one more."""
+        return self.columns * self.rows + self.thumbnail + self.overview
 
 
 @lru_cache(maxsize=64)
@@ -46,6 +53,8 @@ def grid_of(width: int, height: int, vision: VisionConfig) -> Grid:
     Of all grids of up to ``--max-num-tiles`` tiles it is that of the nearest ratio of width to height. Of several of
     the same ratio it is the largest that the picture fills at least to a half.
     """
+    if vision.image_grids:
+        return _unpadded(width, height, vision)
     if not vision.use_tiling:
         return Grid(1, 1)
     ratio, tile = width * vision.img_h / (height * vision.img_w), vision.img_h * vision.img_w
@@ -58,13 +67,56 @@ def grid_of(width: int, height: int, vision: VisionConfig) -> Grid:
     return Grid(columns, rows, thumbnail=vision.use_thumbnail and columns * rows > 1)
 
 
+def _unpadded(width: int, height: int, vision: VisionConfig) -> Grid:
+    """The grid of ``--image-grids`` in which a picture keeps the most pixels, and of several the smallest (LLaVA-NeXT).
+
+    The picture is resized until it touches two sides of the grid. Rows or columns of patches that show the bars at the
+    other two take no places, as far as whole ones are equally many on both sides.
+    """
+    best, most = (0, 0), (-1, 0)
+    for rows, columns in vision.grids:
+        high, wide = rows * vision.img_h, columns * vision.img_w
+        scale = min(wide / width, high / height)
+        kept = min(int(width * scale) * int(height * scale), width * height)
+        if (kept, -high * wide) > most:
+            best, most = (rows, columns), (kept, -high * wide)
+    (rows, columns), (per_column, per_row) = best, vision.grid
+    high, wide = rows * per_column, columns * per_row
+    if width / height > wide / high:
+        shown = int(round(height * (wide / width), 7))
+        return Grid(columns, rows, overview=True, bar_rows=(high - shown) // 2)
+    shown = int(round(width * (high / height), 7))
+    return Grid(columns, rows, overview=True, bar_columns=(wide - shown) // 2)
+
+
+def _between_bars(image: Image, wanted: tuple[int, int]) -> Image:
+    """A picture resized until it touches two sides, between black bars."""
+    (width, height), image_module = image.size, pillow()
+    by_width, by_height = wanted[0] / width, wanted[1] / height
+    if by_width < by_height:
+        size = wanted[0], min(math.ceil(height * by_width), wanted[1])
+    else:
+        size = min(math.ceil(width * by_height), wanted[0]), wanted[1]
+    canvas: Image = image_module.new("RGB", wanted)
+    resized = image.resize(size, image_module.Resampling.BICUBIC)
+    canvas.paste(resized, ((wanted[0] - size[0]) // 2, (wanted[1] - size[1]) // 2))
+    return canvas
+
+
 def tiles_of(image: Image, vision: VisionConfig) -> NDArray[np.uint8]:
     """Tiles ``[t, 3, H, W]`` of an RGB picture, resized by bicubic interpolation.
 
     One tile is made as ``--image-fit`` says; a grid of several is filled by the whole picture, whose ratio it nearly
-    has.
+    has. With ``--image-grids`` the picture is in the grid between bars, and whole in the first tile.
     """
     grid, height, width = grid_of(*image.size, vision), vision.img_h, vision.img_w
+    if vision.image_grids:
+        return np.concatenate(
+            [
+                _as_tiles(image.resize((width, height), pillow().Resampling.BICUBIC), height, width),
+                _as_tiles(_between_bars(image, (grid.columns * width, grid.rows * height)), height, width),
+            ]
+        )
     if not vision.use_tiling:
         return _as_tiles(_fitted(image, vision), height, width)
     bicubic = pillow().Resampling.BICUBIC

@@ -62,16 +62,15 @@ class ImagePrompts:
         ids, places, tiles = list[int](parts[0]), [-1] * len(parts[0]), list[NDArray[np.uint8]]()
         count = 0
         for picture, words in zip(pictures, parts[1:], strict=True):
-            tiles.append(picture.tiles)
-            for word in expansion(picture.grid, self.vision):
-                features = self.vision.features_per_tile
-                if word is None:
-                    places += range(count * features, (count + 1) * features)
-                    ids += [self._filler] * features
-                    count += 1
-                else:
-                    said = self.tokenizer.tokenize_parts([word])[0]
+            for each in expansion(picture.grid, self.vision):
+                if isinstance(each, str):
+                    said = self.tokenizer.tokenize_parts([each])[0]
                     ids, places = ids + said, places + [-1] * len(said)
+                else:
+                    places += np.where(each >= 0, each + count * self.vision.features_per_tile, each).tolist()
+                    ids += [self._filler] * len(each)
+            tiles.append(picture.tiles)
+            count += picture.grid.tiles
             ids, places = ids + words, places + [-1] * len(words)
         images = PromptImages(np.concatenate(tiles), np.array(places, np.int64), self.vision.features_per_tile)
         assert len(images.tiles) == count, "a grid has as many tiles as places"

@@ -59,6 +59,10 @@ class ImageReader(Protocol):
         """Hidden states ``[f, t, h]`` of the language model for tiles ``[t, 3, H, W]``."""
         ...
 
+    def with_row_end(self, features: Tensor) -> Tensor:
+        """Features ``[n, h]`` and, behind them, what stands at ends of rows of patches, where the model has it."""
+        ...
+
 
 @runtime_checkable
 class EncoderDecoder(Protocol):
@@ -201,10 +205,11 @@ class CachedRunner:
             if row.images is None:
                 continue
             tiles = torch.from_numpy(np.array(row.images.tiles)).to(self.device)
-            features = torch.cat([self._model.image_features(tile.unsqueeze(0))[:, 0] for tile in tiles])
+            features = [self._model.image_features(tile.unsqueeze(0))[:, 0] for tile in tiles]
+            table = self._model.with_row_end(torch.cat([vectors[-1][:0], *features]))
             places = torch.from_numpy(np.array(row.images.places))
-            masks[-1] = places >= 0
-            vectors[-1] = features[places.clamp(min=0).to(self.device)]
+            masks[-1] = places != -1
+            vectors[-1] = table[torch.where(places >= 0, places, len(table) - 1).to(self.device)]
         return torch.cat(masks).unsqueeze(0).to(self.device), torch.cat(vectors).unsqueeze(1)
 
     def _with_encoder(self, plan: StepPlan, hidden: Tensor | None) -> Tensor:

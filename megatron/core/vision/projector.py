@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
+import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
@@ -12,21 +13,29 @@ from megatron.config.vision import VisionConfig
 from megatron.core.ops.activation import gated_activation, plain_activation
 from megatron.core.parallel.costs import Costs, Workload, costs_of, total_of
 from megatron.core.parallel.model_context import ModelContext
-from megatron.core.parallel.sharding import StackedPart
-from megatron.core.tensor_parallel.layers import ColumnParallelLinear, ReplicatedLinear, RowParallelLinear
+from megatron.core.parallel.sharding import Sharding, StackedPart
+from megatron.core.tensor_parallel.initialize import Normal
+from megatron.core.tensor_parallel.layers import (
+    ColumnParallelLinear,
+    ReplicatedLinear,
+    RowParallelLinear,
+    make_parameter,
+)
 from megatron.core.transformer.initialization import input_init
 from megatron.core.transformer.norm import Norm
 
 
 def build_projector(
     settings: VisionConfig, encoder: ModelConfig, decoder: ModelConfig, context: ModelContext
-) -> nn.Module:
+) -> Projector:
     """The projector of the settings, ``[f, t, w] -> [f, t, h]``. ``context``: one with whole sequences."""
     kind = MlpProjector if settings.vision_projection_type == "mlp" else AffineProjector
     return kind(settings, encoder, decoder, context)
 
 
-class _Projector(nn.Module):
+class Projector(nn.Module):
+    """What is common to projectors. ``image_newline``: stands at ends of rows of patches, with ``--image-grids``."""
+
     def __init__(
         self, settings: VisionConfig, encoder: ModelConfig, decoder: ModelConfig, context: ModelContext
     ) -> None:
@@ -34,12 +43,18 @@ class _Projector(nn.Module):
         normed = dataclasses.replace(encoder, normalization="LayerNorm", norm_epsilon=1e-5)
         has_norm = settings.vision_projection_norm
         self.norm = Norm(settings.feature_width, normed, context) if has_norm else None
+        row_end, init = Sharding((decoder.hidden_size,)), Normal(decoder.hidden_size**-0.5)
+        self.image_newline = make_parameter(row_end, init, context) if settings.image_grids else None
+
+    def with_row_end(self, features: Tensor) -> Tensor:
+        """Features ``[n, h]`` and, behind them, what stands at ends of rows of patches, where the model has it."""
+        return features if self.image_newline is None else torch.cat((features, self.image_newline.unsqueeze(0)))
 
     def _normed(self, x: Tensor) -> Tensor:
         return x if self.norm is None else self.norm(x)
 
 
-class MlpProjector(_Projector):
+class MlpProjector(Projector):
     """Two matrices around an activation (LLaVA-1.5, arXiv:2310.03744), as wide inside as the language model."""
 
     def __init__(
@@ -69,7 +84,7 @@ class MlpProjector(_Projector):
         return total_of((self.norm, self.linear_fc1, self.linear_fc2), workload) + inner
 
 
-class AffineProjector(_Projector):
+class AffineProjector(Projector):
     """One matrix with a bias (PaliGemma, arXiv:2407.07726)."""
 
     def __init__(

@@ -16,7 +16,7 @@ from megatron.errors import CheckpointError
 from tests.harness.published import in_fp64
 from tests.harness.sentences import expect_error
 from tests.tiers import tiers
-from tests.unit.conversion.vision_language import check_logits_and_gradients
+from tests.unit.conversion.vision_language import check_logits_and_gradients, check_several_images
 
 transformers = pytest.importorskip("transformers", reason="conversion is proven with the dev extra's transformers")
 
@@ -27,6 +27,8 @@ SIGLIP = {**SQUARES, "model_type": "siglip_vision_model"}
 CLIP = {**SQUARES, "model_type": "clip_vision_model"}
 LLAMA = {**SIZES, "num_hidden_layers": 2, "num_key_value_heads": 2, "vocab_size": 99, "model_type": "llama"}
 QWEN2 = {**LLAMA, "model_type": "qwen2"}
+EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
+QWEN3_EXPERTS = {**QWEN2, **EXPERTS, "moe_intermediate_size": 24, "norm_topk_prob": True}
 
 
 def of(name: str, **settings: Any) -> Callable[[], Any]:
@@ -57,6 +59,35 @@ MODELS: dict[str, Callable[[], Any]] = {
         vision_feature_layer=-1,
         vision_feature_select_strategy="full",
     ),
+    "llava next": of(
+        "LlavaNext",
+        vision_config=CLIP,
+        text_config={**LLAMA, "model_type": "mistral"},
+        image_token_index=98,
+        image_grid_pinpoints=[[16, 32], [32, 16], [32, 32], [48, 16]],
+    ),
+    "llava next of siglip": of(
+        "LlavaNext",
+        vision_config=SIGLIP,
+        text_config=QWEN2,
+        image_token_index=98,
+        image_grid_pinpoints=[[32, 48], [16, 16]],
+        vision_feature_layer=-1,
+        vision_feature_select_strategy="full",
+    ),
+    "internvl of qwen3 with experts": of(
+        "InternVL",
+        vision_config={**TWICE, "attention_bias": True},
+        text_config={**QWEN3_EXPERTS, "model_type": "qwen3_moe", "head_dim": 8},
+        image_token_id=98,
+        tie_word_embeddings=False,
+    ),
+    "llava of mixtral": of(
+        "Llava",
+        vision_config=CLIP,
+        text_config={**LLAMA, **EXPERTS, "model_type": "mixtral"},
+        image_token_index=98,
+    ),
     "llava with a gemma": of(
         "Llava",
         vision_config=CLIP,
@@ -74,6 +105,7 @@ def random_model(name: str) -> Any:
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.normal_(std=0.2)
+    model.config.text_config._experts_implementation = "eager"  # the other kernels refuse fp64
     return model.eval()
 
 
@@ -98,6 +130,17 @@ def test_texts_with_images_have_the_logits_and_gradients_of_transformers(name: s
     check_logits_and_gradients(theirs)
 
 
+SHAPES = [(16, 16), (40, 13), (20, 50)]
+
+
+@pytest.mark.parametrize("name", tiers(["internvl", "llava next", "llava of siglip"], first=["llava next"]))
+def test_several_images_are_those_of_transformers(name: str) -> None:
+    """Pictures have different grids, and each its own tiles."""
+    with in_fp64():
+        theirs = random_model(name).double()
+    assert check_several_images(theirs, SHAPES) >= len(SHAPES)
+
+
 LISTED = {**TWICE, "image_size": [16, 16], "patch_size": [4, 4]}
 INTERNVL: dict[str, Any] = {"model_type": "internvl", "text_config": QWEN2, "vision_config": LISTED}
 LLAVA: dict[str, Any] = {"model_type": "llava", "text_config": LLAMA, "vision_config": SIGLIP}
@@ -111,6 +154,19 @@ REFUSED: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "a norm behind the encoder": (
         {**INTERNVL, "vision_config": {**LISTED, "attention_bias": True, "use_mean_pooling": False}},
         ("use_mean_pooling",),
+    ),
+    "grids that tiles don't fill": (
+        {
+            **LLAVA,
+            "model_type": "llava_next",
+            "image_grid_pinpoints": [[16, 24]],
+            "vision_feature_select_strategy": "full",
+        },
+        ("image_grid_pinpoints", "16"),
+    ),
+    "a class token in grids": (
+        {**LLAVA, "model_type": "llava_next", "vision_config": CLIP, "vision_feature_select_strategy": "full"},
+        ("vision_feature_select_strategy",),
     ),
     "a class token that isn't there": (LLAVA, ("vision_feature_select_strategy", "no class token")),
 }

@@ -7,7 +7,8 @@ import pytest
 from PIL import Image
 
 from megatron.config.vision import VisionConfig
-from megatron.core.images.expansion import expansion
+from megatron.core.images.expansion import expansion, feature_runs
+from megatron.core.images.prompts import PromptImages
 from megatron.core.images.tiles import Grid, grid_of, tiles_of
 from megatron.errors import ConfigError
 from tests.harness.runs import tiny_config
@@ -69,17 +70,39 @@ def test_thin_pictures_take_no_memory(fit: str) -> None:
         assert tiles_of(Image.new("RGB", size), _vision(image_fit=fit)).shape == (1, 3, 20, 20)
 
 
+def test_parts_of_prompts_have_the_features_of_the_whole() -> None:
+    """A prompt that is read in parts takes each tile that a part needs, and ends of rows stay what they are."""
+    vision = _vision(vision_class_token=False, image_grids=("1x2",))
+    grid = grid_of(40, 15, vision)
+    (run,) = feature_runs(grid, vision)
+    places = np.concatenate([[-1], run, [-1]])
+    whole = PromptImages(np.arange(3, dtype=np.uint8).repeat(3 * 400).reshape(3, 3, 20, 20), places, 4)
+    for start in range(len(places)):
+        for end in range(start + 1, len(places) + 1):
+            part = whole.within(start, end)
+            shown = [] if part is None else part.places.tolist()
+            named = [(int(part.tiles[n // 4, 0, 0, 0]), n % 4) if n >= 0 else n for n in shown] if part else []
+            wanted = [(n // 4, n % 4) if n >= 0 else n for n in places[start:end].tolist()]
+            assert named == (wanted if any(n != -1 for n in wanted) else [])
+    keys = whole.keyed([5] * len(places))
+    assert keys[0] == keys[-1] == 5 and all(key < 0 for key in keys[1:-1])
+
+
+def _words(grid: Grid, vision: VisionConfig) -> list[str | None]:
+    """Words, and None for features."""
+    return [each if isinstance(each, str) else None for each in expansion(grid, vision)]
+
+
 def test_words_stand_around_tiles() -> None:
     """They are NVLM's and InternVL's."""
-    plain = _vision()
-    assert list(expansion(Grid(2, 1), plain)) == [None, None]
+    assert _words(Grid(2, 1), _vision()) == [None, None]
     nvlm = _vision(use_tile_tags=True, image_tag_type="nvlm")
-    assert list(expansion(Grid(2, 1, thumbnail=True), nvlm)) == [
+    assert _words(Grid(2, 1, thumbnail=True), nvlm) == [
         *("<Image>", "<tile_1>", None, "<tile_2>", None, "<tile_global_thumbnail>", None, "</Image>"),
     ]
-    assert list(expansion(Grid(1, 1), nvlm))[1] == "<tile_global_thumbnail>"
+    assert _words(Grid(1, 1), nvlm)[1] == "<tile_global_thumbnail>"
     internvl = _vision(image_tag_type="internvl")
-    assert list(expansion(Grid(1, 2), internvl)) == ["<img>", None, None, "</img>"]
+    assert _words(Grid(1, 2), internvl) == ["<img>", None, None, "</img>"]
 
 
 @pytest.mark.parametrize(
@@ -88,6 +111,9 @@ def test_words_stand_around_tiles() -> None:
         ("--max-num-tiles 4", "--use-tiling"),
         ("--use-thumbnail", "--use-tiling"),
         ("--use-tiling --max-num-tiles 4 --image-fit pad", "--image-fit pad"),
+        ("--image-grids 1x2 2x1 --disable-vision-class-token --use-tiling", "--use-tiling"),
+        ("--image-grids 1x2", "--disable-vision-class-token"),
+        ("--image-grids 1x2 0x1", "0x1"),
     ],
 )
 def test_settings_without_tiles_are_refused(flags: str, words: str) -> None:

@@ -18,6 +18,7 @@ from megatron.core.datasets.build import DatasetSplits
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 from megatron.core.datasets.metadata import DatasetMetadata
 from megatron.core.datasets.samples import Sample
+from megatron.core.images.expansion import ROW_END
 from megatron.core.models.registry import FAMILIES
 from megatron.core.models.vlm.fields import IMAGES, PLACES
 from megatron.core.tokenizers.base import Tokenizer
@@ -126,6 +127,18 @@ def test_tiles_have_their_tags(folder: Path, tokenizer_flags: list[str]) -> None
     text = tokenizer.detokenize(np.where(sample[PLACES] >= 0, 0, sample["tokens"]).tolist())
     order = [text.index(word) for word in ("<img>", "<tile_1>", "<tile_2>", "<tile_global_thumbnail>", "</img>")]
     assert order == sorted(order)
+
+
+def test_grids_have_their_rows(folder: Path, tokenizer_flags: list[str]) -> None:
+    """Rows of patches across tiles end with a place of their own, and the next image counts on behind all tiles."""
+    flags = [*_TILE.split(), *ENCODER.split(), "--image-grids", "1x2", "2x1", *tokenizer_flags]
+    prefix = convert(folder, [{**TWO, "images": ["wide.png", "red.png"]}], flags)
+    (sample, *_), _ = samples_of(prefix, flags, "--seq-length", "120")
+    wide, red = sample[PLACES][sample[PLACES] != -1].tolist(), [0, 1, 2, 3]
+    assert sample[IMAGES].shape == (6, 3, 8, 8)
+    first = [*red, 4, 5, 8, 9, ROW_END, 6, 7, 10, 11, ROW_END]
+    assert wide[: len(first)] == first and wide[len(first) :][:4] == [12, 13, 14, 15]
+    assert not sample["loss_mask"][:-1][sample[PLACES][1:] != -1].any()
 
 
 def test_no_image_is_cut(folder: Path, tokenizer_flags: list[str], capsys: pytest.CaptureFixture[str]) -> None:

@@ -14,6 +14,8 @@ from megatron.core.datasets.build import DatasetSplits, Part, build_splits
 from megatron.core.datasets.index_cache import digest_of
 from megatron.core.datasets.samples import Sample, SourceDataset
 from megatron.core.datasets.splits import SplitSizes
+from megatron.core.images.expansion import feature_runs
+from megatron.core.images.tiles import grid_of
 from megatron.core.models.gpt.data import GPTDatasets
 from megatron.core.models.vlm.fields import with_images
 from megatron.core.models.vlm.image_text import image_dataset
@@ -46,11 +48,17 @@ class MockImages:
 
     def __getitem__(self, index: int | None) -> Sample:
         """Sample ``index``; None: one without loss."""
-        features, places = self._vision.features_per_tile, np.full(self._length, -1, np.int64)
+        grid, places = (
+            grid_of(self._vision.img_w, self._vision.img_h, self._vision),
+            np.full(self._length, -1, np.int64),
+        )
+        runs = np.concatenate(feature_runs(grid, self._vision))
         wanted = (index or 0) % _MOCK_IMAGES if self._is_mock else 0
-        count = min(wanted, (self._length - 1) // features)
-        places[: count * features] = np.arange(count * features)
-        shape = (count, 3, self._vision.img_h, self._vision.img_w)
+        count = min(wanted, (self._length - 1) // len(runs))
+        for image in range(count):
+            features = runs + image * grid.tiles * self._vision.features_per_tile
+            places[image * len(runs) : (image + 1) * len(runs)] = np.where(runs >= 0, features, runs)
+        shape = (count * grid.tiles, 3, self._vision.img_h, self._vision.img_w)
         random = np.random.default_rng(index or 0)
         return with_images(self._texts[index], random.integers(0, 256, shape, np.uint8), places)
 

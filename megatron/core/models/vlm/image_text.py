@@ -11,12 +11,13 @@ from typing_extensions import override
 from megatron.config.data import DataConfig
 from megatron.config.vision import VisionConfig
 from megatron.core.datasets.build import Part, ShortSplitError
-from megatron.core.datasets.image_table import ImageTable
+from megatron.core.datasets.image_table import ImageTable, StoredImage
 from megatron.core.datasets.index_cache import digest_of
 from megatron.core.datasets.packing import BestFitOrder, PackedDataset
 from megatron.core.datasets.samples import Sample
 from megatron.core.images.decoding import decoded, pillow
-from megatron.core.images.tiles import tiles_of
+from megatron.core.images.expansion import feature_runs
+from megatron.core.images.tiles import grid_of, tiles_of
 from megatron.core.models.vlm.fields import with_images
 from megatron.errors import ConfigError, DataError
 
@@ -48,9 +49,11 @@ class ImageTextDataset(PackedDataset):
         for within, _, count in self.order.pieces(index):
             for image in self._images.of_document(self._first + within):
                 tiles.append(self._tiles(image))
-                for place in self._images.places(image).tolist():
-                    places[start + place : start + place + features] = np.arange(number, number + features)
-                    number += features
+                runs = runs_of(self._images.stored(image), self._vision)
+                for place, run in zip(self._images.places(image).tolist(), runs, strict=True):
+                    numbered = np.where(run >= 0, run + number * features, run)
+                    places[start + place : start + place + len(run)] = numbered
+                number += len(tiles[-1])
             start += count
         return with_images(sample, np.concatenate(tiles), places)
 
@@ -63,9 +66,7 @@ class ImageTextDataset(PackedDataset):
                 raise DataError(f"is decoded to {picture.size} pixels and was to {(stored.width, stored.height)}")
         except DataError as error:
             raise DataError(f"{self._images.named(stored)} {error}") from None
-        tiles = tiles_of(picture, self._vision)
-        assert len(tiles) == len(self._images.places(image)), "tiles were counted by the same settings"
-        return tiles
+        return tiles_of(picture, self._vision)
 
     @override
     def origin(self, index: int) -> str:
@@ -81,6 +82,23 @@ class ImageTextDataset(PackedDataset):
     def describe(self) -> list[str]:
         """The source, in a line."""
         return [f"{line}{self._report}" for line in super().describe()]
+
+
+def runs_of(image: StoredImage, vision: VisionConfig) -> list[NDArray[np.int64]]:
+    """Numbers of an image's features, in runs of neighboring places."""
+    return feature_runs(grid_of(image.width, image.height, vision), vision)
+
+
+def _last_runs(images: ImageTable, vision: VisionConfig) -> NDArray[np.int64] | int:
+    """Places of the last run of each document's last image, any number without images."""
+    if not vision.image_grids:
+        return vision.features_per_tile
+    sizes, inverse = np.unique(images.last_sizes, axis=0, return_inverse=True)
+    lengths = [
+        len(feature_runs(grid_of(width, height, vision), vision)[-1]) if width else 0
+        for width, height in sizes.tolist()
+    ]
+    return np.array(lengths, np.int64)[inverse.reshape(-1)]
 
 
 def image_dataset(
@@ -109,7 +127,7 @@ def image_dataset(
             "give --packing best-fit"
         )
     lengths = np.array(source.documents.lengths[first : part.units.stop])
-    needed = images.last_places[first : part.units.stop] + vision.features_per_tile
+    needed = (images.last_places + _last_runs(images, vision))[first : part.units.stop]
     has_images = images.last_places[first : part.units.stop] >= 0
     left_out = has_images & (needed > length)
     kept = np.where(left_out, 0, np.minimum(lengths, length + 1)).astype(np.int32)

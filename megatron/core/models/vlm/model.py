@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 from typing_extensions import override
@@ -71,7 +72,8 @@ class VLMModel(GPTModel):
         """Token ids to what a GPT's forward pass gives.
 
         ``images`` ``[t, 3, H, W]``: tiles of all samples (see ``PatchEmbedding``). ``image_places`` ``[b, S]``, this
-        rank's slice: number of the feature that stands at a place, counted over all tiles, and -1 where a word does.
+        rank's slice: number of the feature that stands at a place, counted over all tiles, ``ROW_END``, and -1 where a
+        word does.
         Without them the samples are texts.
         """
         if self._stage.is_first and images is not None:
@@ -87,16 +89,21 @@ class VLMModel(GPTModel):
         """
         if not len(images):
             images = images.new_zeros(1, *images.shape[1:])
-        features = self.image_features(images).transpose(0, 1).flatten(0, 1)
+        features = self.with_row_end(self.image_features(images).transpose(0, 1).flatten(0, 1))
         if self._context.splits_sequence:
             features = enter(features, self._whole)  # each rank has other places, and a part of the gradient
         own = sequence_slice(places.t(), self._context)
-        return places >= 0, F.embedding(own.clamp(min=0), features)
+        return places != -1, F.embedding(torch.where(own >= 0, own, len(features) - 1), features)
 
     def image_features(self, images: Tensor) -> Tensor:
         """Hidden states ``[f, t, h]`` of the language model for images ``[t, 3, H, W]``."""
         features: Tensor = self.vision_projection(self.vision_model.features(self.vision_model(images)))
         return features
+
+    def with_row_end(self, features: Tensor) -> Tensor:
+        """Features ``[n, h]`` and, behind them, what stands at ends of rows of patches, where the model has it."""
+        rows: Tensor = self.vision_projection.with_row_end(features)
+        return rows
 
     @override
     def costs(self, workload: Workload) -> Costs:

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -13,6 +14,8 @@ from megatron.config.model import ModelConfig
 from megatron.config.vision import VisionConfig
 from megatron.core.conversion.megatron_lm.forward import MegatronLMModel
 from megatron.core.conversion.questions import Answer
+from megatron.core.images.expansion import feature_runs
+from megatron.core.images.tiles import grid_of
 from megatron.core.models.vlm.config import VLMConfig
 from megatron.core.transformer.output_layer import VocabularyOutput
 from megatron.errors import CheckpointError
@@ -22,16 +25,26 @@ _WORDS_BEFORE, _WORDS_AFTER = 5, 11
 
 @dataclass(frozen=True)
 class ImageQuestion:
-    """What follows each of ``tokens`` ``[b, s]``, where ``places`` ``[b, s]`` are those of ``images``?"""
+    """What follows each of ``tokens`` ``[b, s]``, where ``places`` ``[b, s]`` are those of ``images``?
+
+    ``sizes`` ``[n, 2]``: heights and widths of the pictures, for models whose tiles depend on them.
+    """
 
     tokens: Tensor
     places: Tensor
     images: Tensor
+    sizes: Tensor | None = None
     auto_class = "AutoModelForImageTextToText"
 
     def ask_theirs(self, model: Any) -> Answer:
         """Logits of every position."""
-        return {"words": model(input_ids=self.tokens, pixel_values=self.images, use_cache=False).logits}
+        more: dict[str, Any] = {"pixel_values": self.images}
+        if self.sizes is not None:
+            more = {
+                "pixel_values": self.images.view(len(self.sizes), -1, *self.images.shape[1:]),
+                "image_sizes": self.sizes,
+            }
+        return {"words": model(input_ids=self.tokens, use_cache=False, **more).logits}
 
     def ask_megatron_lm(self, model: MegatronLMModel) -> Answer:
         """Refuse: such files of Megatron-LM are not read."""
@@ -44,17 +57,25 @@ class ImageQuestion:
 
 
 def question_for(model: ModelConfig, groups: Sequence[object]) -> ImageQuestion:
-    """The question for this model: an image among words, and as many words."""
+    """The question for this model: an image among words, and as many words. Where images are cut into ``--image-grids``
+    it is one that is between bars.
+    """
     assert model.vocab_size is not None, "a model has a vocabulary"
     family, vision = VLMConfig.among(groups), VisionConfig.among(groups)
-    features = vision.features_per_tile
-    length = _WORDS_BEFORE + features + _WORDS_AFTER
+    width, height = vision.img_w, vision.img_h
+    if vision.image_grids:
+        rows, columns = vision.grids[0]
+        width, height = -(-columns * width * 2 // 3), rows * height
+    grid = grid_of(width, height, vision)
+    features = torch.from_numpy(np.concatenate(feature_runs(grid, vision)))
+    length = _WORDS_BEFORE + len(features) + _WORDS_AFTER
     marked = model.vocab_size - 1 if family.image_token_id is None else family.image_token_id
     tokens = (torch.arange(2 * length).view(2, length) * 7919 + 13) % model.vocab_size
     tokens[tokens == marked] = (marked + 1) % model.vocab_size
     places = torch.full_like(tokens, -1)
-    places[0, _WORDS_BEFORE : _WORDS_BEFORE + features] = torch.arange(features)
-    tokens[places >= 0] = marked
-    pixels = torch.arange(3 * vision.img_h * vision.img_w, dtype=torch.float64)
-    images = torch.sin(pixels * 0.7919).float().view(1, 3, vision.img_h, vision.img_w)
-    return ImageQuestion(tokens, places, images)
+    places[0, _WORDS_BEFORE : _WORDS_BEFORE + len(features)] = features
+    tokens[places != -1] = marked
+    pixels = torch.arange(grid.tiles * 3 * vision.img_h * vision.img_w, dtype=torch.float64)
+    images = torch.sin(pixels * 0.7919).float().view(grid.tiles, 3, vision.img_h, vision.img_w)
+    sizes = torch.tensor([[height, width]]) if vision.image_grids else None
+    return ImageQuestion(tokens, places, images, sizes)

@@ -47,7 +47,7 @@ class VLMSpec(GPTSpec):
             rows = batch[rows_field(IMAGES)]
             before = (rows.cumsum(0) - rows) * run.part(VisionConfig).features_per_tile
             places = batch[PLACES]
-            found[PLACES] = torch.where(places >= 0, places + before.unsqueeze(1), -1)
+            found[PLACES] = torch.where(places >= 0, places + before.unsqueeze(1), places)
         return found
 
     @override

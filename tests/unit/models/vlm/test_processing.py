@@ -21,6 +21,7 @@ from transformers.models.siglip.image_processing_pil_siglip import SiglipImagePr
 
 from megatron.config.model import ModelConfig
 from megatron.config.vision import VisionConfig
+from megatron.core.images.expansion import feature_runs
 from megatron.core.images.prompts import CutImage
 from megatron.core.models.vlm.huggingface.processing import with_processing, write_processing
 from megatron.errors import CheckpointError
@@ -77,13 +78,19 @@ def test_pixels_are_those_of_transformers(name: str, tmp_path: Path) -> None:
             np.testing.assert_allclose(ours, wanted, rtol=0, atol=1e-6)
 
 
-def test_our_files_make_their_prompts(tmp_path: Path) -> None:
-    """transformers' processor puts as many places into a text as this project does."""
+def tokenizer_with(mark: str, folder: Path) -> Any:
+    """A fast tokenizer with a mark of images, saved in the folder."""
     pipeline: Any = next(each for each in vars(byte_tokenizer()).values() if type(each).__name__ == "Tokenizer")
     make: Any = PreTrainedTokenizerFast
     fast = make(tokenizer_object=pipeline, eos_token=END)
-    fast.add_special_tokens({"additional_special_tokens": ["<image>"]})
-    fast.save_pretrained(tmp_path)
+    fast.add_special_tokens({"additional_special_tokens": [mark]})
+    fast.save_pretrained(folder)
+    return fast
+
+
+def test_our_files_make_their_prompts(tmp_path: Path) -> None:
+    """transformers' processor puts as many places into a text as this project does."""
+    fast = tokenizer_with("<image>", tmp_path)
     vision = dataclasses.replace(settings("clip"), vision_class_token=False, image_fit="crop")
     write_processing(vision, "llava", tmp_path, mark="<image>")
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llava"}))
@@ -95,6 +102,25 @@ def test_our_files_make_their_prompts(tmp_path: Path) -> None:
     np.testing.assert_allclose(
         normalized(CutImage.of(picture(30, 20), vision), vision), found["pixel_values"], rtol=0, atol=1e-6
     )
+
+
+def test_grids_are_those_of_llava_next(tmp_path: Path) -> None:
+    """Another grid, bars that take places, or a tile elsewhere: pixels and the number of places are transformers'."""
+    fast = tokenizer_with("<image>", tmp_path)
+    grids = ("1x2", "2x1", "2x2", "1x3", "3x1")
+    vision = dataclasses.replace(settings("clip"), vision_class_token=False, image_grids=grids)
+    write_processing(vision, "llava_next", tmp_path, mark="<image>")
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llava_next"}))
+    load: Any = AutoProcessor.from_pretrained
+    processor, mark = load(tmp_path, backend="pil"), fast.convert_tokens_to_ids("<image>")
+    for shape in SHAPES:
+        found = processor(text="a <image> b", images=picture(*shape), return_tensors="np")
+        cut = CutImage.of(picture(*shape), vision)
+        wanted = found["pixel_values"][0]
+        np.testing.assert_allclose(normalized(cut, vision), wanted, rtol=0, atol=1e-6)
+        assert (found["input_ids"] == mark).sum() == len(np.concatenate(feature_runs(cut.grid, vision)))
+    read, notes = with_processing(vision, {"processor_config.json": tmp_path / "processor_config.json"})
+    assert read == vision and not notes
 
 
 WRONG: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {

@@ -10,12 +10,13 @@ from typing_extensions import override
 from megatron.config.vision import VisionConfig
 from megatron.core.conversion.huggingface.config_reader import Json
 from megatron.core.conversion.tables import Row
+from megatron.core.models.vlm.huggingface.llava import GRIDS
 from megatron.core.models.vlm.huggingface.nested import (
-    DENSE,
     MLP_ROWS,
     NESTED_KINDS,
     PROJECTIONS,
     PROJECTOR,
+    TEXTS,
     NestedReader,
     NestedType,
     activation_name,
@@ -62,6 +63,7 @@ class InternVLType(NestedType):
         return {
             **not_plain_mlp(vision),
             "the projector has no norm": not vision.vision_projection_norm,
+            GRIDS: bool(vision.image_grids),
             "patches are not joined (--pixel-shuffle)": not vision.pixel_shuffle,
         }
 
@@ -71,7 +73,7 @@ INTERNVL = InternVLType(
     table=(),
     settings={},
     encoders=("internvl_vision",),
-    texts=("qwen2", *(each for each in DENSE if each != "qwen2")),
+    texts=("qwen2", *(each for each in TEXTS if each != "qwen2")),
     is_tied=True,
     expected={"downsample_ratio": 0.5, "vision_feature_select_strategy": "default"},
     defaults={
@@ -86,8 +88,8 @@ INTERNVL = InternVLType(
         *("use_mean_pooling", "vision_feature_layer"),
     ),
     about=(
-        "InternVL 2.5, 3 and 3.5 as transformers has them (repositories that end with -hf), with a dense decoder; the "
-        "encoder has RMSNorm, norms of queries and keys and no bias of them, or none of these"
+        "InternVL 2.5, 3 and 3.5 as transformers has them (repositories that end with -hf), with a decoder, dense or "
+        "with experts; the encoder has RMSNorm, norms of queries and keys and no bias of them, or none of these"
     ),
     example="OpenGVLab/InternVL3-1B-hf",
 )

@@ -15,16 +15,18 @@ from megatron.config.vision import VisionConfig
 from megatron.core.conversion.huggingface.config_reader import Json
 from megatron.core.conversion.tables import Row
 from megatron.core.models.vlm.huggingface.nested import (
-    DENSE,
     MLP_ROWS,
     NESTED_KINDS,
     PROJECTIONS,
+    TEXTS,
     NestedReader,
     NestedType,
     activation_name,
     not_plain_mlp,
     passed_layers,
 )
+
+GRIDS = "images are cut into grids of tiles, whose rows end with a learned vector (--image-grids)"
 
 
 class LlavaType(NestedType):
@@ -67,6 +69,7 @@ class LlavaType(NestedType):
             **not_plain_mlp(vision),
             "the projector has a norm": vision.vision_projection_norm,
             "patches are joined (--pixel-shuffle)": vision.pixel_shuffle,
+            GRIDS: bool(vision.image_grids),
             "a norm is behind the encoder's last layer (--disable-vision-final-norm is not given)": (
                 vision.kind.post_norm and vision.vision_final_norm
             ),
@@ -78,7 +81,7 @@ LLAVA = LlavaType(
     table=(),
     settings={},
     encoders=("clip_vision_model", "siglip_vision_model"),
-    texts=DENSE,
+    texts=TEXTS,
     expected={"multimodal_projector_bias": True},
     defaults={
         "vision_feature_layer": -2,
@@ -89,7 +92,8 @@ LLAVA = LlavaType(
     kinds={**NESTED_KINDS, "multimodal_projector_bias": bool},
     idle=("image_seq_length", "ignore_index", "projection_dim", "vision_use_head"),
     about=(
-        "LLaVA 1.5, with a CLIP or SigLIP encoder and a dense decoder, such as a Llama, Mistral, Qwen or Gemma; the "
+        "LLaVA 1.5, with a CLIP or SigLIP encoder and a decoder, dense or with experts, such as a Llama, Mistral, "
+        "Mixtral, Qwen or Gemma; the "
         "encoder's layers behind the features are left out"
     ),
     example="llava-hf/llava-1.5-7b-hf",

@@ -44,9 +44,10 @@ PROJECTIONS: dict[str, Activation] = {"quick_gelu": "quick_gelu", **UNGATED}
 _LAYER = re.compile(r"vision_tower\.(?:vision_model\.)?encoder\.layers?\.(\d+)\.")
 _KEPT = ("bos_token_id", "eos_token_id", "pad_token_id")
 _UNUSED = (".rotary_emb.inv_freq", ".embeddings.position_ids")
-DENSE = (
+TEXTS = (
     *("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma3_text", "glm", "glm4", "nemotron", "olmo", "olmo2"),
     *("olmo3", "smollm3", "stablelm", "starcoder2"),
+    *("mixtral", "qwen2_moe", "qwen3_moe", "olmoe"),
 )
 """Types of language models whose tensors lie behind a prefix as in files of their own, and whose logits nothing scales
 or caps: transformers' models that hold others would leave that out.
@@ -136,6 +137,7 @@ class NestedReader(ConfigReader):
             raise self.refuse("vision_config", f"the encoder is a {named} here")
         self.vision = ConfigReader(vision, DEFAULTS[vision["model_type"]], f"{where}: vision_config", kinds=KINDS)
         self.text.asked = self.vision.asked = self.asked  # names of settings that are read, whoever's they are
+        self.asked.update(DECODERS.types[text["model_type"]].older_settings)
 
 
 NESTED_KINDS: dict[str, Any] = {

@@ -17,7 +17,7 @@ from megatron.small_files import read_json
 PROCESSOR, PREPROCESSOR = "processor_config.json", "preprocessor_config.json"
 _BICUBIC = 3
 _TYPES = {"crop": "CLIPImageProcessor", "stretch": "SiglipImageProcessor", "pad": "LlavaImageProcessor"}
-_CLASSES = {"llava": "LlavaProcessor", "internvl": "InternVLProcessor"}
+_CLASSES = {"llava": "LlavaProcessor", "llava_next": "LlavaNextProcessor", "internvl": "InternVLProcessor"}
 
 
 def usual_processing(vision: Mapping[str, Any]) -> dict[str, Any]:
@@ -47,6 +47,10 @@ def with_processing(vision: VisionConfig, files: Mapping[str, AnyPath]) -> tuple
     notes = []
     if (resample := found.get("resample", _BICUBIC)) != _BICUBIC:
         notes.append(f"note: {name} says resample = {resample}: pictures are resized by bicubic interpolation here")
+    if vision.image_grids:
+        if (sizes := found.get("image_grid_pinpoints", wanted := pinpoints(vision))) != wanted:
+            raise CheckpointError(f"{name} has image_grid_pinpoints {sizes}, and config.json has {wanted}")
+        return vision, notes
     if "max_patches" in found or "crop_to_patches" in found:
         most = int(found.get("max_patches", 12))
         return dataclasses.replace(vision, use_tiling=most > 1, max_num_tiles=most, use_thumbnail=most > 1), notes
@@ -54,6 +58,11 @@ def with_processing(vision: VisionConfig, files: Mapping[str, AnyPath]) -> tuple
     if is_padded:
         return dataclasses.replace(vision, image_fit="pad"), notes
     return dataclasses.replace(vision, image_fit="crop" if found.get("do_center_crop") else "stretch"), notes
+
+
+def pinpoints(vision: VisionConfig) -> list[list[int]]:
+    """Heights and widths in pixels of the grids into which images are cut."""
+    return [[rows * vision.img_h, columns * vision.img_w] for rows, columns in vision.grids]
 
 
 def _stated(files: Mapping[str, AnyPath]) -> tuple[dict[str, Any], str]:
@@ -96,7 +105,11 @@ def write_processing(vision: VisionConfig, model_type: str, folder: Path, *, mar
         more: dict[str, Any] = {"image_seq_length": vision.features_per_tile}
     else:
         settings["image_processor_type"] = _TYPES[vision.image_fit]
-        if vision.image_fit == "stretch":
+        if vision.image_grids:
+            settings |= {"image_processor_type": "LlavaNextImageProcessor", "do_center_crop": True, "do_pad": True}
+            settings |= {"size": {"shortest_edge": vision.img_h}, "crop_size": sides}
+            settings |= {"image_grid_pinpoints": pinpoints(vision)}
+        elif vision.image_fit == "stretch":
             settings |= {"size": sides}
         else:
             is_padded = vision.image_fit == "pad"
