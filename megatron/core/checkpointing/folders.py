@@ -56,22 +56,28 @@ def is_unfinished(path: AnyPath) -> bool:
     return isinstance(path, RemotePath) and bool(_REMOTE.fullmatch(path.name)) and not (path / MANIFEST).exists()
 
 
-def begin(root: AnyPath, iteration: int) -> AnyPath:
-    """Make the folder that a save writes into, and ``root``; clear away what saves that never finished have left."""
+def folder_for(root: AnyPath, iteration: int, token: str) -> AnyPath:
+    """The folder that a save into ``root`` writes into. ``token``: 8 hexadecimal digits of its own."""
+    if isinstance(root, RemotePath):
+        return root / f"iter_{iteration:07d}-{token}"
+    return aside_path(root, iteration, token, kind="partial")
+
+
+def begin(root: AnyPath, folder: AnyPath) -> None:
+    """Make the ``folder`` that a save writes into, and ``root``; clear away what saves that never finished have left.
+
+    Other ranks may write into ``folder`` already.
+    """
     root.mkdir(parents=True, exist_ok=True)
     for path in root.iterdir():
         with _cleaning(path):
+            if path.name == folder.name:
+                continue
             if _LEFTOVER.fullmatch(path.name):
                 _delete(cast(Path, path))
             elif isinstance(path, RemotePath) and is_unfinished(path):
                 path.remove_tree()
-    token = os.urandom(4).hex()
-    if isinstance(root, RemotePath):
-        folder: AnyPath = root / f"iter_{iteration:07d}-{token}"
-    else:
-        folder = aside_path(root, iteration, token, kind="partial")
-    folder.mkdir()
-    return folder
+    folder.mkdir(exist_ok=True)
 
 
 def publish(folder: AnyPath, iteration: int) -> AnyPath:

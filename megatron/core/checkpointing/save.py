@@ -10,12 +10,15 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import sys
 import time
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,7 +30,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from typing_extensions import override
 
 from megatron.core.checkpointing.agreement import gather_from_all, run_on_first
-from megatron.core.checkpointing.folders import begin, discard, publish
+from megatron.core.checkpointing.folders import begin, discard, folder_for, publish
 from megatron.core.checkpointing.manifest import MANIFEST, METADATA, RUN_FILE, FileRecord, Manifest, checksum
 from megatron.core.checkpointing.sharded_view import ShardedView, Staging, sharded_views
 from megatron.core.checkpointing.storage import CheckpointWriter
@@ -70,13 +73,26 @@ def begin_save(
     of the program, to make the checkpoint durable; at most one save of a root may be pending. ``files``: small ones
     that rank 0 writes beside the tensors, by their paths in the checkpoint.
     """
-    views = sharded_views(state, mesh)
-    pending = PendingSave(path_of(root), iteration, run_state, mesh, files or {})
+    pending = PendingSave(path_of(root), take_snapshot(iteration, state, run_state, mesh, files=files))
     with pending.all_or_nothing():
-        pending.plan(views)
         if background is not None:
-            pending.write_in_background(background)
+            pending.snapshot.copy_into(background)
+            pending.write_in_background()
     return pending
+
+
+def take_snapshot(
+    iteration: int,
+    state: Iterable[ShardedState],
+    run_state: Mapping[str, Any],
+    mesh: Mesh,
+    *,
+    files: Mapping[str, bytes] | None = None,
+) -> Snapshot:
+    """Plan a save that has no place yet. A collective; see ``begin_save``."""
+    snapshot = Snapshot(iteration, run_state, mesh, files or {})
+    snapshot.plan(sharded_views(state, mesh))
+    return snapshot
 
 
 def save_streamed(
@@ -88,34 +104,91 @@ def save_streamed(
     files: Mapping[str, bytes] | None = None,
 ) -> AnyPath:
     """Save a checkpoint from one process, with tensors that are made one after another while they are written."""
-    pending = PendingSave(path_of(root), iteration, run_state, Mesh.single(), files or {})
-    pending.stream(boxes)
-    return pending.finish()
+    snapshot = Snapshot(iteration, run_state, Mesh.single(), files or {})
+    snapshot.stream(boxes)
+    return PendingSave(path_of(root), snapshot).finish()
 
 
 @dataclass(frozen=True)
-class _Written:
+class Written:
     """What one rank has put on disk: the places of its boxes, and its files."""
 
     results: list[WriteResult]
     files: dict[str, FileRecord]
 
 
-class PendingSave:
-    """A planned save, written by ``finish`` or, before that, by a background thread. Making one is a collective."""
+class Snapshot:
+    """What a save holds: who writes which box, the table of contents, and small files. It can be written to a place
+    several times, as long as its tensors don't change; ``copy_into`` makes it independent of those in training.
+    """
 
-    def __init__(
-        self, root: AnyPath, iteration: int, run_state: Mapping[str, Any], mesh: Mesh, files: Mapping[str, bytes]
-    ) -> None:
-        self._root, self._iteration, self._mesh = root, iteration, mesh
-        self._files = {**files, RUN_FILE: _describe_run(iteration, run_state, mesh).encode()}
-        with _explained(root, iteration):
-            self._aside = run_on_first(lambda: begin(root, iteration), mesh)
+    def __init__(self, iteration: int, run_state: Mapping[str, Any], mesh: Mesh, files: Mapping[str, bytes]) -> None:
+        self.iteration, self.mesh = iteration, mesh
+        self.files = {**files, RUN_FILE: _describe_run(iteration, run_state, mesh).encode()}
+        self.metadata = Metadata({})
+        self.token = os.urandom(4).hex()
         self._planner = SavePlanner(mesh, {})
-        self._writer = CheckpointWriter(self._aside)
-        self._metadata = Metadata({})
         self._plan = SavePlan([])
-        self._written: Callable[[], _Written] = self._write
+        self._streamed: Sequence[StreamedBox] | None = None
+
+    def plan(self, views: dict[str, ShardedView]) -> None:
+        """Agree on who writes which box. A collective; every rank computes the whole plan."""
+        self._planner = SavePlanner(self.mesh, views)
+        writer = CheckpointWriter(Path())
+        writer.set_up_storage_writer(self.mesh.world_rank == 0)
+        found = gather_from_all(lambda: (self.token, self._planner.create_local_plan()), self.mesh)
+        self.token = found[0][0]
+        plans, self.metadata = self._planner.create_global_plan([plan for _, plan in found])
+        self._plan = writer.prepare_global_plan(plans)[self.mesh.world_rank]
+
+    def stream(self, boxes: Sequence[StreamedBox]) -> None:
+        """Plan to make and write ``boxes`` in turn, on this one rank."""
+        self._streamed, self.metadata = boxes, table_of(boxes)
+
+    def copy_into(self, staging: Staging) -> None:
+        """Copy the tensors that this rank writes, which training may then change."""
+        views = self._planner.state_dict
+        mine = {item.index.fqn for item in self._plan.items}
+        self._planner.state_dict = {name: views[name].copied(staging, name) for name in mine}
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether this rank writes no tensors."""
+        return self._streamed is None and not self._plan.items
+
+    def write(self, folder: AnyPath) -> Written:
+        """Write this rank's boxes into ``folder``, which exists."""
+        writer = CheckpointWriter(folder)
+        writer.set_up_storage_writer(self.mesh.world_rank == 0)
+        if self._streamed is not None:
+            results = write_boxes(writer, folder, self._streamed)
+        else:
+            results = writer.write_data(self._planner.finish_plan(self._plan), self._planner).wait()
+        return Written(results, dict(writer.files.written))
+
+    def describe(self, folder: AnyPath, written: Sequence[Written]) -> Manifest:
+        """Write the table of contents and the small files into ``folder``; the manifest of these and all ranks' files."""
+        CheckpointWriter(folder).finish(self.metadata, [rank.results for rank in written])
+        for name, content in self.files.items():
+            (folder / name).parent.mkdir(exist_ok=True)
+            write_durably(folder / name, content)
+        files = {name: record for rank in written for name, record in rank.files.items()}
+        files |= {name: checksum(folder / name) for name in (METADATA, *self.files)}
+        return Manifest(self.iteration, time.time(), files)
+
+
+class PendingSave:
+    """A snapshot on its way into ``root``, written by ``finish`` or, before that, by a background thread.
+
+    ``attempt``: counts those that failed before, whose folders are cleared away.
+    """
+
+    def __init__(self, root: AnyPath, snapshot: Snapshot, *, attempt: int = 0) -> None:
+        self.snapshot = snapshot
+        self._root, self._mesh = root, snapshot.mesh
+        token = f"{zlib.crc32(f'{snapshot.token}{attempt}'.encode()):08x}"
+        self._aside = folder_for(root, snapshot.iteration, token)
+        self._written: Callable[[], Written] = self._write
         self._is_written: Callable[[], bool] = lambda: False
 
     def is_written(self) -> bool:
@@ -131,65 +204,38 @@ class PendingSave:
             written = gather_from_all(lambda: self._written(), self._mesh)
             return run_on_first(lambda: self._publish(written), self._mesh)
 
-    def plan(self, views: dict[str, ShardedView]) -> None:
-        """Agree on who writes which box. A collective; every rank computes the whole plan."""
-        self._planner = SavePlanner(self._mesh, views)
-        self._writer.set_up_storage_writer(self._mesh.world_rank == 0)
-        plans = gather_from_all(self._planner.create_local_plan, self._mesh)
-        plans, self._metadata = self._planner.create_global_plan(plans)
-        self._plan = self._writer.prepare_global_plan(plans)[self._mesh.world_rank]
-
-    def stream(self, boxes: Sequence[StreamedBox]) -> None:
-        """Plan to make and write ``boxes`` in turn, on this one rank."""
-        self._metadata = table_of(boxes)
-        self._writer.set_up_storage_writer(True)
-
-        def write() -> _Written:
-            results = write_boxes(self._writer, self._aside, boxes)
-            return _Written(results, dict(self._writer.files.written))
-
-        self._written = write
-
-    def write_in_background(self, staging: Staging) -> None:
-        """Copy the tensors that this rank writes and start writing the copies."""
-        views = self._planner.state_dict
-        mine = {item.index.fqn for item in self._plan.items}
-        self._planner.state_dict = {name: views[name].copied(staging, name) for name in mine}
+    def write_in_background(self) -> None:
+        """Start writing, which the snapshot's tensors must not change during."""
         one_thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         future = one_thread.submit(self._write)
         one_thread.shutdown(wait=False)
         self._written, self._is_written = future.result, future.done
 
-    def _write(self) -> _Written:
-        if not self._plan.items:
-            return _Written([], {})
+    def _write(self) -> Written:
+        if self._mesh.world_rank == 0:
+            begin(self._root, self._aside)
+        if self.snapshot.is_empty:
+            return Written([], {})
         # Where --save isn't shared by all ranks, _publish raises an error.
         self._aside.mkdir(parents=True, exist_ok=True)
-        results = self._writer.write_data(self._planner.finish_plan(self._plan), self._planner).wait()
-        return _Written(results, dict(self._writer.files.written))
+        return self.snapshot.write(self._aside)
 
-    def _publish(self, written: list[_Written]) -> AnyPath:
+    def _publish(self, written: list[Written]) -> AnyPath:
         """Rank 0: everything that makes a folder of files a checkpoint."""
-        self._writer.finish(self._metadata, [rank.results for rank in written])
-        for name, content in self._files.items():
-            (self._aside / name).parent.mkdir(exist_ok=True)
-            write_durably(self._aside / name, content)
-        files = {name: record for rank in written for name, record in rank.files.items()}
-        files |= {name: checksum(self._aside / name) for name in (METADATA, *self._files)}
-        manifest = Manifest(self._iteration, time.time(), files)
+        manifest = self.snapshot.describe(self._aside, written)
         if problems := manifest.size_problems(self._aside):
             raise CheckpointError(
                 f"rank 0 does not see what other ranks wrote ({', '.join(problems[:3])}): "
                 "--save must be on a file system that all ranks share"
             )
         write_durably(self._aside / MANIFEST, manifest.to_json())
-        return publish(self._aside, self._iteration)
+        return publish(self._aside, self.snapshot.iteration)
 
     @contextmanager
     def all_or_nothing(self) -> Iterator[None]:
         """Leave no trace of a save that fails or is interrupted; the error names what is kept."""
         try:
-            with _explained(self._root, self._iteration):
+            with _explained(self._root, self.snapshot.iteration):
                 yield
         except BaseException:
             if self._mesh.world_rank == 0:
