@@ -45,6 +45,29 @@ _LASTING = {
 }
 
 
+# Reasons that may pass while a process waits: a server that restarts, a cut network, a service that is overloaded.
+_PASSING = {
+    errno.EIO,
+    errno.EREMOTEIO,
+    errno.ESTALE,
+    errno.EAGAIN,
+    errno.EBUSY,
+    errno.EINTR,
+    errno.EPIPE,
+    errno.ETIMEDOUT,
+    errno.ENOTCONN,
+    errno.ECONNREFUSED,
+    errno.ECONNRESET,
+    errno.ECONNABORTED,
+    errno.ENETDOWN,
+    errno.ENETUNREACH,
+    errno.ENETRESET,
+    errno.EHOSTDOWN,
+    errno.EHOSTUNREACH,
+    errno.ESHUTDOWN,
+}
+
+
 # A word of more than a path's length is some file's content; its beginning is enough.
 _LONG_WORD = re.compile(r"(\S{200})\S{3896,}")
 
@@ -87,6 +110,12 @@ class CheckpointError(MegatronError):
     exit_code = RESTART_CANNOT_HELP
 
 
+class StorageAwayError(CheckpointError):
+    """A storage that failed in a way that may pass: what was asked of it can be tried again."""
+
+    exit_code = RESTART_MAY_HELP
+
+
 class ParallelError(MegatronError):
     """Ranks that failed, stalled or disagree; the message names their coordinates."""
 
@@ -94,6 +123,11 @@ class ParallelError(MegatronError):
 def exit_code_of(error: OSError) -> int:
     """Exit code for an OSError: a user's mistake, or a failure of the disk or network."""
     return RESTART_CANNOT_HELP if error.errno in _LASTING else RESTART_MAY_HELP
+
+
+def may_pass(error: OSError) -> bool:
+    """Whether an OSError may have passed in a while, without anybody doing anything."""
+    return error.errno in _PASSING
 
 
 def enumeration(words: Iterable[str], last: str = "and") -> str:

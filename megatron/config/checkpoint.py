@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 from typing import Any, Literal
 
-from megatron.config.flags import COUNT, Settings, flag, switch
+from megatron.config.checkpoint_storage import CheckpointStorageSettings
+from megatron.config.flags import COUNT, flag, switch
 from megatron.config.positions import ROTARY_FIELDS, ROTARY_TYPES
 
 _CHANGEABLE = frozenset({*ROTARY_FIELDS, "norm_epsilon"} - {"rotary_percent", "rotary_interleaved", "no_rope_freq"})
@@ -18,7 +19,7 @@ def keeps_meaning(field: str, before: Any, after: Any) -> bool:
     return field in _CHANGEABLE or (before in ROTARY_TYPES and after in ROTARY_TYPES)
 
 
-class CheckpointConfig(Settings):
+class CheckpointConfig(CheckpointStorageSettings):
     """Saving and loading."""
 
     save: str | None = flag("Folder to write checkpoints into; may be a URL (s3://bucket/run).", default=None)

@@ -8,7 +8,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from tests.drills.drills import DRILLS, run_drill, summary
+from tests.drills.catalogue import DRILLS, run_drill, summary
 
 
 def say(text: str) -> None:

@@ -23,7 +23,6 @@ from tests.end_to_end.commands import assert_same_tensors, losses
 from tests.harness.ports import free_ports
 
 Say = Callable[[str], None]
-Drill = Callable[[Path, Say], None]
 
 
 @dataclass(frozen=True)
@@ -51,7 +50,7 @@ def compare(whole: Reference, parts: Sequence[Job], say: Say) -> None:
     for iteration, loss in lines:
         usual = whole.losses[int(iteration)]
         assert usual == loss, f"iteration {iteration} has loss {loss}, not {usual}"
-    assert_same_tensors(find_checkpoint(whole.save).path, find_checkpoint(parts[-1].save).path)
+    assert_same_tensors(find_checkpoint(whole.save).path, find_checkpoint(parts[-1].place).path)
     again = len(lines) - len(whole.losses)
     say(f"   losses and weights are those of the undisturbed run, bit for bit; iterations computed again: {again}")
 
@@ -383,35 +382,3 @@ def elastic(folder: Path, say: Say) -> None:
             furthest = max(furthest, abs(float(loss) / float(whole.losses[iteration]) - 1))
     assert furthest < 1e-4, furthest
     say(f"   ranks of the starts: {sizes()}; losses of 4 ranks all along, to {furthest:.1e} of their value (fp32)")
-
-
-def run_drill(name: str, folder: Path, say: Say) -> None:
-    """Run a drill; whatever happens, none of its processes is left. Raises AssertionError for another end."""
-    try:
-        DRILLS[name](folder, say)
-    finally:
-        for job in Job.started:
-            job.end()
-        Job.started.clear()
-
-
-DRILLS: dict[str, Drill] = {
-    "kill-rank": kill_rank,
-    "kill-launcher": kill_launcher,
-    "stop-process": stop_process,
-    "flip-gradient": flip_gradient,
-    "flip-weight": flip_weight,
-    "flip-file": flip_file,
-    "slow-rank": slow_rank,
-    "clock-jumps": clock_jumps,
-    "disk-full": disk_full,
-    "cut-network": cut_network,
-    "elastic": elastic,
-    "soak": soak,
-}
-NEED_ROOT = {"disk-full", "cut-network"}
-
-
-def summary(drill: Drill) -> str:
-    """What a drill does, in a sentence."""
-    return " ".join((drill.__doc__ or "").split())

@@ -13,6 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import ClassVar
 
+from megatron.core.files.remote_path import AnyPath, path_of
 from tests.end_to_end.commands import ROOT, TINY, environment, losses
 
 ITERATIONS = 40
@@ -50,6 +51,7 @@ def paced_script(folder: Path, pace: float) -> str:
 class Job:
     """A start of ``pretrain_gpt.py`` in ``folder`` under torchrun, or what ``command`` says, with a log of its own.
 
+    ``place``: where it saves, if not in ``folder``.
     ``restarts``: of torchrun. ``variables``: for its environment. ``command``: before the flags.
     """
 
@@ -60,6 +62,7 @@ class Job:
         folder: Path,
         *flags: str,
         save: str,
+        place: str | None = None,
         ranks: int = 2,
         restarts: int = 0,
         variables: Mapping[str, str] | None = None,
@@ -67,13 +70,14 @@ class Job:
     ) -> None:
         self.started.append(self)
         self.save = folder / save
+        self.place: AnyPath = self.save if place is None else path_of(place)
         number = len([*folder.glob(f"{save}-*.log")])
         self.path = folder / f"{save}-{number}.log"
         launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
         words = [sys.executable, *launcher, f"--max-restarts={restarts}", paced_script(folder, PACE)]
         with self.path.open("wb") as log:
             self.process = subprocess.Popen(
-                [*(command or words), *FLAGS.split(), *flags, "--save", str(self.save), "--load", str(self.save)],
+                [*(command or words), *FLAGS.split(), *flags, "--save", str(self.place), "--load", str(self.place)],
                 env=environment() | dict(variables or {}),
                 stdout=log,
                 stderr=subprocess.STDOUT,

@@ -8,7 +8,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import pytest
@@ -33,6 +33,8 @@ class S3Server:
         self.slow_seconds = 5.0
         self.requests: list[str] = []
         self.endpoint = ""
+        self.stopped: Callable[[], AbstractContextManager[None]] = nullcontext
+        """Refuses connections for the length of a block."""
 
     def __call__(self, environ: dict[str, Any], start_response: Any) -> Any:
         """Answer one request (the interface is WSGI's)."""
@@ -78,16 +80,31 @@ def s3_server() -> Iterator[S3Server]:
         def log(self, *arguments: Any) -> None: ...
 
     app = S3Server(DomainDispatcherApplication(create_backend_app))
-    server = make_server("127.0.0.1", 0, app, threaded=True, request_handler=Quiet)
-    app.endpoint = f"http://127.0.0.1:{server.server_port}"
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
-    thread.start()
-    try:
+
+    @contextmanager
+    def serving(port: int) -> Iterator[int]:
+        server = make_server("127.0.0.1", port, app, threaded=True, request_handler=Quiet)
+        thread = threading.Thread(target=server.serve_forever, daemon=True)
+        thread.start()
+        try:
+            yield server.server_port
+        finally:
+            server.shutdown()
+            server.server_close()
+            thread.join()
+
+    with ExitStack() as running:
+        port = running.enter_context(serving(0))
+        app.endpoint = f"http://127.0.0.1:{port}"
+
+        @contextmanager
+        def stopped() -> Iterator[None]:
+            running.close()
+            yield
+            running.enter_context(serving(port))
+
+        app.stopped = stopped
         yield app
-    finally:
-        server.shutdown()
-        server.server_close()
-        thread.join()
 
 
 def credentials(server: S3Server) -> dict[str, str]:

@@ -26,6 +26,7 @@ from megatron.config.rules import (
     profiling,
     remarking,
     schedule,
+    storage,
     training,
     zero,
 )
@@ -46,6 +47,7 @@ RULES: tuple[Rule, ...] = (
     *schedule.RULES,
     *guards.RULES,
     *inputs.RULES,
+    *storage.RULES,
     *profiling.RULES,
 )
 

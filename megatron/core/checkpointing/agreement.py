@@ -8,7 +8,7 @@ from typing import TypeVar
 
 from megatron.core.parallel.collectives import gather_objects
 from megatron.core.parallel.mesh import Mesh
-from megatron.errors import RESTART_MAY_HELP, CheckpointError, exit_code_of
+from megatron.errors import RESTART_MAY_HELP, CheckpointError, StorageAwayError, exit_code_of, may_pass
 
 T = TypeVar("T")
 
@@ -17,13 +17,15 @@ T = TypeVar("T")
 class _Failure:
     message: str
     exit_code: int
+    may_pass: bool = False
 
 
 def gather_from_all(work: Callable[[], T], mesh: Mesh) -> list[T]:
     """Every rank's ``work()``, by world rank. A collective, whatever happens inside ``work``.
 
-    Raises CheckpointError on all ranks when any rank fails, naming the rank, its coordinates and the reason. What is
-    neither an OSError nor a CheckpointError is a defect of ours: it keeps its type and traceback on its own rank.
+    Raises CheckpointError on all ranks when any rank fails, naming the rank, its coordinates and the reason;
+    StorageAwayError where every reason may pass. What is neither an OSError nor a CheckpointError is a defect of ours:
+    it keeps its type and traceback on its own rank.
     """
     caught: Exception | None = None
     outcome: T | _Failure
@@ -43,7 +45,8 @@ def gather_from_all(work: Callable[[], T], mesh: Mesh) -> list[T]:
     failures = [outcome for outcome in outcomes if isinstance(outcome, _Failure)]
     messages = "; ".join(dict.fromkeys(failure.message for failure in failures))
     code = max(failure.exit_code for failure in failures)  # a restart is worth it only when it is for each of them
-    raise CheckpointError(messages, exit_code=code) from caught
+    kind = StorageAwayError if all(failure.may_pass for failure in failures) else CheckpointError
+    raise kind(messages, exit_code=code) from caught
 
 
 def run_on_all(work: Callable[[], T], mesh: Mesh) -> T:
@@ -61,9 +64,9 @@ def run_on_first(work: Callable[[], T], mesh: Mesh) -> T:
 
 def _failure(error: Exception, mesh: Mesh) -> _Failure:
     if isinstance(error, CheckpointError):
-        return _Failure(str(error), error.exit_code)
+        return _Failure(str(error), error.exit_code, isinstance(error, StorageAwayError))
     where = f"rank {mesh.world_rank} ({mesh.describe()}): " if mesh.world_size > 1 else ""
     if isinstance(error, OSError):
         path = f"{error.filename}: " if error.filename else ""
-        return _Failure(f"{where}{path}{error.strerror or error}", exit_code_of(error))
+        return _Failure(f"{where}{path}{error.strerror or error}", exit_code_of(error), may_pass(error))
     return _Failure(f"{where}{type(error).__name__}: {error}", RESTART_MAY_HELP)

@@ -127,13 +127,11 @@ def discard(folder: AnyPath) -> None:
     if isinstance(folder, Path):
         shutil.rmtree(folder, ignore_errors=True)
         return
-    try:
-        Manifest.read(folder)
-    except CheckpointError:  # what has a manifest is complete, whatever failed afterwards
+    with suppress(OSError):  # the next save tries again
         try:
+            Manifest.read(folder)
+        except CheckpointError:  # what has a manifest is complete, whatever failed afterwards
             folder.remove_tree()
-        except OSError:
-            return  # the next save tries again
 
 
 def remove(path: AnyPath) -> bool:

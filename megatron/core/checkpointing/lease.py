@@ -24,7 +24,7 @@ from typing_extensions import override
 
 from megatron.core.files.locks import lock
 from megatron.core.files.remote_path import AnyPath, RemotePath
-from megatron.errors import RESTART_MAY_HELP, CheckpointError
+from megatron.errors import RESTART_MAY_HELP, CheckpointError, may_pass
 from megatron.small_files import check_regular, read_json
 
 logger = logging.getLogger(__name__)
@@ -77,9 +77,13 @@ def _locked(root: Path, grace: float) -> Iterator[StillHeld]:
 
         def still_held() -> None:
             nonlocal file
-            if not _is_at(path, file):  # somebody deleted the folder: another run could hold a new one
-                root.mkdir(parents=True, exist_ok=True)
-                file = files.enter_context(_take(path, grace))
+            try:
+                if not _is_at(path, file):  # somebody deleted the folder: another run could hold a new one
+                    root.mkdir(parents=True, exist_ok=True)
+                    file = files.enter_context(_take(path, grace))
+            except OSError as error:
+                if not may_pass(error):  # otherwise a save that comes now reports the error
+                    raise
 
         try:
             yield still_held
@@ -164,7 +168,8 @@ class _Lease:
 
     def __init__(self, path: RemotePath, mine: _Holder, beat: float) -> None:
         self._path, self._mine, self._beat = path, mine, beat
-        self._seen_at = self._renewed_at = time.monotonic()
+        self._asked_at = self._renewed_at = time.monotonic()
+        self._is_asking = False
         self._successor: _Holder | None = None
         self.ended = threading.Event()
 
@@ -179,8 +184,11 @@ class _Lease:
                     self._renewed_at = time.monotonic()
 
     def check(self) -> None:
-        """Raise CheckpointError when another run has the folder; a request only after a silence (a stopped process)."""
-        if time.monotonic() - self._seen_at > 2 * self._beat:
+        """Raise CheckpointError when another run has the folder; a request only after a silence (a stopped process).
+
+        While ``keep`` waits for an answer, beside training, none is waited for here: the storage may be away.
+        """
+        if time.monotonic() - self._asked_at > (4 if self._is_asking else 2) * self._beat:
             with suppress(OSError):  # a save that comes now reports the error
                 self._look()
         if self._successor:
@@ -191,10 +199,13 @@ class _Lease:
             )
 
     def _look(self) -> None:
-        found = _read(self._path)
-        if found and found.token != self._mine.token:
-            self._successor = found
-        self._seen_at = time.monotonic()
+        self._asked_at, self._is_asking = time.monotonic(), True
+        try:
+            found = _read(self._path)
+            if found and found.token != self._mine.token:
+                self._successor = found
+        finally:
+            self._asked_at, self._is_asking = time.monotonic(), False
 
 
 def _myself() -> _Holder:

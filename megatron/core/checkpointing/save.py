@@ -39,7 +39,7 @@ from megatron.core.files.durable import write_durably
 from megatron.core.files.remote_path import AnyPath, path_of
 from megatron.core.parallel.mesh import Mesh
 from megatron.core.parallel.sharding import ShardedState
-from megatron.errors import RESTART_MAY_HELP, CheckpointError
+from megatron.errors import RESTART_MAY_HELP, CheckpointError, StorageAwayError
 from megatron.version import __version__
 
 RUN_FORMAT = 1
@@ -167,7 +167,7 @@ class Snapshot:
         return Written(results, dict(writer.files.written))
 
     def describe(self, folder: AnyPath, written: Sequence[Written]) -> Manifest:
-        """Write the table of contents and the small files into ``folder``; the manifest of these and all ranks' files."""
+        """Write the table of contents and the small files into ``folder``; the manifest of all files."""
         CheckpointWriter(folder).finish(self.metadata, [rank.results for rank in written])
         for name, content in self.files.items():
             (folder / name).parent.mkdir(exist_ok=True)
@@ -180,11 +180,12 @@ class Snapshot:
 class PendingSave:
     """A snapshot on its way into ``root``, written by ``finish`` or, before that, by a background thread.
 
-    ``attempt``: counts those that failed before, whose folders are cleared away.
+    ``attempt``: counts those that failed before. ``is_tried_again``: what it leaves in a storage that is away is
+    cleared away by the next one, since the storage would be asked in vain now, for as long as it takes to fail.
     """
 
-    def __init__(self, root: AnyPath, snapshot: Snapshot, *, attempt: int = 0) -> None:
-        self.snapshot = snapshot
+    def __init__(self, root: AnyPath, snapshot: Snapshot, *, attempt: int = 0, is_tried_again: bool = False) -> None:
+        self.snapshot, self._is_tried_again = snapshot, is_tried_again
         self._root, self._mesh = root, snapshot.mesh
         token = f"{zlib.crc32(f'{snapshot.token}{attempt}'.encode()):08x}"
         self._aside = folder_for(root, snapshot.iteration, token)
@@ -237,8 +238,9 @@ class PendingSave:
         try:
             with _explained(self._root, self.snapshot.iteration):
                 yield
-        except BaseException:
-            if self._mesh.world_rank == 0:
+        except BaseException as error:
+            is_left = self._is_tried_again and isinstance(error, StorageAwayError)
+            if self._mesh.world_rank == 0 and not is_left:
                 discard(self._aside)
             raise
 
@@ -291,6 +293,10 @@ def _explained(root: AnyPath, iteration: int) -> Iterator[None]:
         yield
     except SourceError:
         raise
+    except StorageAwayError as error:
+        raise StorageAwayError(
+            f"iteration {iteration} could not be saved in {root}: {error}. Checkpoints saved before are untouched"
+        ) from error
     except CheckpointError as error:
         space = "free space there, or " if error.exit_code == RESTART_MAY_HELP else ""
         raise CheckpointError(

@@ -140,7 +140,9 @@ def _host_memory(run: RunConfig, file: LaunchFile, memory: MemoryEstimate) -> It
     if file.memory is None or not file.ranks_per_node:
         return
     each = _PROCESS_BYTES + memory.offloaded + memory.activations_offloaded
-    copied = memory.weights + memory.main_params + memory.moments if run.checkpoint.async_save else 0
+    asked = run.checkpoint
+    copies = asked.save_retry_copies if asked.async_save or asked.save_retry_copies > 1 else 0
+    copied = copies * (memory.weights + memory.main_params + memory.moments)
     needed = file.ranks_per_node[0].value * (each + copied)
     if needed > file.memory.value:
         parts = [f"{gigabytes(_PROCESS_BYTES)} for the process"]
@@ -150,7 +152,8 @@ def _host_memory(run: RunConfig, file: LaunchFile, memory: MemoryEstimate) -> It
             if memory.activations_offloaded
             else []
         )
-        parts += [f"{gigabytes(copied)} for the copy of --async-save"] if copied else []
+        of_what = "--async-save" if asked.async_save else "--save-retry-copies"
+        parts += [f"{gigabytes(copied)} for the cop{'y' if copies == 1 else 'ies'} of {of_what}"] if copied else []
         yield (
             f"{file.memory.where} is {gigabytes(file.memory.value)}, and {file.ranks_per_node[0].value} ranks need "
             f"{gigabytes(needed)} of main memory ({', '.join(parts)} each); raise it, or offload less"

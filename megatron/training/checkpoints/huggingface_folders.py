@@ -59,7 +59,7 @@ class HuggingFaceFolders:
         place = path_of(settings.save_hf)
         if settings.save_hf_interval is not None:
             place /= f"iter_{iteration:07d}"
-        self._saver.finish()  # a checkpoint under way: a restart must be able to write this model
+        self._saver.make_durable()  # a restart must be able to write this model
 
         def is_there() -> bool:  # an interrupted upload lacks the file that is put last
             return iteration_in(place, settings) == iteration and (place / CONFIG).is_file()

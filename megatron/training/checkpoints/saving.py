@@ -1,10 +1,11 @@
-"""When and how a run's checkpoints are written: before training goes on, or beside it (``--async-save``)."""
+"""When and how a run's checkpoints are written: before training goes on, or beside it (``--async-save``); and again."""
 
 from __future__ import annotations
 
 import dataclasses
 import logging
 import os
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from datetime import datetime
@@ -19,8 +20,7 @@ from megatron.core.checkpointing.base import BASE_FILE, Base
 from megatron.core.checkpointing.lease import StillHeld, held
 from megatron.core.checkpointing.load import CHAT, MODEL_NAME, SPEC_STATE
 from megatron.core.checkpointing.retention import Retention, prune
-from megatron.core.checkpointing.save import PendingSave, begin_save
-from megatron.core.checkpointing.sharded_view import Staging
+from megatron.core.checkpointing.save import PendingSave, Snapshot, take_snapshot
 from megatron.core.conversion.chat_files import chat_entry
 from megatron.core.conversion.kept_tokenizer import files_to_keep
 from megatron.core.diloco.workers import of_worker
@@ -30,38 +30,33 @@ from megatron.core.parallel.collectives import all_reduce
 from megatron.core.parallel.context import ParallelContext
 from megatron.core.parallel.mesh import WORLD
 from megatron.core.parallel.sharding import ShardedState
-from megatron.errors import CheckpointError
+from megatron.errors import CheckpointError, StorageAwayError
 from megatron.planning.estimate import flops_per_sample
 from megatron.training.checkpoints.earlier_run import delete_earlier, earlier_checkpoints
+from megatron.training.checkpoints.waiting import Job, WaitingSaves
 from megatron.training.run.run import Run
 from megatron.training.run.stop import NonFiniteError
 
 logger = logging.getLogger(__name__)
 
 
-@dataclasses.dataclass(frozen=True)
-class _Pending:
-    """A save under way, and what ``progress.txt`` will note when it is durable."""
-
-    save: PendingSave
-    iteration: int
-    samples: int
-
-
 class Saver:
-    """Writes the run's checkpoints into ``--save``, one at a time. Its methods are collectives."""
+    """Writes the run's checkpoints into ``--save``, one at a time. Its methods are collectives.
+
+    A save that fails in a way that may pass is tried again while training goes on, from a copy in main memory.
+    """
 
     def __init__(self, run: Run, still_held: StillHeld = lambda: None) -> None:
         self._run = run
         self._still_held = still_held
         self._root = path_of(run.config.checkpoint.save or "")
-        self._pending: _Pending | None = None
+        self._under_way: tuple[Job, PendingSave] | None = None
+        self._waiting = WaitingSaves(run.config.checkpoint.save_retry_copies)
         published = run.config.checkpoint.load_hf  # which may be a folder in --save
         loaded = None if run.loaded_from in (None, published) else path_of(run.loaded_from or "").parent
         goes_on = loaded == self._root and not run.config.checkpoint.finetune
         self._saved_at = run.progress.iteration if goes_on else None
         self._earlier = run_on_first(lambda: earlier_checkpoints(run.config.checkpoint), run.context.mesh)
-        self._staging = Staging() if run.config.checkpoint.async_save else None
         # What every checkpoint keeps of the tokenizer, as it is at the start, and its base; rank 0 writes it.
         self._files: dict[str, bytes] = {}
         if run.context.mesh.world_rank == 0:
@@ -72,30 +67,20 @@ class Saver:
     def save(self) -> None:
         """Save the run as it is now; with ``--async-save``, return when the tensors have been copied.
 
-        A save that is still under way is waited for. Raises CheckpointError when either can't be written.
+        A save that is being written is waited for. While the storage is away, the tensors are copied, and the save
+        waits with those that failed. Raises CheckpointError when either can't be written, nor may be later.
         """
         self.finish()
-        run, checkpoint, progress = self._run, self._run.config.checkpoint, self._run.progress
-        run.reporter.say(f"saving checkpoint at iteration {progress.iteration:7d} to {self._root} in torch_dist format")
-        state: Iterator[ShardedState] = chain(weights_to_save(run), run.buffer_state())
-        if checkpoint.save_optim:
-            state = chain(state, run.optimizer.entries(with_average=run.optimizer.has_average))
-        if run.scaling is not None:
-            state = chain(state, run.scaling.state())
-        if run.outer is not None:
-            shared = run.outer.entries() if checkpoint.save_optim else ()
-            state = chain(of_worker(state, run.context.mesh), shared)
-        save = begin_save(
-            self._root,
-            progress.iteration,
-            state,
-            run_state(run),
-            run.context.mesh,
-            background=self._staging,
-            files={**self._files, **run.train_spec.files()},
-        )
-        self._pending = _Pending(save, progress.iteration, progress.consumed_samples)
-        if self._staging is None:
+        iteration = self._run.progress.iteration
+        self._say(f"saving checkpoint at iteration {iteration:7d} to {self._root} in torch_dist format")
+        job = Job(self._snapshot(), self._run.progress.consumed_samples)
+        if self._waiting.jobs:
+            self._let_wait(job)
+            return
+        if self._run.config.checkpoint.async_save:
+            self._waiting.copied(job)
+        self._start(job)
+        if not self._run.config.checkpoint.async_save:
             self.finish()
 
     @property
@@ -113,35 +98,121 @@ class Saver:
         return f"the checkpoint of iteration {saved} is kept in {self._root}; iterations lost: {now - saved:,}"
 
     def settle(self) -> None:
-        """At a step boundary, finish a background save that every rank has written; otherwise let it go on.
+        """At a step boundary, finish a background save that every rank has written, or try again what waits when it is
+        time; otherwise let it go on.
 
         Raises CheckpointError when a rank could not write, or another run saves there now.
         """
         self._still_held()
-        if self._pending is None:
-            return
         context = self._run.context
-        written = torch.tensor(int(self._pending.save.is_written()), device=context.device)
-        if all_reduce(written, context.mesh, *WORLD, op="min").item():
-            self.finish()
+        if self._under_way is not None:
+            written = torch.tensor(int(self._under_way[1].is_written()), device=context.device)
+            if all_reduce(written, context.mesh, *WORLD, op="min").item():
+                self.finish()
+        elif self._waiting.jobs:
+            is_early = context.mesh.world_rank == 0 and self._waiting.pause > 0
+            due = torch.tensor(int(not is_early), device=context.device)
+            if all_reduce(due, context.mesh, *WORLD, op="min").item():
+                self._start(self._waiting.jobs[0])
 
     def finish(self) -> None:
-        """Wait until the save under way, if any, is durable; then delete checkpoints that retention drops."""
-        pending, self._pending = self._pending, None
+        """Wait until the save that is being written, if any, is durable or has failed; then delete checkpoints that
+        retention drops.
+        """
+        self._end_attempt(since=None)
+
+    def make_durable(self) -> None:
+        """Wait until every save is durable, also those that have failed so far, for ``--save-retry-minutes-at-end``."""
+        begun = self._waiting.clock()
+        self._end_attempt(since=begun)
+        while self._waiting.jobs:
+            time.sleep(self._waiting.pause)
+            self._start(self._waiting.jobs[0])
+            self._end_attempt(since=begun)
+
+    def drop_waiting(self) -> None:
+        """Forget saves that failed: the run goes back to a checkpoint before them."""
+        self.finish()
+        for job in [*self._waiting.jobs]:
+            self._say(f"the save of iteration {job.iteration}, which waited in memory, is dropped")
+            self._waiting.done(job)
+
+    def _snapshot(self) -> Snapshot:
+        run = self._run
+        state: Iterator[ShardedState] = chain(weights_to_save(run), run.buffer_state())
+        if run.config.checkpoint.save_optim:
+            state = chain(state, run.optimizer.entries(with_average=run.optimizer.has_average))
+        if run.scaling is not None:
+            state = chain(state, run.scaling.state())
+        if run.outer is not None:
+            shared = run.outer.entries() if run.config.checkpoint.save_optim else ()
+            state = chain(of_worker(state, run.context.mesh), shared)
+        files = {**self._files, **run.train_spec.files()}
+        return take_snapshot(run.progress.iteration, state, run_state(run), run.context.mesh, files=files)
+
+    def _start(self, job: Job) -> None:
+        self._under_way = job, job.start(self._root)
+
+    def _end_attempt(self, *, since: float | None) -> None:
+        """Wait for the save that is being written. ``since``: when the end of the run began to wait."""
+        under_way, self._under_way = self._under_way, None
         self._still_held()
-        if pending is None:
+        if under_way is None:
             return
+        job, pending = under_way
+        try:
+            pending.finish()
+        except StorageAwayError as error:
+            self._failed(job, error, since=since)
+        else:
+            self._waiting.answered()
+            self._waiting.done(job)
+            self._saved(job)
+
+    def _failed(self, job: Job, error: StorageAwayError, *, since: float | None) -> None:
+        """Let a save wait that failed, or raise its error when that has been tried for long enough."""
+        settings, waiting = self._run.config.checkpoint, self._waiting
+        pause = waiting.failed(job)
+        minutes = settings.save_retry_minutes if since is None else settings.save_retry_minutes_at_end
+        tried = run_on_first(lambda: waiting.tried_for(job, since=since), self._run.context.mesh)
+        if tried >= 60 * minutes:
+            how_long = f"; tried {job.attempts} times in {tried / 60:.1f} minutes" if minutes else ""
+            raise StorageAwayError(f"{error}{how_long}; {self.kept()}") from error
+        if job not in waiting.jobs:
+            self._let_wait(job)
+        self._run.reporter.tell(
+            "save-failed", iteration=job.iteration, attempt=job.attempts, retry_seconds=pause, text=str(error)
+        )
+        meanwhile = "" if since is not None else "training goes on, and "
+        self._say(f"warning: {error}; {meanwhile}attempt {job.attempts + 1} follows in {pause:.0f} s")
+
+    def _let_wait(self, job: Job) -> None:
+        for dropped in self._waiting.make_room():
+            most = self._waiting.most
+            self._say(
+                f"warning: the save of iteration {dropped.iteration}, which waited in memory, is dropped for that of "
+                f"iteration {job.iteration}: --save-retry-copies {most} {'waits' if most == 1 else 'wait'} at most"
+            )
+        self._waiting.add(job)
+
+    def _saved(self, job: Job) -> None:
         run, checkpoint = self._run, self._run.config.checkpoint
-        pending.save.finish()
-        self._saved_at = pending.iteration
-        run.reporter.say(f"  successfully saved checkpoint from iteration {pending.iteration:7d} to {self._root}")
-        run.reporter.tell("saved", iteration=pending.iteration)
-        if self._earlier:
-            self._earlier = delete_earlier(self._earlier, saved=pending.iteration, mesh=run.context.mesh)
+        self._saved_at = job.iteration
+        self._say(f"  successfully saved checkpoint from iteration {job.iteration:7d} to {self._root}")
+        run.reporter.tell("saved", iteration=job.iteration, attempts=job.attempts + 1)
         kept = Retention(checkpoint.keep_last_checkpoints, checkpoint.save_retain_interval)
-        prune(self._root, pending.iteration, kept, run.context.mesh)
+        try:
+            if self._earlier:
+                self._earlier = delete_earlier(self._earlier, saved=job.iteration, mesh=run.context.mesh)
+            prune(self._root, job.iteration, kept, run.context.mesh)
+        except StorageAwayError as error:  # the checkpoint itself is safe
+            if run.context.mesh.world_rank == 0:
+                logger.warning("older checkpoints are left for the next save to delete: %s", error)
         if run.config.reporting.log_progress and run.context.mesh.world_rank == 0:
-            note_progress(self._root, run, pending.samples, f"saved checkpoint\titeration: {pending.iteration}")
+            note_progress(self._root, run, job.samples, f"saved checkpoint\titeration: {job.iteration}")
+
+    def _say(self, text: str) -> None:
+        self._run.reporter.say(text)
 
 
 def weights_to_save(run: Run) -> Iterator[ShardedState]:
@@ -158,9 +229,9 @@ def saving(run: Run, still_held: StillHeld = lambda: None) -> Iterator[Saver]:
         yield saver
     except NonFiniteError:  # on every rank of a worker alike; with one worker all take part in finishing
         if run.context.mesh.size("dc") == 1:
-            saver.finish()
+            saver.make_durable()
         raise
-    saver.finish()
+    saver.make_durable()
 
 
 @contextmanager

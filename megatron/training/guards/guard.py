@@ -207,10 +207,10 @@ class StepGuard:
             )
         save = run.config.checkpoint.save
         if save is not None:
-            self._saver.finish()
+            self._saver.make_durable()
             if self._saver.saved_at != run.progress.iteration:
                 self._saver.save()
-                self._saver.finish()
+                self._saver.make_durable()
             suspect = Suspect(iteration, run.progress.consumed_samples, why, places)
             run_on_first(lambda: write_suspect(save, suspect), run.context.mesh)
         raise ResultError(
@@ -269,7 +269,7 @@ class StepGuard:
         save = run.config.checkpoint.save
         is_rolled_back = settings.spike_action == "rollback" and save is not None
         if is_rolled_back:
-            self._saver.finish()
+            self._saver.drop_waiting()
         if not is_rolled_back or run_on_first(lambda: is_unused(save or ""), run.context.mesh):
             nothing = " (there is no checkpoint yet to roll back to)" if is_rolled_back else ""
             run.reporter.say(f"{what}: the weights are not changed by this batch{nothing}")

@@ -23,7 +23,9 @@ EVENTS_FILE = "events.jsonl"
 """In ``--save``, unless ``--log-json`` names another file."""
 _LONGEST_LINE = 1 << 24  # bytes; a line of a run on thousands of ranks is shorter
 _NEWEST = 1e11  # seconds: a year that calendars have
-EventName = Literal["start", "steps", "aside", "validation", "sample", "saved", "numbers", "rollback", "warning", "end"]
+EventName = Literal[
+    "start", "steps", "aside", "validation", "sample", "saved", "save-failed", "numbers", "rollback", "warning", "end"
+]
 
 
 @dataclass(frozen=True)
@@ -123,6 +125,7 @@ def _are_texts(value: object) -> bool:
 _KINDS: dict[str, Callable[[object], bool]] = {
     "iteration": _is_whole,
     "iterations": _is_whole,
+    "attempt": _is_whole,
     "seconds": _is_seconds,
     "setup_seconds": _is_seconds,
     "losses": _are_numbers,
@@ -147,6 +150,7 @@ _NEEDED: dict[str, tuple[str, ...]] = {
     "validation": ("where", "losses"),
     "sample": ("prompt", "text"),
     "numbers": ("values",),
+    "save-failed": ("iteration", "attempt", "text"),
     "rollback": ("iteration",),
     "end": ("state",),
 }

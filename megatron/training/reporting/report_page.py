@@ -246,6 +246,8 @@ def _told(event: Event) -> str:
             return f"{fields.get('where')}: " + ", ".join(f"{name} {loss}" for name, loss in fields["losses"].items())
         case "saved":
             return f"checkpoint of iteration {fields.get('iteration')}"
+        case "save-failed":
+            return f"attempt {fields.get('attempt')}: {fields.get('text')}"
         case "warning":
             return str(fields.get("text"))
         case "end":

@@ -33,6 +33,7 @@ _COUNTS = {
     "skipped_iterations": "Iterations whose update an overflow left out, in this launch",
     "nan_iterations": "Iterations whose loss was not finite, in this launch",
     "checkpoints": "Checkpoints that this launch has saved",
+    "failed_saves": "Attempts to save a checkpoint that failed and are tried again, in this launch",
     "warnings": "Warnings of this launch",
 }
 
@@ -99,6 +100,8 @@ class RunMetrics(Observer):
         elif event.name == "saved":
             self._counts["checkpoints"].inc()
             self._saved_at = self._clock()
+        elif event.name == "save-failed":
+            self._counts["failed_saves"].inc()
         elif event.name == "warning":
             self._counts["warnings"].inc()
 

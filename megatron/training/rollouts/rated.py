@@ -124,7 +124,7 @@ def kept_if_answers_fail(run: Run, saver: Saver, *, saved_at: int) -> Iterator[N
     except RolloutError:
         if run.config.checkpoint.save is not None and saved_at != run.progress.iteration:
             saver.save()
-            saver.finish()
+            saver.make_durable()
         raise
 
 

@@ -13,8 +13,9 @@ from unittest import mock
 import pytest
 
 from megatron.core.parallel.context import ParallelContext
-from megatron.errors import CheckpointError
+from megatron.errors import CheckpointError, StorageAwayError
 from megatron.training.checkpoints import saving as module
+from megatron.training.checkpoints import waiting
 from megatron.training.checkpoints.saving import Saver, saving
 from megatron.training.run.stop import NonFiniteError
 from tests.harness.sentences import expect_error
@@ -22,41 +23,62 @@ from tests.unit.config.command_lines import parse
 
 
 class FakeSave:
-    """Stands for ``PendingSave``."""
+    """Stands for ``PendingSave``, and for the snapshot that it writes."""
 
-    def __init__(self, events: list[str], number: int) -> None:
-        self.events, self.number = events, number
-        self.written, self.error = False, ""
+    def __init__(self, events: list[str], number: int, iteration: int) -> None:
+        self.events, self.number, self.iteration = events, number, iteration
+        self.written, self.error = False, CheckpointError()
+
+    def copy_into(self, _: object) -> None:
+        self.events.append(f"copy {self.number}")
+
+    def write_in_background(self) -> None:
+        self.events.append(f"begin {self.number} in background")
 
     def is_written(self) -> bool:
         return self.written
 
     def finish(self) -> Path:
         self.events.append(f"finish {self.number}")
-        if self.error:
-            raise CheckpointError(self.error)
+        if str(self.error):
+            raise self.error
         return Path()
 
 
 class Stage:
-    """A run whose saves are fake; ``events`` tells what happened."""
+    """A run whose saves are fake; ``events`` tells what happened, ``now`` is what its clock says."""
 
     def __init__(self, *, background: bool) -> None:
         self.events: list[str] = []
         self.saves: list[FakeSave] = []
+        self.now, self.error = 0.0, CheckpointError()
         self.run: Any = mock.MagicMock()
         self.run.context, self.run.base = ParallelContext.single(), None
         self.run.config.checkpoint.async_save = background
         self.run.config.checkpoint.save = "folder"
         self.run.config.checkpoint.overwrite_run = False
+        self.run.config.checkpoint.save_retry_copies = 1
+        self.run.config.checkpoint.save_retry_minutes = 30
+        self.run.config.checkpoint.save_retry_minutes_at_end = 120
         self.run.config.reporting.log_progress = False
         self.run.reporter.say = lambda text: self.events.append(text.split()[0])
         self.run.progress.iteration = 7
 
-    def begin(self, *_: object, background: object, files: object) -> FakeSave:
-        self.saves.append(FakeSave(self.events, len(self.saves)))
-        self.events.append(f"begin {len(self.saves) - 1}{' in background' if background else ''}")
+    def snapshot(self, iteration: int, *_: object, **__: object) -> FakeSave:
+        self.saves.append(FakeSave(self.events, len(self.saves), iteration))
+        self.saves[-1].error = self.error
         return self.saves[-1]
+
+    def attempt(self, _: object, snapshot: FakeSave, *, attempt: int, is_tried_again: bool) -> FakeSave:
+        if attempt or not self.run.config.checkpoint.async_save:
+            self.events.append(f"begin {snapshot.number}")
+        return snapshot
+
+    def saver(self) -> Saver:
+        """A saver that sees the time of this stage."""
+        saver = Saver(self.run)
+        saver._waiting.clock = lambda: self.now
+        return saver
 
     def prune(self, *_: object) -> None:
         self.events.append("prune")
@@ -66,7 +88,8 @@ class Stage:
 def stage(request: pytest.FixtureRequest) -> Iterator[Stage]:
     made = Stage(background=getattr(request, "param", True))
     with (
-        mock.patch.object(module, "begin_save", made.begin),
+        mock.patch.object(module, "take_snapshot", made.snapshot),
+        mock.patch.object(waiting, "PendingSave", made.attempt),
         mock.patch.object(module, "prune", made.prune),
         mock.patch.object(module, "run_state", return_value={}),
     ):
@@ -85,12 +108,12 @@ def test_background_save_is_announced_only_when_durable(stage: Stage) -> None:
     saver = Saver(stage.run)
     saver.save()
     saver.settle()
-    assert stage.events == ["saving", "begin 0 in background"]
+    assert stage.events == ["saving", "copy 0", "begin 0 in background"]
     stage.saves[0].written = True
     saver.settle()
-    assert stage.events[2:] == ["finish 0", "successfully", "prune"]
+    assert stage.events[3:] == ["finish 0", "successfully", "prune"]
     saver.settle()
-    assert len(stage.events) == 5
+    assert len(stage.events) == 6
 
 
 def test_at_most_one_save_is_under_way(stage: Stage) -> None:
@@ -109,7 +132,7 @@ def test_failure_surfaces_at_the_next_step(stage: Stage) -> None:
     """A run would train for days with every checkpoint failing."""
     saver = Saver(stage.run)
     saver.save()
-    stage.saves[0].written, stage.saves[0].error = True, "no space left"
+    stage.saves[0].written, stage.saves[0].error = True, CheckpointError("no space left")
     with expect_error(CheckpointError):
         saver.settle()
     assert "successfully" not in stage.events
@@ -176,4 +199,70 @@ def test_save_before_a_loss_that_is_no_number_is_kept(stage: Stage) -> None:
 
     with pytest.raises(NonFiniteError):
         save_and_fail()
+    assert stage.events[-2:] == ["successfully", "prune"]
+
+
+AWAY = StorageAwayError("connection refused")
+
+
+@pytest.mark.parametrize("stage", [False, True], indirect=True, ids=["sync", "background"])
+def test_a_save_waits_for_a_storage_that_is_away(stage: Stage) -> None:
+    """A storage that restarted at three in the night ended the run, and the job waited in the queue again."""
+    saver, stage.error = stage.saver(), AWAY
+    saver.save()
+    save = stage.saves[0]
+    save.written = True
+    if stage.run.config.checkpoint.async_save:
+        saver.settle()
+    assert stage.events.count("copy 0") == 1  # before training goes on
+    stage.events.clear()
+    for now, tried in ((9, False), (10, True), (29, False), (30, True)):  # pauses of 10 and 20 seconds
+        stage.now = now
+        saver.settle()
+        assert bool(stage.events) == tried, now
+        saver.settle()
+        stage.events.clear()
+    stage.now, save.error = 70, CheckpointError()
+    saver.settle()
+    saver.settle()
+    assert stage.events[-3:] == ["finish 0", "successfully", "prune"]
+    stage.events.clear()
+    saver.settle()
+    assert stage.events == []
+
+
+def test_failed_saves_wait_up_to_a_number(stage: Stage) -> None:
+    """Copies of every interval of a night would have filled the main memory."""
+    saver, stage.error = stage.saver(), AWAY
+    for iteration in (7, 8, 9):
+        stage.run.progress.iteration = iteration
+        saver.save()
+    assert [job.iteration for job in saver._waiting.jobs] == [9]  # the newest is what a restart wants
+    assert len(saver._waiting._free) <= 1
+
+
+def test_a_storage_that_stays_away_ends_the_run(stage: Stage) -> None:
+    """A run that never saves again would train for days for nothing."""
+    saver, stage.error = stage.saver(), AWAY
+    saver.save()
+    saver.finish()
+    stage.now = 60 * 30
+    saver.settle()
+    with expect_error(StorageAwayError):
+        saver.finish()
+
+
+def test_the_last_save_is_waited_for_until_the_storage_is_back(stage: Stage) -> None:
+    """The run had trained to its end, and its process ended with the last checkpoint in memory."""
+    attempts = iter([AWAY, AWAY, AWAY, CheckpointError()])
+
+    def sleep(seconds: float) -> None:
+        stage.now += seconds
+        stage.saves[0].error = next(attempts)
+
+    with mock.patch("time.sleep", sleep), saving(stage.run) as saver:
+        saver._waiting.clock = lambda: stage.now
+        saver.save()
+        stage.saves[0].error = next(attempts)
+    assert stage.now == 10 + 20 + 40
     assert stage.events[-2:] == ["successfully", "prune"]
