@@ -26,7 +26,7 @@ from megatron.errors import kept_on_interrupt, run_command
 from megatron.training.pretrain import dry_run, parse
 from tasks.registry import DEFAULTS, TASKS, Task, family_to_evaluate
 from tasks.result import check_predictions_dir, check_result_file
-from tasks.settings import FINE_TUNING, ZERO_SHOT, FineTunedBertConfig, TaskConfig
+from tasks.settings import FINE_TUNING, OF_IMAGES, ZERO_SHOT, FineTunedBertConfig, TaskConfig
 
 if TYPE_CHECKING:
     from megatron.core.models.train_spec import TrainSpec
@@ -58,7 +58,7 @@ def settings(argv: Sequence[str], task: Task | None) -> RunConfig:
     """The run that ``argv`` describes; raises ConfigError for an unknown task."""
     groups: tuple[type, ...] = (TaskConfig, *FAMILIES["gpt"].groups)
     defaults, given = DEFAULTS, read_given(argv, TaskConfig)
-    if given.value("task") in ZERO_SHOT:
+    if given.value("task") in (*ZERO_SHOT, *OF_IMAGES):
         groups = (TaskConfig, *family_to_evaluate(argv, TaskConfig).groups)
     elif task is not None:
         groups = (TaskConfig, FineTunedBertConfig, TokenTypesConfig, MoEConfig, LoraConfig)
@@ -87,6 +87,14 @@ def check_own_files(settings: TaskConfig, found: Findings) -> None:
         if data is not None:
             sets = [*([data.train] if data.train else []), *data.valid.values()]
             found.lines += [f"data: {texts.describe()}" for texts in sets]
+        return
+    if settings.task in OF_IMAGES:
+        from megatron.training.evaluation.image_tasks.tasks import IMAGE_TASKS
+        from tasks.images.run import asked_of_images
+
+        task = found.check(lambda: IMAGE_TASKS[settings.task](asked_of_images(settings)))
+        if task is not None:
+            found.lines += [f"data: {path}, {len(each):,} questions" for path, each in task.sets.items()]
         return
     from megatron.training.evaluation.zero_shot.files import read_documents
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron.config.parse import read_given
 from megatron.core.models.registry import FAMILIES, Family
-from tasks.settings import ZERO_SHOT
+from tasks.settings import OF_IMAGES, ZERO_SHOT
 
 if TYPE_CHECKING:  # torch is imported when flags are known to be right
     from megatron.config.run import RunConfig
@@ -60,5 +60,6 @@ def family_to_evaluate(argv: Sequence[str], group: type) -> Family:
 
 TASKS: Mapping[str, Task] = {
     **dict.fromkeys(ZERO_SHOT, Task("tasks.zero_shot.run")),
+    **dict.fromkeys(OF_IMAGES, Task("tasks.images.run")),
     **dict.fromkeys(("RACE", "MNLI", "QQP"), Task("tasks.fine_tuning.run", defaults={"use_checkpoint_args": True})),
 }

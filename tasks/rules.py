@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from megatron.config.run import RunConfig
-from tasks.settings import FINE_TUNING, TaskConfig
+from megatron.config.vision import VisionConfig
+from megatron.errors import enumeration
+from tasks.settings import FINE_TUNING, OF_IMAGES, TaskConfig
 
 _ONE_FILE = ("WIKITEXT103", "LAMBADA")
 _WINDOWS = ("WIKITEXT103", "LM")
@@ -36,11 +38,15 @@ def flags_of_other_tasks(run: RunConfig) -> str | None:
         "--strict-lambada": (task.strict_lambada, ("LAMBADA",)),
         f"--json-key {task.json_key}": (task.json_key != "text", ("LM",)),
         "--keep-last": (task.keep_last, tuple(FINE_TUNING)),
-        f"--predictions-dir {task.predictions_dir}": (task.predictions_dir is not None, tuple(FINE_TUNING)),
+        f"--predictions-dir {task.predictions_dir}": (task.predictions_dir is not None, (*FINE_TUNING, *OF_IMAGES)),
+        f"--image-folder {task.image_folder}": (task.image_folder is not None, OF_IMAGES),
+        "--without-images": (task.without_images, OF_IMAGES),
+        f"--tokens-to-generate {task.tokens_to_generate}": (run.given("tokens_to_generate"), OF_IMAGES),
+        f"--chat-template {task.chat_template}": (task.chat_template is not None, OF_IMAGES),
     }
     for text, (given, tasks) in asked.items():
         if given and task.task not in tasks:
-            return f"{text} is for --task {' and '.join(tasks)} and has no effect with {task.task}; leave it out"
+            return f"{text} is for --task {enumeration(tasks)} and has no effect with {task.task}; leave it out"
     return None
 
 
@@ -58,7 +64,7 @@ def zero_shot_has_data(run: RunConfig) -> str | None:
     task, count = run.group(TaskConfig), len(run.group(TaskConfig).valid_data)
     if count == 1 or (count and task.task not in _ONE_FILE):
         return None
-    wanted = "one file" if task.task in _ONE_FILE else "files of text"
+    wanted = "one file" if task.task in _ONE_FILE else f"files of {'questions' if task.task in OF_IMAGES else 'text'}"
     given = f", not {count}: {' '.join(task.valid_data)}" if count else ""
     return f"--task {task.task} needs {wanted}{given}; give --valid-data"
 
@@ -68,6 +74,28 @@ def zero_shot_trains_nothing(run: RunConfig) -> str | None:
     task = run.group(TaskConfig)
     named = ["--train-data"] * bool(task.train_data) + [f"--epochs {task.epochs}"] * bool(task.epochs)
     return f"--task {task.task} trains nothing; leave {' and '.join(named)} out" if named else None
+
+
+def the_model_reads_images(run: RunConfig) -> str | None:
+    """Questions about images are for a model with an encoder of them."""
+    checkpoint, task = run.checkpoint, run.group(TaskConfig).task
+    named = checkpoint.load or checkpoint.pretrained_checkpoint
+    if not named or VisionConfig.among(run.extra).has_vision:
+        return None
+    return (
+        f"--task {task} asks about images, and the model in {named} reads texts alone: name the checkpoint of a model "
+        "with a vision encoder, or choose LM or LAMBADA"
+    )
+
+
+def files_have_names_of_their_own(run: RunConfig) -> str | None:
+    """Predictions of two files don't go into one."""
+    task = run.group(TaskConfig)
+    names = [path.rpartition("/")[2].partition(".")[0] for path in task.valid_data]
+    twice = next((name for name in names if names.count(name) > 1), None)
+    if task.predictions_dir is None or twice is None:
+        return None
+    return f"--predictions-dir {task.predictions_dir} would have {twice}.jsonl twice: rename a file of --valid-data"
 
 
 def windows_overlap(run: RunConfig) -> str | None:
@@ -148,6 +176,13 @@ def epochs_set_the_pace(run: RunConfig) -> str | None:
 
 TASK_RULES = (tasks_read_their_own_data, flags_of_other_tasks)
 ZERO_SHOT_RULES = (zero_shot_needs_a_model, zero_shot_has_data, zero_shot_trains_nothing, windows_overlap)
+IMAGE_RULES = (
+    zero_shot_needs_a_model,
+    zero_shot_has_data,
+    zero_shot_trains_nothing,
+    the_model_reads_images,
+    files_have_names_of_their_own,
+)
 FINE_TUNING_RULES = (
     epochs_and_data_are_given,
     predictions_are_of_a_finished_model,

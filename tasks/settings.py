@@ -8,6 +8,7 @@ from typing import ClassVar, Literal
 
 from typing_extensions import override
 
+from megatron.config.eval_tasks import OF_IMAGES as OF_IMAGES
 from megatron.config.eval_tasks import ZERO_SHOT as ZERO_SHOT
 from megatron.config.family import FamilyConfig, Purpose, Rule
 from megatron.config.flags import flag
@@ -68,7 +69,7 @@ class HarnessConfig(OwnDataConfig):
 class TaskConfig(OwnDataConfig):
     """Flags of tasks/main.py alone."""
 
-    task: Literal["WIKITEXT103", "LAMBADA", "LM", "RACE", "MNLI", "QQP"] = flag(
+    task: Literal["WIKITEXT103", "LAMBADA", "LM", "CAPTION", "VQA", "RACE", "MNLI", "QQP"] = flag(
         "Task to run.",
         refused_values={
             "ICT-ZEROSHOT-NQ": _RETRIEVAL,
@@ -94,9 +95,23 @@ class TaskConfig(OwnDataConfig):
     )
     strict_lambada: bool = flag("LAMBADA: the whole last word, not its last token, must be predicted.", default=False)
     json_key: str = flag("LM: field of a JSON line that holds the text.", default="text")
+    image_folder: str | None = flag(
+        "CAPTION and VQA: folder that names of images are relative to, and don't leave; unless given, that of each "
+        "file of --valid-data.",
+        default=None,
+    )
+    without_images: bool = flag(
+        "CAPTION and VQA: also ask without the images; both scores are printed side by side.", default=False
+    )
+    tokens_to_generate: int = flag("CAPTION and VQA: maximum number of tokens of an answer.", default=32, at_least=1)
+    chat_template: str | None = flag(
+        "CAPTION and VQA: file of the Jinja template that writes questions, in place of the one that the checkpoint "
+        "keeps.",
+        default=None,
+    )
     predictions_dir: str | None = flag(
         "RACE, MNLI and QQP with --epochs 0: folder for the predictions, one NAME.tsv in GLUE's format for each "
-        "set of --valid-data; the sets may be test sets without labels.",
+        "set of --valid-data; the sets may be test sets without labels. CAPTION and VQA: one NAME.jsonl for each file.",
         default=None,
     )
     result_file: str | None = flag("JSON file for the result, with its data, checkpoint and settings.", default=None)
@@ -104,8 +119,10 @@ class TaskConfig(OwnDataConfig):
     @override
     def rules(self) -> Sequence[Rule]:
         """Rules about the flags of the task; for fine-tuning also those about BERT's samples."""
-        from tasks.rules import FINE_TUNING_RULES, TASK_RULES, ZERO_SHOT_RULES
+        from tasks.rules import FINE_TUNING_RULES, IMAGE_RULES, TASK_RULES, ZERO_SHOT_RULES
 
+        if self.task in OF_IMAGES:
+            return (*TASK_RULES, *IMAGE_RULES)
         if self.answers is None:
             return (*TASK_RULES, *ZERO_SHOT_RULES)
         return (*TASK_RULES, *FINE_TUNING_RULES, *BERT_RULES, tokenizer_can_mask)

@@ -51,7 +51,10 @@ def main(argv: Sequence[str]) -> int:
                 asked = {"from": "human", "value": f"<image>\n{QUESTIONS[kind]}"}
                 turns = asked, {"from": "gpt", "value": str(answers[kind])}
                 texts["questions"].append({"kind": kind, "image": name, "conversations": turns})
-        for name, lines in {**texts, "texts": without_pictures([*texts["captions"], *texts["questions"]])}.items():
+        texts["texts"] = without_pictures([*texts["captions"], *texts["questions"]])
+        if part == "heldout":
+            texts |= {kind: [each for each in texts["questions"] if each["kind"] == kind] for kind in QUESTIONS}
+        for name, lines in texts.items():
             path = given.output_dir / f"{part}_{name}.jsonl"
             path.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
         print(f"{count} pictures of {part} in {pictures}")

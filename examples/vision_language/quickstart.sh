@@ -6,8 +6,8 @@
 # as they are; then all of it is trained, on captions and questions. Everything it makes lies in
 # runs/vision_language and .venv.
 #
-# Expect a table in which the model of texts guesses, the projector alone does little better, as its encoder is a random
-# one and it has seen no questions, and the last model reads nine of ten pairs of digits that no training picture has.
+# Expect scores near chance of the model of texts, little better ones of the projector alone, as its encoder is a random
+# one and it has seen no questions, and a last model that reads nine of ten pairs of digits that no training picture has.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 
@@ -19,7 +19,7 @@ environment ", Pillow and scikit-learn's digits" images "PIL sklearn" \
     .venv/bin/pip install --quiet --no-deps scikit-learn -c constraints.txt
 
 mkdir -p "$out"
-rm -rf "$out"/{digits,tokenizer,data,texts,projector,trained} "$out"/{answers.txt,answers.png,sample.png}
+rm -rf "$out"/{digits,tokenizer,data,texts,projector,trained} "$out"/{texts,projector,trained,captions}.txt "$out"/{answers,answers.png,sample.png}
 
 say "2. Pictures of two scanned digits each, captions and questions"
 run $python examples/vision_language/make_digits.py --output-dir "$out/digits"
@@ -65,15 +65,22 @@ train trained "$iterations" --load "$out/projector" --finetune --lr 3e-3 \
     --train-data-path 1 "$out/data/train_captions" 1 "$out/data/train_questions" \
     --valid-data-path "$out/data/heldout_captions" --eval-interval "$((iterations / 2))" --eval-iters 4
 
-say "9. Captions and answers about pictures of digits that no training picture has"
-keep "$out/answers.txt" $python examples/vision_language/answer.py --picture "$out/answers.png" \
-    --questions "$out/digits/heldout_captions.jsonl" "$out/digits/heldout_questions.jsonl" \
-    --texts "texts, blind"="$out/texts" -- projector="$out/projector" trained="$out/trained"
+say "9. Captions and answers about pictures of digits that no training picture has, also asked without the pictures"
+asked=("$out"/digits/heldout_{captions,left,right,larger}.jsonl)
+for model in texts projector trained; do
+    keep "$out/$model.txt" $python tasks/main.py --task VQA --load "$out/$model" --valid-data "${asked[@]}" --without-images \
+        --tokens-to-generate 8 --micro-batch-size 100 --predictions-dir "$out/answers/$model"
+done
+keep "$out/captions.txt" $python tasks/main.py --task CAPTION --load "$out/trained" --valid-data "${asked[0]}" \
+    --without-images --tokens-to-generate 8 --micro-batch-size 100
+run $python examples/vision_language/draw_answers.py "$out"/answers/trained/*.jsonl --image-folder "$out/digits" \
+    --output "$out/answers.png"
 
 say "Done in $((SECONDS / 60)) min $((SECONDS % 60)) s"
 cat <<END
 
   checkpoints   $out/texts, $out/projector, $out/trained
-  table         $out/answers.txt
+  scores        $out/texts.txt, $out/projector.txt, $out/trained.txt, $out/captions.txt
+  answers       $out/answers
   pictures      $out/sample.png, $out/answers.png
 END

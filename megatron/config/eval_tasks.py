@@ -1,4 +1,4 @@
-"""The zero-shot tasks that a run is measured on while it trains, as ``--eval-tasks`` names them."""
+"""The tasks that a run is measured on while it trains, as ``--eval-tasks`` names them."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 ZERO_SHOT = ("WIKITEXT103", "LAMBADA", "LM")
 """Names of the zero-shot tasks."""
+OF_IMAGES = ("CAPTION", "VQA")
+"""Names of the tasks about images."""
 
 
 @dataclass(frozen=True)
@@ -23,8 +25,9 @@ def eval_tasks_of(words: Sequence[str]) -> list[EvalTask]:
     pairs = []
     for word in words:
         name, equals, file = word.partition("=")
-        if name not in ZERO_SHOT:
-            raise ValueError(f"{name!r} is not a zero-shot task: choose from {', '.join(ZERO_SHOT)}")
+        if name not in (*ZERO_SHOT, *OF_IMAGES):
+            known = ", ".join((*ZERO_SHOT, *OF_IMAGES))
+            raise ValueError(f"{name!r} is not a zero-shot task: choose from {known}")
         if not equals or not file:
             raise ValueError(f"{word!r} has no file: give {name}=FILE")
         pairs.append((name, file))

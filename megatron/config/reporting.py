@@ -16,7 +16,7 @@ class ReportingConfig(Settings):
     log_num_zeros_in_grad: bool = switch("Show how many gradient elements are zero.")
     eval_tasks: tuple[str, ...] = flag(
         "Tasks, each with its file, on which the model is measured while it trains: NAME=FILE ..., with WIKITEXT103, "
-        "LAMBADA and LM (any text) as names.",
+        "LAMBADA, LM (any text), CAPTION and VQA (images beside JSON lines) as names.",
         default=(),
     )
     eval_tasks_interval: int | None = flag(

@@ -17,13 +17,13 @@ from megatron.core.inference.engine import Engine
 from megatron.core.inference.request import Request, StopRules
 from megatron.core.inference.sampling import Sampling
 from megatron.core.inference.scoring import Sample
-from megatron.core.parallel.collectives import gather_objects
 from megatron.core.tokenizers.end_tokens import end_ids
 from megatron.errors import ConfigError, DataError
 from megatron.training.checkpoints.trained_model import TrainedModel
 from megatron.training.evaluation.evaluate import Evaluator
 from megatron.training.evaluation.generating import engine_of_every_rank
 from megatron.training.evaluation.metrics import Likelihoods
+from megatron.training.evaluation.shared_out import of_all_ranks, own_share
 from megatron.training.evaluation.whole_text_runner import WholeTextRunner
 
 
@@ -100,14 +100,11 @@ class Questions:
             )
             for prompt, number in zip(prompts, numbers)
         ]
-        mesh, first, step = self._trained.context.mesh, 0, 1
-        if self._is_shared_out:
-            first, step = mesh.rank("dp", "cp"), mesh.size("dp") * mesh.size("cp")
-        answers = {
-            each.request_id: (each.text, each.finish.error) for each in self._engine.generate(requests[first::step])
-        }
-        if step > 1:
-            answers = {id: answer for each in gather_objects(answers, mesh) for id, answer in each.items()}
+        mesh = self._trained.context.mesh
+        own = requests if self._cached_engine is None else requests[own_share(mesh)]
+        answers = {each.request_id: (each.text, each.finish.error) for each in self._engine.generate(own)}
+        if self._cached_engine is not None:
+            answers = of_all_ranks(answers, mesh)
         for id, (_, error) in answers.items():
             if error is not None:
                 raise DataError(f"request {id}: {error}")
@@ -122,14 +119,6 @@ class Questions:
         """Every rank has one, which answers the same requests as those of the ranks that it computes with."""
         runner = WholeTextRunner(self._evaluator, max_requests=self._batch)
         return self._cached_engine or Engine(runner, tokenizer=self.tokenizer)
-
-    @property
-    def _is_shared_out(self) -> bool:
-        """Whether the ranks of a replica, or with context parallelism of a copy of it, compute without the others,
-        which share no experts with them, and answer a part of the requests.
-        """
-        mesh = self._trained.context.mesh
-        return self._cached_engine is not None and mesh.size("ep") * mesh.size("etp") <= mesh.size("tp")
 
 
 def sample_of(context: list[int], continuation: list[int], *, length: int) -> Sample:

@@ -230,6 +230,7 @@ def runner_of_every_rank(placed: PlacedModel, *, length: int, max_requests: int)
         max_length=length,
         vocabulary=model.vocab_size,
         has_states=needs.bytes_per_text > 0,
+        image_shape=image_shape(placed),
     )
     stages = [CachedRunner(part, model, context, limits) for part in placed.models]
     return EveryRanksRunner(stages, context.mesh, PipelineSettings.of(placed.config).placement)
@@ -343,19 +344,19 @@ def limits_of(models: Sequence[TrainedModel], config: InferenceConfig) -> Runner
     )
 
 
-def image_shape(trained: TrainedModel) -> tuple[int, int, int] | None:
+def image_shape(placed: PlacedModel) -> tuple[int, int, int] | None:
     """Height and width of tiles of images, and features of each; None for a model that reads texts alone."""
-    vision = VisionConfig.among(trained.config.extra)
+    vision = VisionConfig.among(placed.config.extra)
     return vision.tile_shape if vision.has_vision else None
 
 
-def image_prompts(trained: TrainedModel) -> ImagePrompts | None:
+def image_prompts(placed: PlacedModel) -> ImagePrompts | None:
     """What makes prompts of texts and pictures; None for a model that reads texts alone."""
-    vision = VisionConfig.among(trained.config.extra)
+    vision = VisionConfig.among(placed.config.extra)
     if not vision.has_vision:
         return None
-    marked = (group.image_id for group in trained.config.extra if isinstance(group, FamilyConfig))
-    return ImagePrompts(vision, trained.tokenizer, next(marked, None))
+    marked = (group.image_id for group in placed.config.extra if isinstance(group, FamilyConfig))
+    return ImagePrompts(vision, placed.tokenizer, next(marked, None))
 
 
 def _longest_text(trained: TrainedModel, config: InferenceConfig) -> int:
@@ -402,13 +403,13 @@ def decoder_start(trained: TrainedModel) -> int | None:
     return found
 
 
-def template_of(trained: TrainedModel, given: str | None) -> ChatTemplate | None:
+def template_of(placed: PlacedModel, given: str | None) -> ChatTemplate | None:
     """The template in the file ``given``, or the one that the model was trained with, or its tokenizer's own, or None.
 
     A model that was fine-tuned on conversations knows only the form that it was trained on. Raises ConfigError and
     DataError for a template that can't be used.
     """
-    files, chat = trained.config.tokenizer.tokenizer_model, trained.chat
+    files, chat = placed.config.tokenizer.tokenizer_model, placed.chat
     if given is None and chat is not None and chat.template is not None:
         return ChatTemplate(chat.template, tokens=template_tokens(files), learned="assistant")
     if given is None and own_template(files) is None:

@@ -100,10 +100,10 @@ def _check_data(run: RunConfig, found: Findings, *, tokenizer: Tokenizer | None,
 def _check_eval_tasks(run: RunConfig, found: Findings) -> None:
     if not run.reporting.eval_tasks:
         return
-    from megatron.training.evaluation.task_scores import FLAG, read_task
+    from megatron.training.evaluation.task_scores import FLAG, check_file
 
     for named in eval_tasks_of(run.reporting.eval_tasks):
-        if found.check(partial(read_task, named)) is not None:
+        if found.check(partial(check_file, named)) is not None:
             found.lines.append(f"{FLAG}: {named.name} reads {named.file}")
 
 
