@@ -1,4 +1,4 @@
-"""Training on preferences: pairs of answers to a prompt of which one is better (DPO and its variants)."""
+"""Training on preferences: pairs of answers of which one is better (DPO and others), or rated answers (KTO)."""
 
 from __future__ import annotations
 
@@ -15,12 +15,16 @@ from megatron.config.run import RunConfig
 
 WITHOUT_REFERENCE = ("orpo", "simpo")
 """Losses of the trained model alone."""
+UNPAIRED = ("kto", "apo_zero_unpaired")
+"""Losses of answers that are rated alone."""
 _SMOOTHED = ("dpo", "robust", "exo_pair", "simpo")
 """Losses with a share of pairs that are labelled the wrong way round."""
 
 
 class PreferenceConfig(ObjectiveConfig):
-    """Learning from pairs of a chosen and a rejected answer (DPO, arXiv:2305.18290, and its variants)."""
+    """Learning from pairs of a chosen and a rejected answer (DPO, arXiv:2305.18290, and its variants), or from answers
+    that are rated alone (KTO, arXiv:2402.01306).
+    """
 
     module: ClassVar[str] = "megatron.core.objectives.preference"
 
@@ -37,18 +41,17 @@ class PreferenceConfig(ObjectiveConfig):
             "apo_down",
             "orpo",
             "simpo",
+            "kto",
+            "apo_zero_unpaired",
         ]
         | None
     ) = flag(
-        "Train on pairs of answers prepared by tools/preprocess_preferences.py, with this loss. dpo is trl's sigmoid; "
-        "all losses but orpo and simpo compare with the initial model.",
+        "Train on pairs of answers prepared by tools/preprocess_preferences.py, with this loss; with kto and "
+        "apo_zero_unpaired on answers that are rated alone. dpo is trl's sigmoid; all losses but orpo and simpo "
+        "compare with the initial model.",
         default=None,
         implies=lambda loss: {} if loss is None else {"packing": "best-fit"},
-        refused_values={
-            "sigmoid": "it is called dpo here",
-            "kto": "its loss needs the mean divergence over a whole batch before any gradient, and answers that are "
-            "rated alone; make pairs of them and choose apo_zero, whose loss has a term for each answer",
-        },
+        refused_values={"sigmoid": "it is called dpo here"},
     )
     preference_beta: float | None = flag(
         "How strongly the model is kept near the initial one: the factor of rewards; 0.1 unless given, for simpo 2.",
@@ -68,6 +71,10 @@ class PreferenceConfig(ObjectiveConfig):
         default=None,
         at_least=0,
     )
+    desirable_weight: float = flag(
+        "With kto and apo_zero_unpaired: the factor of the loss of desirable answers.", default=1.0, above=0
+    )
+    undesirable_weight: float = flag("The factor of that of undesirable answers.", default=1.0, above=0)
     simpo_gamma: float = flag("With simpo: the margin that the difference of rewards should have.", default=0.5)
     preference_reference: str | None = flag(
         "File of the initial model's log-probabilities, written if it doesn't exist; reference_log_probs.npz in --save "
@@ -78,8 +85,18 @@ class PreferenceConfig(ObjectiveConfig):
     @property
     @override
     def is_chosen(self) -> bool:
-        """Whether the run trains on pairs."""
+        """Whether the run trains on preferences."""
         return self.preference_loss is not None
+
+    @property
+    def rates_single_answers(self) -> bool:
+        """Whether the loss is of answers that are rated alone, not of pairs."""
+        return self.preference_loss in UNPAIRED
+
+    @property
+    def has_baseline(self) -> bool:
+        """Whether rewards are compared with the divergence from the initial model."""
+        return self.preference_loss == "kto"
 
     @property
     def has_reference(self) -> bool:
@@ -133,6 +150,17 @@ def _smoothing_has_effect(run: RunConfig) -> str | None:
     )
 
 
+def _weights_have_effect(run: RunConfig) -> str | None:
+    found = _of(run)
+    given = [each for each in changed_flags(run, PreferenceConfig) if "desirable-weight" in each]
+    if not (found.is_chosen and given) or found.rates_single_answers:
+        return None
+    return (
+        f"{given[0]} has no effect on --preference-loss {found.preference_loss}, whose answers come in pairs; it is "
+        f"for {' and '.join(UNPAIRED)}"
+    )
+
+
 def _gamma_has_effect(run: RunConfig) -> str | None:
     found = _of(run)
     if found.preference_loss in (None, "simpo") or found.simpo_gamma == PreferenceConfig().simpo_gamma:
@@ -168,12 +196,13 @@ def _pairs_are_samples(run: RunConfig) -> str | None:
         given.append(f"--packing {run.data.packing}")
     if not given:
         return None
-    return f"{given[0]} has no effect with --preference-loss: a sample is a pair of two documents; leave it out"
+    return f"{given[0]} has no effect with --preference-loss: a sample is a pair, or a rated answer; leave it out"
 
 
 _RULES: tuple[Rule, ...] = (
     _settings_need_a_loss,
     _smoothing_has_effect,
+    _weights_have_effect,
     _gamma_has_effect,
     _reference_has_effect,
     _starts_from_a_trained_model,

@@ -14,6 +14,7 @@ from megatron.core.parallel.collectives import on_host
 from megatron.core.parallel.side_losses import update_from_layer_metrics
 from megatron.core.pipeline_parallel.chunk import Microbatch
 from megatron.errors import ConfigError
+from megatron.training.evaluation.evaluate import look_ahead
 from megatron.training.loss_sums import (
     GlobalLoss,
     global_layer_metrics,
@@ -92,6 +93,7 @@ def forward_backward(run: Run, microbatches: Sequence[Microbatch]) -> BatchSums:
     collective.
     """
     timers, plan = run.reporter.timers, run.plans.training(len(microbatches))
+    microbatches = look_ahead(run, microbatches)
     run.grad_sync.zero()
     run.optimizer.gather.release()
     with timers("forward-backward", level=1):

@@ -10,13 +10,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from typing_extensions import override
 
-from megatron.config.preference import PreferenceConfig
 from megatron.config.run import RunConfig
 from megatron.core.models.first_pass import FirstPass
 from megatron.core.models.train_spec import TrainSpec
-from megatron.core.objectives.preference import PreferenceObjective
+from megatron.core.objectives.compared import ComparedObjective
+from megatron.core.objectives.preference import build
 from megatron.core.parallel.context import ParallelContext
 from megatron.training.evaluation.parity import Observed, observe
 from megatron.training.run.run import build_run
@@ -35,6 +34,7 @@ VARIANTS: dict[str, str] = {
     "dpo": f"{SHAPE} --preference-loss dpo --preference-label-smoothing 0.1 --preference-sft-weight 0.3",
     "orpo, experts": f"{SHAPE} {EXPERTS} --moe-router-topk 2 --preference-loss orpo",
     "ipo, adapters": f"{SHAPE} --preference-loss ipo --preference-beta 0.5 --lora-rank 3",
+    "kto": f"{SHAPE} --preference-loss kto --preference-beta 0.5 --undesirable-weight 1.5 --preference-sft-weight 0.2",
 }
 LAYOUTS: dict[str, str] = {
     "tp2 sp cp2": f"--world-size 4 {TP2} {SP} {CP2} {ETP1} {SELECTIVE}",
@@ -51,22 +51,25 @@ def train(context: ParallelContext, row: str, layout: str, prefix: str) -> Obser
     """The table's steps on pairs from files, on this rank."""
     family, config = run_of(row, layout)
     data = replace(config.data, mock_data=False, data_path=(prefix,), split="1,0,0")
-    run = build_run(replace(config, data=data), Shifted(family.train_spec, config), context_of(config, context))
+    run = build_run(replace(config, data=data), shifted(family.train_spec, config), context_of(config, context))
     return observe(run, steps=STEPS)
 
 
-class Shifted(PreferenceObjective):
-    """Compares with an initial model that isn't quite the trained one, so that no reward of the first step is 0."""
+def shifted(family: TrainSpec, run: RunConfig) -> ComparedObjective:
+    """Compares with an initial model that isn't quite the trained one, so that no reward of the first step is 0. Other
+    answers are likelier by now, so KTO's baseline isn't either.
+    """
+    objective = build(family, run)
+    compute = objective.before_training
 
-    def __init__(self, family: TrainSpec, run: RunConfig) -> None:
-        super().__init__(family, run.part(PreferenceConfig))
-
-    @override
-    def before_training(self, first: FirstPass) -> Sequence[str]:
-        found = super().before_training(first)
-        for dataset in self._datasets:
-            dataset.scores.values[:] += 0.1 * np.sin(np.arange(dataset.scores.values.size).reshape(-1, 2))
+    def before_training(first: FirstPass) -> Sequence[str]:
+        found = compute(first)
+        for dataset in objective._datasets:
+            dataset.scores.values[:] += 0.1 * np.sin(np.arange(dataset.scores.values.size).reshape(-1, 2)) - 0.1
         return found
+
+    objective.before_training = before_training  # type: ignore[method-assign]
+    return objective
 
 
 @pytest.fixture(scope="module")
@@ -88,12 +91,13 @@ def reference(variant: str, prefix: str) -> Observed:
         VARIANTS,
         LAYOUTS,
         rich=("tp2 sp cp2", "tp2 sp ep2 dp2 zero 1", "pp2 zb-h1 dp2, accumulation fused"),
-        slow=("pp2 zb-v cp2", "pp2 vpp2"),
+        more={"kto": ("pp2 zb-h1 dp2, accumulation fused",)},
+        slow=("pp2 zb-v cp2", "pp2 vpp2", "kto"),
     ),
 )
 def test_layouts_train_on_the_same_preferences(variant: str, layout: str, prefix: str) -> None:
     """Sums over an answer that context-parallel ranks divide, and log-probabilities of the initial model at a layout of
-    many stages: a part that is left out gives another loss, gradient or reward.
+    many stages: a part that is left out gives another loss, gradient or reward. KTO's baseline is of the global batch.
     """
     row = VARIANTS[variant]
     ranks = run_ranks(train, row, LAYOUTS[layout], prefix, **at(row, LAYOUTS[layout]), reuse=True)

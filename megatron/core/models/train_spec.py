@@ -112,6 +112,19 @@ class TrainSpec(ABC):
     def counts(self, microbatch: Microbatch, context: ParallelContext) -> Mapping[str, Tensor]:
         """The counts that ``loss`` will find, from the data alone; empty on ranks without the last stage."""
 
+    def look_ahead(
+        self,
+        microbatches: Sequence[Microbatch],
+        forward: Callable[[Sequence[Microbatch]], Mapping[str, Tensor]],
+    ) -> Sequence[Microbatch]:
+        """This rank's microbatches of a global batch, with what their losses must know of all of it; by default as they
+        are. Called before each step and for each batch of an evaluation; a collective.
+
+        ``forward``: passes over microbatches without gradient and dropout; sum and count, ``[2]``, of each named loss
+        over the global batch.
+        """
+        return microbatches
+
     @abstractmethod
     def build_datasets(self, run: RunConfig, tokenizer: Tokenizer, sizes: SplitSizes) -> DatasetSplits:
         """Training, validation and test data."""

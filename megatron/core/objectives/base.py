@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -87,6 +87,14 @@ class Objective(TrainSpec):
     @override
     def counts(self, microbatch: Microbatch, context: ParallelContext) -> Mapping[str, Tensor]:
         return self.family.counts(microbatch, context)
+
+    @override
+    def look_ahead(
+        self,
+        microbatches: Sequence[Microbatch],
+        forward: Callable[[Sequence[Microbatch]], Mapping[str, Tensor]],
+    ) -> Sequence[Microbatch]:
+        return self.family.look_ahead(microbatches, forward)
 
     @override
     def build_datasets(self, run: RunConfig, tokenizer: Tokenizer, sizes: SplitSizes) -> DatasetSplits:

@@ -40,6 +40,16 @@ def preference_losses(settings: PreferenceConfig, chosen: Answers, rejected: Ans
     return _LOSSES[settings.preference_loss](settings, chosen, rejected)
 
 
+def rated_losses(
+    settings: PreferenceConfig, answers: Answers, is_desirable: Tensor, baseline: Tensor | float
+) -> Tensor:
+    """The loss of each answer that is rated alone, ``[answers]``: KTO (arXiv:2402.01306), or the unpaired APO-zero
+    (arXiv:2408.06266) with a ``baseline`` of 0. ``baseline``: what a reward is compared with, before its factor.
+    """
+    value = (settings.beta * (answers.ratio - baseline)).sigmoid()
+    return torch.where(is_desirable, settings.desirable_weight * (1 - value), settings.undesirable_weight * value)
+
+
 def rewards(settings: PreferenceConfig, answers: Answers) -> Tensor:
     """What the loss takes as the rewards of answers, ``[pairs]``: multiples of log ratios, or of mean log-probabilities
     where there is no initial model to compare with.

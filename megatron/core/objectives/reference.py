@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron.core.datasets.index_cache import digest_of
-from megatron.core.datasets.pairs import PairDataset
+from megatron.core.datasets.scored import ScoredDataset
 from megatron.core.files.durable import write_durably
 from megatron.core.files.remote_path import AnyPath
 from megatron.errors import CheckpointError, ConfigError
@@ -63,7 +63,7 @@ class Reference:
             ) from None
 
     def check(
-        self, path: AnyPath | None, *, model: str, sources: Sequence[tuple[PairDataset, NDArray[np.int64]]]
+        self, path: AnyPath | None, *, model: str, sources: Sequence[tuple[ScoredDataset, NDArray[np.int64]]]
     ) -> None:
         """Raise ConfigError for a file of another ``model`` or of other pairs than those of ``sources``, data sets and
         the numbers of the pairs that are needed.
@@ -77,11 +77,11 @@ class Reference:
             scores = self.scores.get(dataset.scores.digest)
             if scores is None or len(scores) != len(dataset.scores.values):
                 raise ConfigError(
-                    f"{path} holds log-probabilities of other pairs than those of {dataset.prefix}: {again}"
+                    f"{path} holds log-probabilities of other {dataset.what}s than those of {dataset.prefix}: {again}"
                 )
             lacking = numbers[np.isnan(scores[numbers]).any(axis=1)]
             if len(lacking):
                 raise ConfigError(
-                    f"{path} has no log-probabilities of pair {lacking[0]} of {dataset.prefix}, as --split or "
-                    f"--seq-length were others: give those, or {again}"
+                    f"{path} has no log-probabilities of {dataset.name_of(lacking.item(0))} of {dataset.prefix}, as "
+                    f"--split or --seq-length were others: give those, or {again}"
                 )

@@ -1,9 +1,10 @@
-"""Records of preferences: two answers to a prompt, of which one was chosen, as two samples of fine-tuning data.
+"""Records of preferences as samples of fine-tuning data: two answers to a prompt, of which one was chosen, or one.
 
 | form | keys |
 |---|---|
 | prompt and two answers | ``prompt``, ``chosen``, ``rejected``: texts, or lists of messages; ``tools`` beside them |
 | two conversations | ``chosen`` and ``rejected`` alone, whose common beginning is the prompt |
+| answer rated alone | ``prompt``, ``completion`` and ``label``: whether it is desirable |
 
 An answer as messages may begin with the prompt, which is taken off each by itself. From texts it is taken off where
 both begin with it: one alone may be an answer that repeats the question.
@@ -20,9 +21,10 @@ from megatron.core.tokenizers.records import Conversation, Pair, read_sample
 from megatron.errors import DataError
 from megatron.small_files import shown
 
-FIELDS = ("prompt", "chosen", "rejected", "tools", "functions", "documents")
+_OTHERS = ("tools", "functions", "documents")
+_SIDES, _RATED = ("chosen", "rejected"), ("completion", "label")
+FIELDS = ("prompt", *_SIDES, *_RATED, *_OTHERS)
 """Keys of records that are read; others may be there."""
-_SIDES = ("chosen", "rejected")
 
 
 @dataclass(frozen=True)
@@ -34,19 +36,62 @@ class Preference:
     rejected: Conversation | Pair
 
 
-def read_preference(record: Mapping[str, Any]) -> Preference:
-    """The two answers of a record. Raises DataError for one that lacks a side, and for a field that is wrong."""
+@dataclass(frozen=True)
+class RatedAnswer:
+    """An answer behind its prompt, and whether it is desirable. ``form``: what the record was written in."""
+
+    form: str
+    answer: Conversation | Pair
+    is_desirable: bool
+
+
+def read_preference(record: Mapping[str, Any]) -> Preference | RatedAnswer:
+    """The two answers of a record, or the one that is rated alone. Raises DataError for one that lacks a side or the
+    label, and for a field that is wrong.
+    """
+    given = {name: value for name, value in record.items() if value is not None}
+    rated = [name for name in _RATED if name in given]
+    sides = [name for name in _SIDES if name in given]
+    if rated and sides:
+        raise DataError(
+            f"{sides[0]} is part of a pair and {rated[0]} of an answer that is rated alone: a line has either chosen "
+            "and rejected, or completion and label"
+        )
+    return _rated(given) if rated else _pair(record)
+
+
+def _rated(record: Mapping[str, Any]) -> RatedAnswer:
+    for name in ("prompt", *_RATED):
+        if name not in record:
+            known = ", ".join(list(record)[:8])
+            raise DataError(
+                f"{name} is missing: an answer that is rated alone has prompt, completion and label (keys are {known})"
+            )
+    label = record["label"]
+    if not isinstance(label, bool):
+        raise DataError(f"label is {shown(label)}; it must be true for a desirable answer or false")
+    prompt, completion = record["prompt"], record["completion"]
+    if isinstance(prompt, list) != isinstance(completion, list):
+        prompt, completion = _messages(prompt, "prompt", "user"), _messages(completion, "completion", "assistant")
+    found = read_sample({"prompt": prompt, "completion": completion, **_others(record)})
+    return RatedAnswer(f"{found.form} with a label", found, label)
+
+
+def _others(record: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: record[name] for name in _OTHERS if name in record}
+
+
+def _pair(record: Mapping[str, Any]) -> Preference:
     sides = [_side(record, name) for name in _SIDES]
     prompt, answers, form = _divided(record.get("prompt"), *sides)
     if answers[0] == answers[1]:
         raise DataError("chosen and rejected are the same, so there is nothing to prefer")
-    others = {name: record[name] for name in FIELDS[3:] if name in record}
     found = []
     for name, answer in zip(_SIDES, answers):
         if not answer:
             raise DataError(f"{name} is empty after the prompt")
         try:
-            found.append(read_sample({"prompt": prompt, "completion": answer, **others}))
+            found.append(read_sample({"prompt": prompt, "completion": answer, **_others(record)}))
         except DataError as error:
             raise DataError(f"{name}: {error}") from None
     return Preference(form, *found)
@@ -56,8 +101,6 @@ def _side(record: Mapping[str, Any], name: str) -> str | list[Any]:
     value = record.get(name)
     if value is None:
         known = ", ".join(list(record)[:8]) or "none"
-        if "completion" in record and "label" in record:
-            raise DataError("one answer with a label is no pair: each line needs a chosen and a rejected answer")
         raise DataError(f"{name} is missing: a pair has chosen and rejected (keys are {known})")
     if not isinstance(value, str | list):
         raise DataError(f"{name} is {shown(value)}; it must be a text or a list of messages")

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Generic, TypeVar
 
 import torch
@@ -13,6 +15,7 @@ from megatron.config.run import RunConfig
 from megatron.core.inference.scoring import Sample
 from megatron.core.models.train_spec import ModelChunk
 from megatron.core.parallel.collectives import all_reduce
+from megatron.core.parallel.grid import Axis
 from megatron.core.parallel.rng import StreamKey
 from megatron.core.parallel.transport import Transport
 from megatron.core.pipeline_parallel.chunk import LossSum, Microbatch
@@ -21,7 +24,7 @@ from megatron.core.pipeline_parallel.settings import PipelineSettings
 from megatron.core.transformer.output_layer import VocabularyOutput
 from megatron.training.checkpoints.trained_model import PlacedModel
 from megatron.training.evaluation.metrics import Metric
-from megatron.training.loss_sums import GlobalLoss, global_loss
+from megatron.training.loss_sums import GlobalLoss, global_loss, loss_sums
 from megatron.training.run.data import held_slices
 from megatron.training.run.pipeline import Plans, routes
 from megatron.training.run.run import Run
@@ -31,16 +34,40 @@ AnyModel = TypeVar("AnyModel", bound=PlacedModel, covariant=True)
 
 def evaluate(run: Run, batches: Iterator[list[Microbatch]]) -> GlobalLoss:
     """The mean losses over ``batches`` of this rank's microbatches, without dropout. A collective."""
+    total: LossSum | None = None
+    with _evaluating(run):
+        for batch in batches:
+            microbatches = run.train_spec.look_ahead(batch, partial(_sums, run, axes=("dc", "pp", "dp", "cp")))
+            loss = run.runner.step(run.plans.evaluation(len(microbatches)), microbatches)
+            if loss is not None:
+                total = loss if total is None else total.plus(loss)
+    return global_loss(total, run.loss_names, run.context)
+
+
+def look_ahead(run: Run, microbatches: Sequence[Microbatch]) -> Sequence[Microbatch]:
+    """This rank's microbatches of a step with what their losses must know of the whole batch. A collective."""
+
+    def forward(each: Sequence[Microbatch]) -> Mapping[str, Tensor]:
+        with _evaluating(run):
+            return _sums(run, each, axes=("pp", "dp", "cp"))
+
+    return run.train_spec.look_ahead(microbatches, forward)
+
+
+@contextmanager
+def _evaluating(run: Run) -> Iterator[None]:
+    """While the block lasts, the run's models compute without dropout."""
     for model in run.models:
         model.eval()
-    total: LossSum | None = None
-    for microbatches in batches:
-        loss = run.runner.step(run.plans.evaluation(len(microbatches)), microbatches)
-        if loss is not None:
-            total = loss if total is None else total.plus(loss)
+    yield
     for model in run.models:
         model.train()
-    return global_loss(total, run.loss_names, run.context)
+
+
+def _sums(run: Run, microbatches: Sequence[Microbatch], *, axes: tuple[Axis, ...]) -> Mapping[str, Tensor]:
+    """Sum and count of each named loss over the ranks of ``axes``, from a pass without gradient. A collective."""
+    loss = run.runner.step(run.plans.evaluation(len(microbatches)), microbatches)
+    return dict(zip(run.loss_names, loss_sums(loss, run.loss_names, run.context, axes=axes)[1:]))
 
 
 class Evaluator(Generic[AnyModel]):

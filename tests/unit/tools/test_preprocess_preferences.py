@@ -44,7 +44,13 @@ BAD: dict[str, tuple[Any, tuple[str, ...]]] = {
     "the same behind the prompt": ({"prompt": [ASKED], "chosen": [ASKED, LAZY], "rejected": [LAZY]}, ("the same",)),
     "a number": ({"prompt": "a", "chosen": 5, "rejected": "b"}, ("chosen", "5")),
     "a prompt of another type": ({"prompt": 5, "chosen": "a", "rejected": "b"}, ("prompt", "5")),
-    "a label": ({"prompt": "a", "completion": "b", "label": True}, ("label",)),
+    "a rated answer among pairs": ({"prompt": "a", "completion": "b", "label": True}, ("pair",)),
+    "a pair with a label": ({**FORMS["texts"], "label": True}, ("chosen", "label")),
+    "no label": ({"prompt": "a", "completion": "b"}, ("label", "missing")),
+    "an empty label": ({"prompt": "a", "completion": "b", "label": None}, ("label", "missing")),
+    "a label of another type": ({"prompt": "a", "completion": "b", "label": 1}, ("label", "1")),
+    "a label without an answer": ({"prompt": "a", "label": True}, ("completion", "missing")),
+    "a rated answer without a prompt": ({"completion": "a", "label": True}, ("prompt", "missing")),
     "a prefix": ({"chosen": [ASKED], "rejected": [ASKED, LAZY]}, ("chosen", "empty")),
     "no answer": ({"prompt": "a", "chosen": [ASKED], "rejected": [LAZY]}, ("chosen",)),
     "a message without a role": ({"chosen": [{"content": "a"}], "rejected": [LAZY]}, ("chosen", "role")),
@@ -107,3 +113,39 @@ def test_what_the_summary_says(tmp_path: Path, tokenizer_folder: Path, capsys: p
     check_sentence(errors.strip(), f"{tmp_path}/in.jsonl:2", "rejected")
     lengths = IndexedDataset(tmp_path / "pairs").lengths.reshape(-1, 2)
     assert f"longest pair   {(lengths - 1).sum(1).max()} tokens" in out
+
+
+RATED: list[dict[str, Any]] = [
+    {"prompt": "quick", "completion": " brown", "label": True},
+    {"prompt": [ASKED], "completion": [LAZY], "label": False},
+    {"prompt": "quick?", "completion": [BROWN], "label": False},
+]
+
+
+def test_answers_that_are_rated_alone(
+    tmp_path: Path, tokenizer_folder: Path, tokenizer: RustTokenizer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """An answer is on the side of its label, and the other side is empty; a label that is lost would teach what is
+    undesirable.
+    """
+    prefix = convert(tmp_path, RATED, tokenizer_folder)
+    texts, targets = IndexedDataset(prefix), IndexedDataset(f"{prefix}_targets")
+    for number, answer in enumerate((" brown<|endoftext|>", *[f"{each}<|im_end|>" for each in ("lazy dog", "brown")])):
+        side = int(not RATED[number]["label"])
+        ids, marks = texts[2 * number + side], targets[2 * number + side]
+        assert tokenizer.detokenize(ids[marks > 0].tolist()).startswith(answer)
+        assert tokenizer.detokenize(ids[marks == 0].tolist()).count("quick") == 1
+        assert not len(texts[2 * number + 1 - side])
+    out = capsys.readouterr().out
+    assert f"longest answer {texts.lengths.max() - 1} tokens" in out
+    check_line(out, "labels", 1, 2, "--desirable-weight 2.00")
+    convert(tmp_path, RATED[:1], tokenizer_folder)
+    check_line(capsys.readouterr().out, "labels", 1, 0, "same label")
+
+
+def test_a_pair_among_rated_answers_is_refused(tmp_path: Path, tokenizer_folder: Path) -> None:
+    """DPO could not read the rest, and nobody asked for what is left out."""
+    with expect_error(DataError, f"{tmp_path}/in.jsonl:2", "pair"):
+        convert(tmp_path, [RATED[0], FORMS["texts"]], tokenizer_folder)
+    with expect_error(DataError, f"{tmp_path}/in.jsonl:2", "empty"):
+        convert(tmp_path, [RATED[0], {**RATED[0], "completion": ""}], tokenizer_folder)
