@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,14 +12,13 @@ import numpy as np
 from megatron.config.flags import flags_of
 from megatron.config.vision import VisionConfig
 from megatron.core.images.expansion import MARKER
+from megatron.core.images.files import DATA_URL
 from megatron.core.images.prompts import CutImage
 from megatron.core.images.tiles import Grid
 from megatron.core.inference.image_prompts import ImagePrompts
 from megatron.serving.bounded_process import ProcessPool
 from megatron.serving.errors import ApiError
 from megatron.small_files import shown
-
-_DATA = re.compile(r"data:image/[\w.+-]{1,64};base64,", re.IGNORECASE)
 
 
 @dataclass(eq=False)
@@ -47,7 +45,7 @@ class Pictures:
     async def _decoded(self, place: str, url: str) -> CutImage:
         if not url:
             raise ApiError(f"{place} has no image_url, an object with a url", param="messages")
-        begun = _DATA.match(url)
+        begun = DATA_URL.match(url)
         if begun is None:
             raise ApiError(
                 f"{place}.image_url.url is {shown(url[:80])}: images come as data URLs "

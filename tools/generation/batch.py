@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import BinaryIO
 
@@ -36,7 +36,7 @@ def answer_file(generator: Generator, questions: Path, answers: Path) -> None:
                 print(f"{answers} has {done:,} of {len(asked):,} answers; the others follow", flush=True)
             bar = ProgressBar(len(asked), initial=done)
             left = asked[done:]
-            for question, result in zip(left, in_order(generator.engine, [each.request for each in left])):
+            for question, result in zip(left, in_order(generator.engine, (each.asked() for each in left))):
                 if result.finish.reason == "error":
                     raise DataError(f"answer {done + 1}: {result.finish.error}")
                 file.write(_line(question, result))
@@ -49,19 +49,19 @@ def answer_file(generator: Generator, questions: Path, answers: Path) -> None:
     print(f"{len(asked):,} answers in {answers}", flush=True)
 
 
-def in_order(engine: Engine, requests: Sequence[Request]) -> Iterator[Result]:
+def in_order(engine: Engine, requests: Iterable[Request]) -> Iterator[Result]:
     """Results in the order of ``requests``, of which the engine knows a few at a time."""
-    updates = dict[str, list[Update]]()
-    following, first = iter(requests), 0
-    while first < len(requests):
+    updates, following = dict[str, list[Update]](), iter(requests)  # ids in the order of the requests
+    while True:
         while len(updates) < 2 * engine.limits.max_requests and (request := next(following, None)) is not None:
             engine.submit(request)
             updates[request.id] = []
+        if not updates:
+            return
         for update in engine.step():
             updates[update.request_id].append(update)
-        while first < len(requests) and (found := updates.get(requests[first].id)) and found[-1].finish is not None:
-            yield Result.of(updates.pop(requests[first].id))
-            first += 1
+        while updates and (found := next(iter(updates.values()))) and found[-1].finish is not None:
+            yield Result.of(updates.pop(found[-1].request_id))
 
 
 def _line(question: Question, result: Result) -> bytes:
@@ -105,6 +105,6 @@ def _why_no_answer(line: bytes, question: Question | None) -> str | None:
     if found["fingerprint"] != question.fingerprint:
         return (
             "was answered with another checkpoint, tokenizer or setting (--tokens-to-generate, --seed, sampling, "
-            "stops, chat template, --quantization, --fp32); give those of the first start, or name a new file"
+            "stops, chat template, images, --quantization, --fp32); give those of the first start, or name a new file"
         )
     return None

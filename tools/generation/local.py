@@ -9,12 +9,14 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property, partial
 from pathlib import Path
+from typing import Any
 
 from megatron.core.images.decoding import decoded
 from megatron.core.images.expansion import MARKER
 from megatron.core.images.files import read_image
 from megatron.core.images.prompts import CutImage, PromptImages
 from megatron.core.inference.engine import Engine
+from megatron.core.inference.image_prompts import ImagePrompts
 from megatron.core.inference.limits import NamedFolder
 from megatron.core.inference.request import Request, StopRules, Update
 from megatron.core.inference.sampling import Sampling
@@ -71,16 +73,24 @@ class Generator:
             raise ConfigError(f"{what} {name} is not an adapter of --lora-modules; {has}")
         return 1 + [*self.adapters].index(name)
 
-    def ids_of_conversation(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
-        """Token ids up to the beginning of the next answer. Raises ConfigError and DataError of the template."""
-        return self._conversation(messages)[0]
-
     def _conversation(self, messages: Sequence[Mapping[str, str]]) -> tuple[list[int], PromptImages | None]:
+        return self.conversation_about(self._pictures, messages)
+
+    def conversation_about(
+        self, pictures: Sequence[CutImage], messages: Sequence[Mapping[str, Any]]
+    ) -> tuple[list[int], PromptImages | None]:
+        """Ids of a conversation up to the beginning of its answer, and the images at its marks."""
         text = self.template.prompt(messages, begin_answer=True, variables={})
-        if self._pictures:
-            assert self._prompts is not None, "a model that reads images has read some"
-            return self._prompts.encoded(text, self._pictures)
+        if pictures:
+            return self.image_prompts.encoded(text, pictures)
         return self.tokenizer.tokenize_parts([text])[0], None
+
+    @property
+    def image_prompts(self) -> ImagePrompts:
+        """What makes prompts with images. Raises ConfigError for a model of texts alone."""
+        if self._prompts is None:
+            raise ConfigError("images are for models that read them, and this one reads texts alone: leave them out")
+        return self._prompts
 
     @cached_property
     def _pictures(self) -> list[CutImage]:
@@ -98,9 +108,15 @@ class Generator:
             raise DataError(f"--image {path} {error}") from None
 
     def _marked(self, text: str) -> str:
+        return self.marked(text, len(self._pictures))
+
+    def marked(self, text: str, count: int) -> str:
         """A text with a mark for each image; those of one without any are before it."""
-        marks = (MARKER, self._prompts.marker if self._prompts is not None else MARKER)
-        return text if any(mark in text for mark in marks) else f"{MARKER}\n" * len(self._pictures) + text
+        return text if self.has_mark(text) else f"{MARKER}\n" * count + text
+
+    def has_mark(self, text: str) -> bool:
+        """Whether an image stands in a text."""
+        return MARKER in text or (self._prompts is not None and self._prompts.marker in text)
 
     def _encoded(self, prompts: Sequence[str]) -> list[tuple[list[int], PromptImages | None]]:
         """Ids of prompts and their images."""

@@ -5,13 +5,17 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
 from megatron.core.checkpointing.manifest import MANIFEST
+from megatron.core.datasets.image_records import names_of, with_marks
+from megatron.core.images.decoding import decoded
+from megatron.core.images.files import ImageFolder, from_data_url
+from megatron.core.images.prompts import CutImage, PromptImages
 from megatron.core.inference.request import Request
 from megatron.core.tokenizers.base import fingerprint_of
 from megatron.core.tokenizers.messages import normalized_messages
@@ -20,7 +24,7 @@ from megatron.errors import DataError, MegatronError
 from megatron.serving.fields import CHAT, COMPLETION
 from megatron.serving.megatron_api import FIELDS
 from megatron.serving.schema import checked
-from megatron.small_files import check_regular
+from megatron.small_files import check_regular, shown
 from tools.generation.local import Generator
 
 ANSWER = ("text", "finish_reason", "prompt_tokens", "completion_tokens", "seed", "fingerprint")
@@ -46,11 +50,18 @@ _OF_REQUESTS = {field.name for field in (*COMPLETION, *CHAT, *FIELDS)}
 
 @dataclass(frozen=True)
 class Question:
-    """A line: its fields, and what the engine is asked. ``fingerprint`` of the request and the checkpoint."""
+    """A line: its fields, and what the engine is asked, but for images. ``fingerprint`` of the request and the
+    checkpoint. ``images`` reads those of the line, which are not held in memory.
+    """
 
     record: dict[str, Any]
     request: Request
     fingerprint: str
+    images: Callable[[], PromptImages | None] = lambda: None
+
+    def asked(self) -> Request:
+        """The request with its images."""
+        return dataclasses.replace(self.request, images=self.images())
 
     @cached_property
     def beginning(self) -> bytes:
@@ -72,12 +83,16 @@ def read_questions(generator: Generator, path: Path) -> list[Question]:
     found = list[Question]()
     for where, record in _records(path):
         try:
-            request = _request(generator, record, number=len(found))
+            read = partial(_asked, generator, record, folder=str(path.parent))
+            request = _request(generator, record, read(), number=len(found))
             generator.engine.check(request)
         except MegatronError as error:
             raise DataError(f"{where}: {error}") from None
-        asked = dataclasses.asdict(dataclasses.replace(request, id=""))
-        asked.pop("images")  # --image is refused with files of questions
+        bare = dataclasses.replace(request, images=None)
+        asked = dataclasses.asdict(dataclasses.replace(bare, id=""))
+        asked.pop("images")  # where there are none, fingerprints are those of versions without images
+        if request.images is not None:
+            asked["images"] = request.images.digest
         # Where there is none, fingerprints are those of versions without adapters.
         if number := asked.pop("adapter"):
             asked["adapter"] = dataclasses.astuple([*generator.adapters.values()][number - 1])
@@ -87,7 +102,7 @@ def read_questions(generator: Generator, path: Path) -> list[Question]:
                 json.dumps(asked, sort_keys=True, default=sorted),
             ]
         )[:16]
-        found.append(Question(record, request, fingerprint))
+        found.append(Question(record, bare, fingerprint, lambda read=read: read()[1]))  # type: ignore[misc]
     if not found:
         raise DataError(f"--input-jsonl {path} holds no questions")
     return found
@@ -115,7 +130,35 @@ def _records(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
         yield where, record
 
 
-def _request(generator: Generator, record: dict[str, Any], *, number: int) -> Request:
+def _asked(generator: Generator, record: dict[str, Any], *, folder: str) -> tuple[list[int], PromptImages | None]:
+    """Ids of a line's prompt or conversation, and its images. Raises MegatronError."""
+    marked, names = with_marks(record)
+    names += names_of(record)
+    pictures = [_picture(generator, name, folder) for name in names]
+    if "prompt" in record:
+        if not names:
+            return generator.tokenizer.tokenize_batch([record["prompt"]])[0], None
+        return generator.image_prompts.encoded(generator.marked(record["prompt"], len(names)), pictures, whole=True)
+    messages = normalized_messages(checked(marked["messages"], _SCHEMAS["messages"], "messages"))
+    if names and not any(generator.has_mark(each["content"] or "") for each in messages):
+        first = next((each for each in messages if each["role"] == "user"), messages[0])
+        first["content"] = generator.marked(first["content"] or "", len(names))
+    return generator.conversation_about(pictures, messages)
+
+
+def _picture(generator: Generator, name: str, folder: str) -> CutImage:
+    """An image beside the file of questions, or in a data URL."""
+    vision = generator.image_prompts.vision
+    try:
+        content = from_data_url(name) if name.startswith("data:") else ImageFolder(folder).read(name)
+        return CutImage.of(decoded(content), vision)
+    except DataError as error:
+        raise DataError(f"image {shown(name[:80])} {error}") from None
+
+
+def _request(
+    generator: Generator, record: dict[str, Any], asked: tuple[list[int], PromptImages | None], *, number: int
+) -> Request:
     """The request with the line's own settings. Raises MegatronError for fields that can't have an effect."""
     for name in record:
         if name in ANSWER and name not in HONOURED:
@@ -125,12 +168,7 @@ def _request(generator: Generator, record: dict[str, Any], *, number: int) -> Re
                 f"the field {name} has no effect here: leave it out (a line may have {', '.join(HONOURED)} of its own)"
             )
     own = {name: checked(record[name], _SCHEMAS[name], name) for name in HONOURED if name in record}
-    if "prompt" in record:
-        ids = generator.tokenizer.tokenize_batch([record["prompt"]])[0]
-    else:
-        messages = checked(record["messages"], _SCHEMAS["messages"], "messages")
-        ids = generator.ids_of_conversation(normalized_messages(messages))
-    request = generator.request(ids, number=number)
+    request = generator.request(asked[0], number=number, images=asked[1])
     sampling = {name: own[name] for name in SAMPLING if name in own}
     if "top_k" in sampling:
         sampling["top_k"] = max(0, sampling["top_k"])

@@ -92,7 +92,11 @@ class LocalConfig(Settings):
         "or the tokenizer's own.",
         default=None,
     )
-    input_jsonl: str | None = flag('File of JSON lines to answer, each with "prompt" or "messages".', default=None)
+    input_jsonl: str | None = flag(
+        'File of JSON lines to answer, each with "prompt" or "messages"; "image" or "images" are files beside it or '
+        "data URLs.",
+        default=None,
+    )
     output_jsonl: str | None = flag(
         "File that gets the answers, one line for each of --input-jsonl in its order; lines that are there are kept, "
         "and the rest is answered.",

@@ -35,7 +35,7 @@ class ImageRecord:
 
 def read_image_record(record: Mapping[str, Any]) -> ImageRecord:
     """What a record holds. Raises DataError for one of no known form, and where images and their marks differ."""
-    names, has = _names(record), {name for name, value in record.items() if value is not None}
+    names, has = names_of(record), {name for name, value in record.items() if value is not None}
     sample: Conversation | Pair
     if not has & _TEXTS and names and has & {"caption", "text"}:
         text = record["caption" if "caption" in has else "text"]
@@ -44,8 +44,7 @@ def read_image_record(record: Mapping[str, Any]) -> ImageRecord:
         sample = Pair(MARKER * len(names), text, form="images with captions")
         named = list[str]()
     else:
-        parts = dict(record)
-        named = [name for key in ("messages", "prompt", "completion") for name in _taken_parts(parts, key)]
+        parts, named = with_marks(record)
         sample = read_sample(parts)
     found = [*named, *names]
     marks = sum(text.count(MARKER) for text in _texts(sample))
@@ -57,7 +56,8 @@ def read_image_record(record: Mapping[str, Any]) -> ImageRecord:
     return ImageRecord(sample, tuple(found))
 
 
-def _names(record: Mapping[str, Any]) -> list[str]:
+def names_of(record: Mapping[str, Any]) -> list[str]:
+    """Names of ``image`` or ``images`` of a record. Raises DataError for both, and for what is no name."""
     given = [record[key] for key in ("image", "images") if record.get(key) is not None]
     if len(given) > 1:
         raise DataError('has both "image" and "images"; give one')
@@ -66,6 +66,15 @@ def _names(record: Mapping[str, Any]) -> list[str]:
     if wrong := [name for name in names if not isinstance(name, str)]:
         raise DataError(f"an image is {shown(wrong[0])}; it must be the name of a file")
     return names
+
+
+def with_marks(record: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """A record with marks in place of the parts of its messages that are images, and the names of these.
+
+    Raises DataError for a name that is no text.
+    """
+    parts = dict(record)
+    return parts, [name for key in ("messages", "prompt", "completion") for name in _taken_parts(parts, key)]
 
 
 def _taken_parts(record: dict[str, Any], key: str) -> list[str]:

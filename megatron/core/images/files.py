@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import base64
+import binascii
 import os
+import re
 import stat
 import tarfile
 from collections.abc import Iterator
@@ -13,6 +16,8 @@ from typing import Protocol
 from megatron.core.images.decoding import MOST_BYTES
 from megatron.errors import DataError
 
+DATA_URL = re.compile(r"data:image/[\w.+-]{1,64};base64,", re.IGNORECASE)
+"""The beginning of a data URL of an image."""
 ENDINGS = (".bmp", ".gif", ".jpeg", ".jpg", ".png", ".ppm", ".tif", ".tiff", ".webp")
 """Endings of members of tar files that are images."""
 
@@ -66,6 +71,17 @@ def read_image(path: str, *, size: int = -1) -> bytes:
         return _whole(file, 0, found.st_size if size < 0 else size, found.st_size)
     finally:
         os.close(file)
+
+
+def from_data_url(url: str) -> bytes:
+    """The bytes in a data URL, ``data:image/png;base64,...``. Raises DataError."""
+    begun = DATA_URL.match(url)
+    if begun is None:
+        raise DataError("is a data URL of another form than data:image/png;base64, and the file's bytes in base64")
+    try:
+        return base64.b64decode(url[begun.end() :], validate=True)
+    except (binascii.Error, ValueError):
+        raise DataError("is a data URL that is no base64") from None
 
 
 class TarImages:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import json
 from pathlib import Path
 
 import pytest
@@ -46,6 +48,37 @@ def test_answers_are_about_the_picture(load: str, tmp_path: Path, capsys: pytest
     assert all(first.split()[-12:] != each.split()[-12:] for each in others)
     both = answered(load, capsys, "--image", red, blue, "--prompt", "<image> 7 <image>")
     assert len(both.split()) == 15
+
+
+def test_lines_of_a_file_have_images_of_their_own(load: str, tmp_path: Path) -> None:
+    """Beside the file or in a data URL, each is read for its own line, and an answer to another is not kept."""
+    for color in ("red", "blue"):
+        Image.new("RGB", (30, 20), color).save(tmp_path / f"{color}.png")
+    template, asked, answers = tmp_path / "template", tmp_path / "asked.jsonl", tmp_path / "answers.jsonl"
+    template.write_text("{% for each in messages %}{{ each.content }}{% endfor %}")
+    inline = f"data:image/png;base64,{base64.b64encode((tmp_path / 'red.png').read_bytes()).decode()}"
+    part = {"type": "image_url", "image_url": {"url": inline}}
+    lines = [
+        {"prompt": "5 6", "image": "red.png"},
+        {"prompt": "<image>\n5 6", "images": [inline]},
+        {"prompt": "5 6", "image": "blue.png"},
+        {"prompt": "5 6"},
+        {"messages": [{"role": "user", "content": [part, {"type": "text", "text": " 5 6"}]}]},
+        {"messages": [{"role": "user", "content": "5 6"}], "image": "red.png"},
+    ]
+    asked.write_text("".join(json.dumps(each) + "\n" for each in lines))
+    words = ["--load", load, "--tokens-to-generate", "12", "--temperature", "0", "--chat-template", str(template)]
+    words += ["--input-jsonl", str(asked), "--output-jsonl", str(answers)]
+    main(words)
+    red, *others = (json.loads(line)["text"] for line in answers.read_text().splitlines())
+    assert [each == red for each in others] == [True, False, False, True, True]
+    Image.new("RGB", (30, 20), "blue").save(tmp_path / "red.png")
+    with expect_error(ConfigError, f"{answers}: line 1", exit_code=2):
+        main(words)
+    for number, name in enumerate(("none.png", "../red.png", "data:image/png;base64,!", "data:text/plain,a")):
+        asked.write_text(json.dumps({"prompt": "5", "image": name}) + "\n")
+        with expect_error(DataError, f"{asked}:1", exit_code=2):
+            main([*words[:-1], f"{answers}{number}"])
 
 
 def test_what_is_no_image_is_told(load: str, tmp_path: Path) -> None:
