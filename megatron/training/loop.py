@@ -125,8 +125,7 @@ def train(run: Run, saver: Saver, profiled: Profiled, timed: Timed) -> bool:
     learned = training_batches(run)
     guard = StepGuard(run, saver) if config.guards.judges_steps else None
     reporter.restart_clock(progress.iteration)
-    if progress.iteration == 0:
-        learned.evaluate_if_due()
+    learned.evaluate_if_due()
     while progress.iteration < config.train_iters and reason is None:
         run.context.mesh.activity.progress = f"iteration {progress.iteration + 1}"
         with profiled(progress.iteration + 1), timed():

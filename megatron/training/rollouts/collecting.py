@@ -32,7 +32,7 @@ from megatron.training.rollouts.rated import Rated, Rater, check_ranks_read_the_
 from megatron.training.rollouts.reference import ReferenceWeights
 from megatron.training.run.run import Run
 
-_STATE = "grpo"
+_STATE, _EVALUATED = "grpo", "evaluated_at"
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,11 @@ class Rollouts:
             f"learning from answers to {len(self._texts.tokens):,} prompts of up to {length - most} tokens{left_out}; "
             f"{settings.answers:,} answers at a time, {self._steps} step{plural_s(self._steps)} on them"
         )
-        self.held_out = HeldOut(run, settings, self._rater, learned=self._texts) if settings.grpo_eval_prompts else None
+        self.held_out: HeldOut | None = None
+        if settings.grpo_eval_prompts:
+            # Checkpoints of before this was kept were saved when the evaluation of their iteration was done.
+            at = None if saved is None else saved.get(_EVALUATED, run.progress.iteration)
+            self.held_out = HeldOut(run, settings, self._rater, learned=self._texts, evaluated_at=at)
 
     def batches(self) -> Iterator[list[Microbatch]]:
         """This rank's microbatches of each step, without end. The next one is a collective."""
@@ -154,6 +158,7 @@ class Rollouts:
             "taken": self._taken,
             "sizes": self._sizes,
             **({} if self._reference is None else {"reference": self._reference.state}),
+            **({} if self.held_out is None else {_EVALUATED: self.held_out.evaluated_at}),
         }
         return {_STATE: state}, {stored.FILE_NAME: stored.to_bytes(self._answers)} if self._taken else {}
 

@@ -36,9 +36,20 @@ class HeldOut:
     the weights. Nothing of a run's state is changed.
     """
 
-    def __init__(self, run: Run, settings: GRPOConfig, rater: Rater, *, learned: PromptTexts | None) -> None:
-        """Read the prompts. ``learned``: those that are learned from. A collective; raises DataError for prompts."""
+    def __init__(
+        self,
+        run: Run,
+        settings: GRPOConfig,
+        rater: Rater,
+        *,
+        learned: PromptTexts | None,
+        evaluated_at: int | None = None,
+    ) -> None:
+        """Read the prompts. ``learned``: those that are learned from. ``evaluated_at``: iteration of the last
+        evaluation of a run that goes on. A collective; raises DataError for prompts.
+        """
         self._run, self._settings, self._rater = run, settings, rater
+        self.evaluated_at = evaluated_at
         longest = run.config.data.seq_length - settings.most_tokens
         self._texts = PromptTexts(
             read_prompts(settings.grpo_eval_prompts, flag="--grpo-eval-prompts"),
@@ -66,9 +77,12 @@ class HeldOut:
         return f"answers sampled at temperature {temperature:g}" if temperature else "answers of the likeliest tokens"
 
     def evaluate_if_due(self) -> None:
-        """Evaluate before the first step, every ``--eval-interval`` steps, and after the last. A collective."""
+        """Evaluate before the first step, every ``--eval-interval`` steps, and after the last; once at an iteration,
+        so a run that goes on makes up for an evaluation that failed. A collective.
+        """
         config, iteration = self._run.config, self._run.progress.iteration
-        if iteration % config.training.eval_interval == 0 or iteration == config.train_iters:
+        is_due = iteration % config.training.eval_interval == 0 or iteration == config.train_iters
+        if is_due and self.evaluated_at != iteration:
             self.evaluate()
 
     def evaluate(self) -> None:
@@ -102,4 +116,5 @@ class HeldOut:
             batches=f"held-out prompts: {len(answers)}"
             + (f", {len(answers) - len(rewards)} without a reward" if len(rewards) < len(answers) else ""),
         )
+        self.evaluated_at = run.progress.iteration
         run.evaluated(run, {"": Evaluation(totals, time.perf_counter() - start)})

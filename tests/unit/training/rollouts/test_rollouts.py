@@ -173,6 +173,27 @@ def test_a_reward_that_fails_costs_nothing(
     assert same(weights(train(flags)), whole)
 
 
+def test_an_evaluation_that_fails_is_made_up_for(base: Path, tmp_path: Path, held_out: dict[int, float]) -> None:
+    """The run went on with the step after it, and the curve of held-out rewards had a hole."""
+    rewards, wrong = (
+        dict[int, float](),
+        REWARDS.replace("    numbers", "    assert len(bonus) != 5, 'held out'\n    numbers"),
+    )
+    saving = f"{evaluated(base)} --save {tmp_path}/run --load {tmp_path}/run"
+    flags = flags_of(base, saving).replace(f"{base}/rewards.py", f"{tmp_path}/rewards.py")
+    (tmp_path / "rewards.py").write_text(REWARDS, encoding="utf-8")
+    train(f"{flags} --exit-interval 1", rewards)
+    (tmp_path / "rewards.py").write_text(wrong, encoding="utf-8")
+    with expect_error(RolloutError, f"{tmp_path}/rewards.py:low", "held out"):
+        train(flags, rewards)
+    (tmp_path / "rewards.py").write_text(REWARDS, encoding="utf-8")
+    train(flags, rewards)
+    assert rewards == held_out
+    events = [json.loads(line) for line in (tmp_path / "run" / "events.jsonl").read_text().splitlines()]
+    told = {each["iteration"]: each["losses"]["reward"] for each in events if each["event"] == "validation"}
+    assert told == held_out
+
+
 def at_layout(context: ParallelContext, flags: str) -> tuple[dict[str, list[Part]], dict[int, float]]:
     """This rank's parts of the weights after the run, and rewards of held-out prompts."""
     config, rewards = tiny_config(flags, ranks=context.mesh.world_size), dict[int, float]()
