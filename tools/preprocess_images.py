@@ -349,7 +349,7 @@ def report(
         f"{config.output_prefix}_images.{{json,table}}"
     )
     if not counts.uses:
-        yield "remark: no line names an image; texts alone are preprocessed by tools/preprocess_sft.py"
+        yield "remark: no line names an image; data without images are preprocessed by tools/preprocess_sft.py"
     for remark in remarks_on_format(encoder, tokenizer):
         yield f"remark: {remark}"
 

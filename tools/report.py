@@ -20,6 +20,8 @@ from megatron.training.reporting.events import EVENTS_FILE, read_events
 from megatron.training.reporting.history import History
 from megatron.training.reporting.report_page import report_page
 
+REMEDY = "name the --save folder of a run that has trained, or the file of its --log-json"
+
 
 def main(argv: list[str] | None = None) -> int:
     """Read the runs and write the page."""
@@ -28,7 +30,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--output", default="report.html", help="page to write (default: report.html)")
     arguments = parser.parse_args(argv)
     labels = labels_of(arguments.runs)
-    runs = [History.of(label, read_events(events_of(Path(run)))) for label, run in zip(labels, arguments.runs)]
+    files = [events_of(Path(run)) for run in arguments.runs]
+    runs = [History.of(label, read_events(file, remedy=REMEDY)) for label, file in zip(labels, files)]
     output, page = Path(arguments.output), report_page(runs)
     with write_errors(output, remedy="name another file with --output"):
         output.parent.mkdir(parents=True, exist_ok=True)
@@ -45,11 +48,7 @@ def events_of(run: Path) -> Path:
         path = run / EVENTS_FILE if run.is_dir() else run
         is_there = path.exists()
     if not is_there:
-        raise DataError(
-            f"{run} has no {EVENTS_FILE}; name the --save folder of a run that has trained, or its --log-json"
-            if run.is_dir()
-            else f"{run} does not exist; name the --save folder of a run, or its --log-json"
-        )
+        raise DataError(f"{run} has no {EVENTS_FILE}; {REMEDY}" if run.is_dir() else f"{run} does not exist; {REMEDY}")
     return path
 
 

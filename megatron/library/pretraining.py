@@ -138,7 +138,7 @@ def _run(family: Family, flags: Sequence[str], *, result: TrainingResult[Any]) -
 
     def built(run: Run) -> None:
         runs.append(run)
-        run.stepped = note
+        run.after_step.append(note)
 
     def note(record: StepRecord) -> None:
         for name, loss in record.losses.items():

@@ -190,12 +190,10 @@ def _on_device(
 def _generate(run: Run) -> None:
     """Two tokens: a step that reads the prompt, and one that reads keys and values from the cache."""
     placed = model_in_training(run)
-    run.optimizer.gather.make_whole()
     engine = engine_of_every_rank(placed, length=8, max_requests=1)
     if engine is not None:
-        for model in run.models:
-            model.eval()
-        engine.generate([Request(id="text", prompt=(1, 2, 3), max_tokens=2)])
+        with run.evaluating():
+            engine.generate([Request(id="text", prompt=(1, 2, 3), max_tokens=2)])
 
 
 def _plan_save(run: Run, recorder: Recorder) -> SavePlan:

@@ -92,7 +92,7 @@ async def with_images(fields: dict[str, Any], model: ServedModel) -> tuple[dict[
     if not urls:
         return fields, []
     if model.pictures is None:
-        raise ApiError(f"{next(iter(urls))} is an image, and this model reads text alone", param="messages")
+        raise ApiError(f"{next(iter(urls))} is an image, and this model reads only text", param="messages")
     if fields.get("truncate_prompt_tokens") is not None:
         raise ApiError("truncate_prompt_tokens would cut images: leave it out", param="truncate_prompt_tokens")
     return {**fields, "messages": messages}, await model.pictures.read(urls)

@@ -46,8 +46,8 @@ _OTHER_PATH = {
 }
 
 _CHAT, _TEXT = "POST /v1/chat/completions answers a conversation", "POST /v1/completions continues a text"
-_NO_VECTORS, _NO_FILES = "this server generates text alone, and has no vectors or scores", "nothing is stored here"
-_NO_SOUND = "this model reads and writes text alone"
+_NO_VECTORS, _NO_FILES = "this server generates only text, and has no vectors or scores", "nothing is stored here"
+_NO_SOUND = "this model reads and writes only text"
 _PATHS = {
     "/v1/responses": f"{_CHAT}: put the text of input into messages",
     "/responses": f"{_CHAT}: put the text of input into messages",

@@ -84,6 +84,7 @@ def train_from_start_to_end(
             finished = True if training.skip_train else train_and_save(run, still_held)
             if training.skip_train:
                 evaluate_held_out(run)
+                TaskScores(run).write()
             if finished and training.eval_iters:
                 iteration, regular = run.progress.iteration, config.train_iters // training.eval_interval
                 validate(run, "valid", f"iteration {iteration} on validation set", evaluation=regular)
@@ -143,7 +144,8 @@ def train(run: Run, saver: Saver, profiled: Profiled, timed: Timed) -> bool:
                     reporter.tell("rollback", iteration=progress.iteration)
                     continue
                 reporter.step(record)
-                run.stepped(record)
+                for note in run.after_step:
+                    note(record)
         run.context.mesh.activity.steps += 1
         saver.settle()
         timed.report(progress.iteration)
@@ -169,6 +171,8 @@ def train(run: Run, saver: Saver, profiled: Profiled, timed: Timed) -> bool:
         reason = run.exit_watch.reason(progress.iteration)
         is_due = checkpoint.save_interval is not None and progress.iteration % checkpoint.save_interval == 0
         is_last = reason is not None or progress.iteration == config.train_iters
+        if is_last:
+            reporter.tell_rest()
         if checkpoint.save is not None and (is_due or is_last) and saved_at != progress.iteration:
             with reporter.aside("save-checkpoint"):
                 saver.save()

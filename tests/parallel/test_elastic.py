@@ -40,7 +40,7 @@ def leg(context: ParallelContext, flags: str) -> dict[int, float]:
         found[record.iteration] = record.losses["lm loss"]
 
     def built(run: Run) -> None:
-        run.stepped = noted
+        run.after_step.append(noted)
 
     config = tiny_config(flags, ranks=context.mesh.world_size)
     train_from_start_to_end(config, GPTSpec(), context, started=0.0, built=built)

@@ -41,7 +41,7 @@ def trained(context: ParallelContext, source: Any, data: Any, flags: str) -> Tra
             spec,
             context,
             started=time.monotonic(),
-            built=lambda run: setattr(run, "stepped", lambda record: losses.append(record.losses["loss"])),
+            built=lambda run: run.after_step.append(lambda record: losses.append(record.losses["loss"])),
         )
     return losses, {name: value.clone() for name, value in run.models[0].state_dict().items()}
 

@@ -96,7 +96,7 @@ class Generator:
     def _pictures(self) -> list[CutImage]:
         """The images of ``--image``. Raises ConfigError for a model of texts alone, DataError for what is no image."""
         if self._local.image and self._prompts is None:
-            raise ConfigError("--image is for models that read images, and this one reads texts alone: leave it out")
+            raise ConfigError("--image is for models that read images, and this one reads only text: leave it out")
         return [self._cut(path) for path in self._local.image]
 
     def _cut(self, path: str) -> CutImage:

@@ -91,8 +91,4 @@ RULES: tuple[Rule, ...] = (
         "--elastic and --diloco-workers are mutually exclusive: --diloco-ranks-per-worker follows the number of ranks",
         lambda run: run.guards.elastic and run.parallel.diloco_workers is not None,
     ),
-    rule(
-        "--spike-threshold {run.guards.spike_threshold} has no effect without --spike-action: add --spike-action",
-        lambda run: run.guards.spike_action is None and run.given("spike_threshold"),
-    ),
 )

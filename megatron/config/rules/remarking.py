@@ -55,7 +55,11 @@ NEEDS: tuple[tuple[str, str, Callable[[RunConfig], object]], ...] = (
         " without --tensorboard-dir",
         lambda run: run.reporting.tensorboard_dir,
     ),
-    ("spike_window spike_limit", " without --spike-action", lambda run: run.guards.spike_action is not None),
+    (
+        "spike_window spike_threshold spike_limit",
+        " without --spike-action",
+        lambda run: run.guards.spike_action is not None,
+    ),
     (
         "straggler_minmax_count straggler_threshold",
         " without --log-straggler",

@@ -276,7 +276,7 @@ class _SplitBuilder:
             if source.images is not None and not getattr(self._family, "reads_images", False):
                 raise DataError(
                     f"{prefix} holds places of images, which a model of texts doesn't read: train one that has a "
-                    "vision encoder, or preprocess texts alone"
+                    "vision encoder, or preprocess only texts"
                 )
             self.contents |= source.contents
             self.remarks += source.remarks

@@ -95,7 +95,7 @@ class EngineLimits:
         if images is None:
             return
         if self.image_shape is None:
-            raise DataError("the request has images, and this model reads texts alone")
+            raise DataError("the request has images, and this model reads only text")
         height, width, features = self.image_shape
         fits = images.tiles.shape[1:] == (3, height, width) and images.features == features
         is_inside = len(images.places) == len(request.prompt) and images.places.max() < len(images.tiles) * features

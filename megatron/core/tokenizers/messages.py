@@ -66,7 +66,7 @@ def _part_text(part: Any, name: str) -> str:
     if not isinstance(kind, str):
         raise DataError(f'{name} is {shown(part)}; it must be a text part, such as {{"type": "text", "text": "Hello"}}')
     if kind not in _TEXT_OF_PART:
-        raise DataError(f"{name} is of the type {shown(kind)}; models here read text alone")
+        raise DataError(f"{name} is of the type {shown(kind)}; models here read only text")
     text = part.get(_TEXT_OF_PART[kind])
     if not isinstance(text, str):
         raise DataError(f"{name}.{_TEXT_OF_PART[kind]} is {shown(text)}; it must be a text")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Generic, TypeVar
@@ -35,7 +34,7 @@ AnyModel = TypeVar("AnyModel", bound=PlacedModel, covariant=True)
 def evaluate(run: Run, batches: Iterator[list[Microbatch]]) -> GlobalLoss:
     """The mean losses over ``batches`` of this rank's microbatches, without dropout. A collective."""
     total: LossSum | None = None
-    with _evaluating(run):
+    with run.evaluating(whole_weights=False):
         for batch in batches:
             microbatches = run.train_spec.look_ahead(batch, partial(_sums, run, axes=("dc", "pp", "dp", "cp")))
             loss = run.runner.step(run.plans.evaluation(len(microbatches)), microbatches)
@@ -48,20 +47,10 @@ def look_ahead(run: Run, microbatches: Sequence[Microbatch]) -> Sequence[Microba
     """This rank's microbatches of a step with what their losses must know of the whole batch. A collective."""
 
     def forward(each: Sequence[Microbatch]) -> Mapping[str, Tensor]:
-        with _evaluating(run):
+        with run.evaluating(whole_weights=False):
             return _sums(run, each, axes=("pp", "dp", "cp"))
 
     return run.train_spec.look_ahead(microbatches, forward)
-
-
-@contextmanager
-def _evaluating(run: Run) -> Iterator[None]:
-    """While the block lasts, the run's models compute without dropout."""
-    for model in run.models:
-        model.eval()
-    yield
-    for model in run.models:
-        model.train()
 
 
 def _sums(run: Run, microbatches: Sequence[Microbatch], *, axes: tuple[Axis, ...]) -> Mapping[str, Tensor]:

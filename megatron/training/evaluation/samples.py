@@ -71,13 +71,8 @@ class Samples:
             )
             for number, prompt in enumerate(self._prompts)
         ]
-        with run.reporter.aside("generate-samples"):
-            for model in run.models:
-                model.eval()
-            run.optimizer.gather.make_whole()
+        with run.reporter.aside("generate-samples"), run.evaluating():
             results = self._engine.generate(requests)
-            for model in run.models:
-                model.train()
         prompts = reporting.generate_samples_prompts or ("",)
         continued = [(prompt, result.text) for prompt, result in zip(prompts, results)]
         run.reporter.samples(continued, iteration=run.progress.iteration)

@@ -101,7 +101,7 @@ def _of_images(named: EvalTask, placed: PlacedModel) -> _OfImages:
 class TaskScores:
     """Measures the model on ``--eval-tasks`` every ``--eval-tasks-interval`` iterations and after the last one.
 
-    Files are read once. Constructor and ``write_if_due`` are collectives. Raises ConfigError for a model that continues
+    Files are read once. Constructor and methods are collectives. Raises ConfigError for a model that continues
     no texts, DataError for a file that doesn't fit its task.
     """
 
@@ -126,19 +126,20 @@ class TaskScores:
 
     def write_if_due(self) -> None:
         """Report scores if the run's iteration is a multiple of the interval, or its last. A collective."""
+        iteration = self._run.progress.iteration
+        if iteration % self._interval == 0 or iteration == self._run.config.train_iters:
+            self.write()
+
+    def write(self) -> None:
+        """Report scores, if there are tasks. A collective."""
         run, iteration = self._run, self._run.progress.iteration
-        if not self._read or (iteration % self._interval and iteration != run.config.train_iters):
+        if not self._read:
             return
         found, values = list[str](), dict[str, float]()
-        with run.reporter.aside("evaluate-tasks"):
-            for model in run.models:
-                model.eval()
-            run.optimizer.gather.make_whole()
+        with run.reporter.aside("evaluate-tasks"), run.evaluating():
             for label, each in self._read.items():
                 metrics = each.metrics()
                 numbers = {name: float(metrics[name]) for name in each.shown}
                 values |= {f"{label} {name}": value for name, value in numbers.items()}
                 found.append(f"{label}: " + ", ".join(f"{n} {v:.6g}" for n, v in numbers.items()))
-            for model in run.models:
-                model.train()
         run.reporter.numbers(f" tasks at iteration {iteration} | " + " | ".join(found), values, iteration=iteration)

@@ -167,11 +167,15 @@ def _finite(value: object) -> object:
     return value
 
 
-def read_events(path: Path) -> Iterator[Event]:
+MOVE_IT_AWAY = "move it away, or name another file with --log-json"
+"""What a run does about a file that can't be its own."""
+
+
+def read_events(path: Path, *, remedy: str = MOVE_IT_AWAY) -> Iterator[Event]:
     """The events of a file; a line that a kill or a full disk has cut short, or whose fields are of other types, is
     passed over.
 
-    Raises DataError for a file that can't be read, or in which no line is an event.
+    Raises DataError, with ``remedy``, for a file that can't be read, or in which no line is an event.
     """
     check_regular(path, where=str(path), error=DataError)
     found, lines = 0, 0
@@ -183,11 +187,10 @@ def read_events(path: Path) -> Iterator[Event]:
                     found += 1
                     yield event
     except OSError as error:
-        raise DataError(f"{path} can't be read: {error.strerror}; name another file with --log-json") from None
+        raise DataError(f"{path} can't be read: {error.strerror}; {remedy}") from None
     if lines and not found:
         raise DataError(
-            f"{path} holds no events of a run: its lines, {lines} in all, are not those of --log-json; move it away, "
-            "or name another file with --log-json"
+            f"{path} holds no events of a run: its lines, {lines} in all, are not those of --log-json; {remedy}"
         )
 
 

@@ -51,7 +51,9 @@ class Goodput:
         """Add an event."""
         fields = event.fields
         if event.name == "start":
-            self._start(event.time, float(fields.get("setup_seconds", 0.0)), int(fields.get("iteration", 0)))
+            self._start(event.time, float(fields.get("setup_seconds", 0.0)))
+            if fields.get("trains", True):
+                self._redo_after(int(fields.get("iteration", 0)))
         elif event.name == "steps":
             steps = _Steps(int(fields["iteration"]), int(fields["iterations"]), float(fields["seconds"]))
             self._kept.append(steps)
@@ -64,7 +66,7 @@ class Goodput:
                 self.evaluating += float(fields["seconds"])
         self._newest = max(self._newest, event.time)
 
-    def _start(self, now: float, setup: float, iteration: int) -> None:
+    def _start(self, now: float, setup: float) -> None:
         began = now - setup
         if self._first is None:
             self._first = began
@@ -72,7 +74,6 @@ class Goodput:
             self.away += max(0.0, began - self._newest)
         self.launches += 1
         self.starting += setup
-        self._redo_after(iteration)
 
     def _redo_after(self, iteration: int) -> None:
         """Count the steps after ``iteration`` as done in vain."""

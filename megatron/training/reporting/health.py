@@ -86,11 +86,9 @@ def health_file(run: Run, *, seconds: float = SECONDS) -> Iterator[None]:
         yield
         return
     newest: list[StepRecord] = []
-    inner = run.stepped
 
-    def stepped(record: StepRecord) -> None:
+    def note(record: StepRecord) -> None:
         newest[:] = [record]
-        inner(record)
 
     def look() -> dict[str, object]:
         activity, progress = run.context.mesh.activity, run.progress
@@ -106,7 +104,7 @@ def health_file(run: Run, *, seconds: float = SECONDS) -> Iterator[None]:
         }
 
     health = HealthFile(Path(path), look, seconds=seconds)
-    run.stepped = stepped
+    run.after_step.append(note)
     health.start()
     try:
         yield

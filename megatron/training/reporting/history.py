@@ -49,7 +49,8 @@ class History:
         self.goodput.see(event)
         if event.name == "start":
             self.start, self.state = fields, _UNKNOWN_END
-            self._forget_after(iteration)
+            if fields.get("trains", True):
+                self._forget_after(iteration)
         elif event.name == "rollback":
             self._forget_after(iteration)
         elif event.name == "steps":

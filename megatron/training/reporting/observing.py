@@ -7,16 +7,17 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import IO, TYPE_CHECKING, Any
 
 from typing_extensions import override
 
 from megatron.config.report import settings_report
 from megatron.core.checkpointing.agreement import run_on_all
 from megatron.core.files.durable import write_errors
+from megatron.core.files.locks import lock
 from megatron.core.files.remote_path import is_url
 from megatron.errors import DataError, MegatronError
 from megatron.small_files import check_regular
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from megatron.training.run.run import Run
 
 logger = logging.getLogger(__name__)
+_SECONDS_OF_CHILDREN = 10.0  # in which data workers of a process that was killed end, which hold its locks till then
 
 
 def events_file(config: RunConfig) -> Path | None:
@@ -56,10 +58,10 @@ def observed(run: Run) -> Iterator[None]:
             folder = Path(reporting.log_dir)
             run_on_all(lambda: stack.enter_context(rank_log(run, folder)), mesh)
         tracer = run_on_all(lambda: _tracer(run), mesh)
-        observers = run_on_all(lambda: _open(run), mesh)
+        observers = run_on_all(lambda: _open(run, stack), mesh)
         if tracer is not None:
-            run.reporter.timers.during = tracer.around(run.reporter.timers.during)
-            _also_stepped(run, tracer.stepped)
+            run.reporter.timers.surround(tracer.around)
+            run.after_step.append(tracer.stepped)
         run.reporter.observers = Observers(*observers)
         stack.enter_context(_seeing_warnings(run.reporter.observers))
         try:
@@ -71,11 +73,15 @@ def observed(run: Run) -> Iterator[None]:
             if tracer is not None:
                 tracer.close(error)
             raise
-        done = run.progress.iteration >= run.config.train_iters
-        run.reporter.tell("end", state="finished" if done else "stopped", iteration=run.progress.iteration)
+        run.reporter.tell("end", state=_end_state(run), iteration=run.progress.iteration)
         run.reporter.observers.close()
         if tracer is not None:
             tracer.close()
+
+
+def _end_state(run: Run) -> str:
+    is_done = run.config.training.skip_train or run.progress.iteration >= run.config.train_iters
+    return "finished" if is_done else "stopped"
 
 
 def _tracer(run: Run) -> Tracer | None:
@@ -85,8 +91,10 @@ def _tracer(run: Run) -> Tracer | None:
     )
 
 
-def _open(run: Run) -> list[Observer]:
-    """The observers of this rank: the last one writes the events, as it prints the log; the first serves metrics."""
+def _open(run: Run, stack: ExitStack) -> list[Observer]:
+    """The observers of this rank: the last one writes the events, as it prints the log; the first serves metrics.
+    ``stack``: closes what they hold.
+    """
     reporting, mesh, path, observers = run.config.reporting, run.context.mesh, events_file(run.config), list[Observer]()
     if path is not None and mesh.world_rank == mesh.world_size - 1:
         check_regular(path, where=str(path), error=DataError)
@@ -94,11 +102,20 @@ def _open(run: Run) -> list[Observer]:
             goodput_before(run)  # a file of another kind is refused here, before hours of loading
             if reporting.log_json is not None:
                 path.parent.mkdir(parents=True, exist_ok=True)
-                path.open("ab+").close()
+                _alone(stack.enter_context(path.open("ab+")), flag="--log-json")
         observers.append(EventLog(path))
     if reporting.metrics_port is not None and mesh.world_rank == 0:
         observers.append(RunMetrics(reporting.metrics_host, reporting.metrics_port, before=goodput_before(run)))
     return observers
+
+
+def _alone(file: IO[Any], *, flag: str) -> None:
+    """Lock a file until it is closed. Raises DataError where another run writes it."""
+    end = time.monotonic() + _SECONDS_OF_CHILDREN
+    while lock(file) == "held elsewhere":
+        if time.monotonic() > end:
+            raise DataError(f"{file.name} is written by another run: name another place with {flag}")
+        time.sleep(0.1)
 
 
 def goodput_before(run: Run) -> Goodput:
@@ -124,6 +141,7 @@ def tell_start(run: Run, facts: StartupFacts, about_data: list[str], *, setup_se
         "cp": parallel.context_parallel_size,
         "ep": parallel.expert_model_parallel_size,
         "dp": config.data_parallel_size,
+        "workers": parallel.num_workers,
     }
     fields = {
         "version": __version__,
@@ -134,6 +152,7 @@ def tell_start(run: Run, facts: StartupFacts, about_data: list[str], *, setup_se
         "world_size": config.world_size,
         "layout": sizes,
         "iteration": run.progress.iteration,
+        "trains": not config.training.skip_train,
         "train_iterations": config.train_iters,
         "loaded_from": facts.loaded_from,
         "setup_seconds": setup_seconds,
@@ -142,18 +161,8 @@ def tell_start(run: Run, facts: StartupFacts, about_data: list[str], *, setup_se
     }
     reporter.tell("start", **fields)
     if before.launches:
-        before.see(Event("start", time.time(), {key: fields[key] for key in ("setup_seconds", "iteration")}))
+        before.see(Event("start", time.time(), {key: fields[key] for key in ("setup_seconds", "iteration", "trains")}))
         reporter.say(f"== time\n   {before}")
-
-
-def _also_stepped(run: Run, more: Callable[[StepRecord], None]) -> None:
-    inner = run.stepped
-
-    def stepped(record: StepRecord) -> None:
-        more(record)
-        inner(record)
-
-    run.stepped = stepped
 
 
 class _Warnings(logging.Handler):
@@ -208,6 +217,8 @@ def rank_log(run: Run, folder: Path) -> Iterator[None]:
     with write_errors(path, remedy="name another folder with --log-dir"):
         folder.mkdir(parents=True, exist_ok=True)
         handler = _RankFile(path)
+        assert handler.stream is not None
+        _alone(handler.stream, flag="--log-dir")
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     own = logging.Logger("rank")  # no child of the root's: what it says is on no terminal
     own.addHandler(handler)
@@ -221,11 +232,11 @@ def rank_log(run: Run, folder: Path) -> Iterator[None]:
             own.info("iteration %d: %s; %.3f s since the line before", record.iteration, losses, now - begun)
             begun = now
 
-    _also_stepped(run, note)
+    run.after_step.append(note)
     logging.getLogger().addHandler(handler)
     try:
         yield
-        own.info("finished at iteration %d", run.progress.iteration)
+        own.info("%s at iteration %d", _end_state(run), run.progress.iteration)
     except BaseException as error:
         place = run.context.mesh.activity.place
         own.error("failed at iteration %d, %s: %s", run.progress.iteration, place, error, exc_info=_traceback(error))

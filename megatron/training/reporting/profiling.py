@@ -16,10 +16,10 @@ from megatron.config.run import RunConfig
 from megatron.core.parallel.activity import Activity
 from megatron.core.parallel.context import ParallelContext
 from megatron.errors import ConfigError
+from megatron.training.reporting.timers import During
 
 logger = logging.getLogger(__name__)
 
-During = Callable[[str], AbstractContextManager[None]]
 Profiled = Callable[[int], AbstractContextManager[None]]
 """``with profiled(number): …`` around the work of an iteration; numbers start from 1."""
 

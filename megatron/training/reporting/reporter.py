@@ -96,6 +96,7 @@ class Reporter:
         self._recent_seconds: float | None = None
         self._memory_reported = False
         self._log_failed = False
+        self._unreported: StepRecord | None = None
 
     def say(self, text: str) -> None:
         """Print on the last rank, above the progress bar; nothing for an empty text."""
@@ -118,7 +119,10 @@ class Reporter:
         self.observers.tell(name, **fields)
 
     def restart_clock(self, iteration: int = 0) -> None:
-        """Measure time from now: called when setup is over and training begins after ``iteration``."""
+        """Measure time from now: called when setup is over, or a checkpoint was loaded again, and training begins after
+        ``iteration``. A collective.
+        """
+        self.tell_rest()
         self._interval_start = self._step_start = self._clock()
         self._progress = self._bar(self._train_iters, initial=iteration)
 
@@ -149,6 +153,7 @@ class Reporter:
             self._curves.scalars(self._describe_layer_metrics(step.layer_metrics)[1], iteration=step.iteration)
         if self._config.log_memory_to_tensorboard and self._curves.wants(step.iteration):
             self._curves.scalars(memory_scalars(self._rank.device), iteration=step.iteration)
+        self._unreported = step
         if step.iteration % self._config.log_interval == 0:
             self._log_interval(step)
         now = self._clock()
@@ -193,7 +198,19 @@ class Reporter:
                     "mfu": speed.utilization,
                 }
             self._curves.scalars(values, iteration=step.iteration)
-        self._totals = IntervalTotals()
+        self._begin_interval()
+
+    def tell_rest(self) -> None:
+        """Let observers see the steps since the last log line, which no line will report. A collective."""
+        if self._unreported is not None:
+            seconds = self._clock() - self._interval_start
+            self._totals.average(self._rank.average)
+            speed = self._scale.throughput(samples=self._totals.samples, seconds=seconds)
+            self._tell_steps(self._unreported, seconds=seconds, speed=speed)
+            self._begin_interval()
+
+    def _begin_interval(self) -> None:
+        self._totals, self._unreported = IntervalTotals(), None
         self._interval_start = self._clock()
 
     def _tell_steps(self, step: StepRecord, *, seconds: float, speed: Throughput) -> None:

@@ -8,6 +8,8 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Literal
 
 TimingOption = Literal["minmax", "max", "all"]
+During = Callable[[str], AbstractContextManager[None]]
+"""What is entered with the name of a part of the run while that lasts."""
 
 
 class Timers:
@@ -26,18 +28,22 @@ class Timers:
         synchronize: Callable[[], None] | None = None,
         barrier: Callable[[], None] | None = None,
         clock: Callable[[], float] = time.perf_counter,
-        during: Callable[[str], AbstractContextManager[None]] = lambda name: nullcontext(),
+        during: During = lambda name: nullcontext(),
     ) -> None:
         self.level = level
         self._synchronize = synchronize
         self._barrier = barrier
         self._clock = clock
-        self.during = during
+        self._during = during
         self._seconds: dict[str, float] = {}
+
+    def surround(self, around: Callable[[During], During]) -> None:
+        """Enter ``around(during)`` from now on where ``during`` was entered."""
+        self._during = around(self._during)
 
     def __call__(self, name: str, *, level: int) -> AbstractContextManager[None]:
         """``with timers("forward-backward", level=1): …`` adds the block's time to ``name``."""
-        return self._measure(name, level) if level <= self.level else self.during(name)
+        return self._measure(name, level) if level <= self.level else self._during(name)
 
     @contextmanager
     def _measure(self, name: str, level: int) -> Iterator[None]:
@@ -45,7 +51,7 @@ class Timers:
             self._barrier()
         start = self._now()
         try:
-            with self.during(name):
+            with self._during(name):
                 yield
         finally:
             self._seconds[name] = self._seconds.get(name, 0.0) + self._now() - start

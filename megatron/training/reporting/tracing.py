@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 from typing_extensions import override
 
 from megatron.errors import ConfigError
-from megatron.training.reporting.profiling import During
+from megatron.training.reporting.timers import During
 from megatron.version import __version__
 
 if TYPE_CHECKING:

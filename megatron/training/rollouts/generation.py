@@ -67,10 +67,7 @@ class AnswerGenerator:
 
         Raises ConfigError where the model's logits are not finite.
         """
-        run, start = self._run, time.perf_counter()
-        run.optimizer.gather.make_whole()
-        for model in run.models:
-            model.eval()
+        start = time.perf_counter()
         requests = [
             Request(
                 id=f"{number} {choice}",
@@ -86,9 +83,8 @@ class AnswerGenerator:
         ]
         # An engine of its own: its cache knows prompts by their tokens, and the weights have changed.
         engine = Engine(self._runner, options=SchedulerOptions(prefix_caching=not self._runner.limits.has_states))
-        results = engine.generate(requests)
-        for model in run.models:
-            model.train()
+        with self._run.evaluating():
+            results = engine.generate(requests)
         self.seconds = time.perf_counter() - start
         found = [self._generated(result) for result in results]
         return [found[first : first + each] for first in range(0, len(found), each)]

@@ -92,8 +92,9 @@ class Run:
     ``spec_state``: what the checkpoint that it goes on from keeps of the train spec.
     ``chat_before``: what the model that this one is made of had learned of conversations.
 
-    ``evaluated``: called on every rank after each evaluation, with the results on each data set by name. ``stepped``:
-    called on every rank after each step. ``fault``: notes a fault of the hardware at these places (host and device).
+    ``evaluated``: called on every rank after each evaluation, with the results on each data set by name.
+    ``after_step``: each is called on every rank after each step. ``fault``: notes a fault of the hardware at these
+    places (host and device).
     """
 
     config: RunConfig
@@ -124,7 +125,7 @@ class Run:
     spec_state: Mapping[str, Any] = field(default_factory=dict)
     chat_before: ChatSettings | None = None
     evaluated: Callable[[Run, Mapping[str, Evaluation]], None] = lambda run, found: None
-    stepped: Callable[[StepRecord], None] = lambda record: None
+    after_step: list[Callable[[StepRecord], None]] = field(default_factory=list)
     fault: Callable[[Sequence[str], str], None] = lambda places, what: None
 
     def __post_init__(self) -> None:
@@ -149,6 +150,23 @@ class Run:
         """Every parameter as this rank multiplies by it. A collective where weights are divided over ranks."""
         self.optimizer.gather.make_whole()
         yield from model_state(*self.models)
+
+    @contextmanager
+    def evaluating(self, *, whole_weights: bool = True) -> Iterator[None]:
+        """Put the models into evaluation mode for the block, without dropout.
+
+        ``whole_weights``: with every weight whole, as generation reads them. A collective where they are divided over
+        ranks (ZeRO 3).
+        """
+        if whole_weights:
+            self.optimizer.gather.make_whole()
+        for model in self.models:
+            model.eval()
+        try:
+            yield
+        finally:
+            for model in self.models:
+                model.train()
 
     def layout(self) -> dict[str, Sharding]:
         """The layout of every parameter of this rank by its global name."""

@@ -52,9 +52,9 @@ FAULTS = (
     ),
     Fault(
         "no_dropout_after_an_evaluation",
-        "megatron/training/evaluation/evaluate.py",
-        old=("    for model in run.models:\n        model.train()\n    return global_loss"),
-        new="    return global_loss",
+        "megatron/training/run/run.py",
+        old="        finally:\n            for model in self.models:\n                model.train()\n",
+        new="        finally:\n            pass\n",
         suffers="After the first evaluation the run trains without dropout.",
         report="https://github.com/sgl-project/SpecForge/pull/563",
     ),

@@ -160,9 +160,9 @@ FAULTS = (
     Fault(
         "scored_in_training_mode",
         "megatron/training/evaluation/task_scores.py",
-        old="            for model in run.models:\n                model.train()\n",
-        new="",
-        suffers="After the first scores of --eval-tasks a model trains without dropout.",
+        old='with run.reporter.aside("evaluate-tasks"), run.evaluating():',
+        new='with run.reporter.aside("evaluate-tasks"):',
+        suffers="Scores of --eval-tasks are those of a model with dropout.",
         first=("unit/training/evaluation/test_task_scores.py",),
     ),
     Fault(

@@ -9,7 +9,7 @@ import pytest
 
 from megatron.core.checkpointing.agreement import gather_from_all, run_on_all, run_on_first
 from megatron.core.parallel.mesh import Mesh
-from megatron.errors import RESTART_CANNOT_HELP, CheckpointError
+from megatron.errors import RESTART_CANNOT_HELP, CheckpointError, ConfigError, DataError, MegatronError
 from tests.unit.checkpointing.simulated import on_ranks
 
 MESHES = [Mesh.of(tp=2, pp=2, rank=rank) for rank in range(4)]
@@ -69,6 +69,18 @@ def test_the_same_finding_of_all_ranks_is_said_once() -> None:
     """Each rank reads the same damaged file."""
     for error in caught_on({0, 1, 2, 3}, CheckpointError("the file is damaged")):
         assert str(error) == "the file is damaged"
+
+
+@pytest.mark.parametrize("kind", [ConfigError, DataError])
+def test_a_users_mistake_on_one_rank_is_the_same_sentence_on_all(kind: type[MegatronError]) -> None:
+    """A port that is in use on rank 0's node ended other ranks with 1, so that a scheduler started them again."""
+
+    def attempt(mesh: Mesh) -> tuple[type, str, int]:
+        with pytest.raises(MegatronError) as caught:
+            gather_from_all(failing_on({0}, kind("name a free port"), mesh), mesh)
+        return type(caught.value), str(caught.value), caught.value.exit_code
+
+    assert on_ranks(MESHES, attempt) == [(kind, "name a free port", RESTART_CANNOT_HELP)] * 4
 
 
 def test_a_defect_keeps_its_type_on_its_own_rank() -> None:

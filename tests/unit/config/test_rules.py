@@ -227,9 +227,9 @@ REMARKS = [
     ("--muon-no-split-qkv", "", "--muon-no-split-qkv: no effect without --optimizer muon, adafactor or soap"),
     ("--lion-beta1 0.9", "", "--lion-beta1: no effect without --optimizer lion"),
     (
-        "--spike-window 64 --spike-limit 2",
+        "--spike-window 64 --spike-threshold 5 --spike-limit 2",
         "",
-        "--spike-window, --spike-limit: no effect without --spike-action",
+        "--spike-window, --spike-threshold, --spike-limit: no effect without --spike-action",
     ),
     ("--straggler-threshold 0.9", "", "--straggler-threshold: no effect without --log-straggler"),
     ("--preflight-threshold 0.7", "", "--preflight-threshold: no effect without --preflight"),

@@ -96,7 +96,7 @@ TOGETHER: list[tuple[str, dict[str, Any], str, str]] = [
     (CHATS, {"messages": []}, "messages", "1 to 10,000 items"),
     (CHATS, {"messages": [{"content": "a"}]}, "messages", "no role"),
     (CHATS, {"messages": [{"role": "user", "content": 5}]}, "messages", "must be a text"),
-    (CHATS, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages", "reads text alone"),
+    (CHATS, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages", "reads only text"),
     (CHATS, {"tools": [{}]}, "tools", 'calls no tools: leave out tools, or send tool_choice: "none"'),
     (CHATS, {"tools": [{}], "tool_choice": "auto"}, "tools", "calls no tools"),
     (CHATS, {"tool_choice": "required"}, "tool_choice", "calls no tools"),
@@ -106,8 +106,8 @@ TOGETHER: list[tuple[str, dict[str, Any], str, str]] = [
     (COMPLETIONS, {"messages": []}, "messages", "/v1/chat/completions takes them"),
     (CHATS, {"prompt": "a"}, "prompt", "/v1/completions takes it"),
     (CHATS, {"extra_body": {}}, "extra_body", "sends what is in it as fields"),
-    (CHATS, {"audio": {}}, "audio", "text alone"),
-    (CHATS, {"modalities": ["audio"]}, "modalities", "text alone"),
+    (CHATS, {"audio": {}}, "audio", "only text"),
+    (CHATS, {"modalities": ["audio"]}, "modalities", "only text"),
     (CHATS, {"reasoning_effort": "high"}, "reasoning_effort", "control reasoning"),
     (CHATS, {"max_tokens": 3, "max_completion_tokens": 4}, "max_completion_tokens", "two names of one limit"),
     (CHATS, {"max_tokens": 0}, "max_tokens", "1 or more"),
@@ -205,7 +205,7 @@ def test_well_known_paths_say_what_works(running: Running) -> None:
     """/v1/responses was a 404 that named nothing."""
     for path, words in (
         ("/v1/responses", "POST /v1/chat/completions answers a conversation: put the text of input into messages"),
-        ("/v1/embeddings", "generates text alone"),
+        ("/v1/embeddings", "generates only text"),
         ("/generate", "PUT /api"),
         ("/v1/completion", "did you mean /v1/completions?"),
         ("/nothing/like/it", "/openapi.json lists them"),

@@ -42,7 +42,7 @@ def assembled(text: PortableModel, folder: Path, *, image_token_id: int | None, 
     """
     if not any(isinstance(each, GPTConfig) for each in text.groups):
         raise CheckpointError(
-            "--load holds another model than a decoder of texts alone: give the checkpoint or folder of one"
+            "--load holds another model than a decoder that reads only text: give the checkpoint or folder of one"
         )
     vision = encoder_in(folder)
     marked = _mark_of(text) if image_token_id is None else image_token_id

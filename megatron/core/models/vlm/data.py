@@ -114,5 +114,5 @@ def build_vlm_splits(run: RunConfig, sizes: SplitSizes, tokenizer: Tokenizer) ->
     found = build_splits(run.data, family, sizes=sizes, tokenizer=tokenizer, vocab_size=known)
     if run.data.mock_data or family.has_images:
         return found
-    remark = "note: --data-path holds texts alone, so the vision encoder and its projector learn nothing"
+    remark = "note: --data-path holds only texts, so the vision encoder and its projector learn nothing"
     return dataclasses.replace(found, remarks=(*found.remarks, remark))

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 from typing_extensions import override
 
+from megatron.core.files.locks import lock
 from megatron.core.parallel.context import ParallelContext
 from megatron.errors import ConfigError, DataError, MegatronError
 from megatron.training.loop import train_from_start_to_end
@@ -46,21 +47,31 @@ def names(path: Path) -> list[str]:
 
 
 def test_events_of_a_run_and_of_its_next_launch(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Reports and the account of time are made of this file: a launch that goes on appends, and says what was lost."""
+    """Reports and the account of time are made of this file: a launch that goes on appends, and says what was lost.
+
+    Steps after the last log line were on no account, and an evaluation of an earlier checkpoint took later steps for
+    lost, and left --eval-tasks out.
+    """
     saving = f"--save {tmp_path} --load {tmp_path} --eval-iters 0"
-    train(f"{saving} --exit-interval 2")
+    train(f"{saving} --exit-interval 2 --log-interval 5")
     path = tmp_path / "events.jsonl"
-    assert names(path) == ["start", "steps", "steps", "saved", "aside", "end"]
-    first, *_, last = [json.loads(line) for line in path.read_text().splitlines()]
+    assert names(path) == ["start", "steps", "saved", "aside", "end"]
+    first, steps, *_, last = [json.loads(line) for line in path.read_text().splitlines()]
+    assert (steps["iteration"], steps["iterations"]) == (2, 2)
     assert (first["iteration"], first["world_size"], first["train_iterations"]) == (0, 1, 3)
     assert any("--num-layers" in line for line in first["settings"])
     assert last["state"] == "stopped"
     capsys.readouterr()
     train(saving)
-    assert names(path)[6:] == ["start", "steps", "saved", "aside", "end"]
-    history = History.of("run", read_events(path))
-    assert (history.state, history.iteration, sorted(history.curves["lm loss"])) == ("finished", 3, [1, 2, 3])
+    assert names(path)[5:] == ["start", "steps", "saved", "aside", "end"]
     assert "since the first of 2 launches: goodput" in capsys.readouterr().out
+    (tmp_path / "text").write_text("3 1 4 1 5 9 2 6 5 3 5 8 9 7 9")
+    tasks = f"--eval-tasks LM={tmp_path}/text"
+    train(f"--load {tmp_path} --ckpt-step 2 --skip-train --eval-iters 1 --log-json {path} {tasks}")
+    history = History.of("run", read_events(path))
+    assert (history.state, history.iteration, sorted(history.curves["lm loss"])) == ("finished", 3, [2, 3])
+    assert history.goodput.redone == 0
+    assert [*history.numbers["LM loss"]] == [2]
 
 
 def test_a_launch_that_never_trains_leaves_no_file(tmp_path: Path) -> None:
@@ -134,8 +145,10 @@ def test_lines_without_an_end_cost_no_memory(tmp_path: Path) -> None:
     assert names(path) == ["saved"]
 
 
-def test_places_that_hold_no_events_are_refused(tmp_path: Path) -> None:
-    """A named pipe held the run up for good; another file ended one rank alone, after hours of loading."""
+def test_places_that_hold_no_events_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A named pipe held the run up for good; another file ended one rank alone, after hours of loading; two runs mixed
+    their events in one file.
+    """
     pipe, folder, other = tmp_path / "pipe", tmp_path / "folder", tmp_path / "other"
     os.mkfifo(pipe)
     (folder / "events.jsonl").mkdir(parents=True)
@@ -146,6 +159,12 @@ def test_places_that_hold_no_events_are_refused(tmp_path: Path) -> None:
     for flags in (f"--log-json {pipe}", f"--save {folder}", f"--log-json {other}", f"--log-dir {logs}"):
         with expect_error(DataError, tmp_path):
             train(flags)
+    monkeypatch.setattr("megatron.training.reporting.observing._SECONDS_OF_CHILDREN", 0)
+    shared = tmp_path / "shared"
+    with shared.open("ab") as file:
+        assert lock(file) == "locked"
+        with expect_error(DataError, shared, "--log-json"):
+            train(f"--log-json {shared}")
     for flags in ("--log-json s3://bucket/events.jsonl", "--log-dir s3://bucket/logs"):
         with expect_error(ConfigError):
             tiny_config(f"{FLAGS} {flags}")
