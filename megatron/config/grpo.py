@@ -109,6 +109,11 @@ class GRPOConfig(ObjectiveConfig):
         default=0.001,
         at_least=0,
     )
+    grpo_use_bias_correction_kl: bool = flag(
+        "Multiply the divergence by the ratio of a token's probability to that when it was generated, so that its "
+        "gradient is unbiased; trl's use_bias_correction_kl.",
+        default=False,
+    )
     grpo_entropy_term_weight: float = flag(
         "Factor of a bonus for entropy, -p log p of each token generated.", default=0.0, at_least=0
     )
@@ -257,6 +262,13 @@ def _data_flags(run: RunConfig) -> dict[str, object]:
     }
 
 
+def _correction_has_effect(run: RunConfig) -> str | None:
+    found = _of(run)
+    if not (found.is_chosen and found.grpo_use_bias_correction_kl) or found.has_reference:
+        return None
+    return "--grpo-use-bias-correction-kl has no effect with --grpo-kl-beta 0; leave it out, or give a beta"
+
+
 def _is_whole_number_of_steps(run: RunConfig) -> str | None:
     found, size = _of(run), run.training.global_batch_size
     if not found.is_chosen or run.data.mock_data or found.answers % size == 0:
@@ -319,6 +331,7 @@ _RULES: tuple[Rule, ...] = (
     _starts_from_a_trained_model,
     _there_is_room_for_answers,
     _batches_have_one_size,
+    _correction_has_effect,
     _is_whole_number_of_steps,
     rule(
         "--attention-dropout {run.model.attention_dropout:g} and --hidden-dropout {run.model.hidden_dropout:g}: "

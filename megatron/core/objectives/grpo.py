@@ -232,7 +232,7 @@ class _Answers:
         """Sums and counts of what is reported beside the loss."""
         tokens, answers = self.counted.sum(), self.of_samples(IS_ANSWER)
         below, above = self.tokens.clipped(settings)
-        of_tokens = (self.tokens.divergences, self.entropies, below, above, below | above)
+        of_tokens = (self.tokens.weighted_divergences(settings), self.entropies, below, above, below | above)
         lengths = (self.samples[LENGTH].sum(1) * self.samples[IS_ANSWER]).sum()
         of_answers = (self.of_samples(REWARD), self.of_samples(SPREAD), lengths)
         found = {name: ((each * self.counted).sum(), tokens) for name, each in zip(OF_TOKENS, of_tokens)}

@@ -71,6 +71,12 @@ class GeneratedTokens:
         difference = self.reference - self.log_probs
         return difference.exp() - difference - 1
 
+    def weighted_divergences(self, settings: GRPOConfig) -> Tensor:
+        """The divergences as the loss has them: with their gradient unbiased they are multiplied by the ratios
+        (DeepSeek-V3.2, arXiv:2512.02556).
+        """
+        return self.divergences * self.ratios if settings.grpo_use_bias_correction_kl else self.divergences
+
     def clipped(self, settings: GRPOConfig) -> tuple[Tensor, Tensor]:
         """Which tokens have no gradient as their ratio has left the range: those below it, and those above."""
         ratios = self.ratios
@@ -84,7 +90,7 @@ class GeneratedTokens:
         clamped = ratios.clamp(1 - settings.grpo_clamp_eps_lower, 1 + settings.grpo_clamp_eps_upper)
         found = -torch.minimum(ratios * self.advantages, clamped * self.advantages)
         if self.reference is not None:
-            found = found + settings.grpo_kl_beta * self.divergences
+            found = found + settings.grpo_kl_beta * self.weighted_divergences(settings)
         if settings.grpo_entropy_term_weight:
             found = found + settings.grpo_entropy_term_weight * self.log_probs.exp() * self.log_probs
         return found
