@@ -95,7 +95,7 @@ class PruneConfig(Settings):
     json_key: str = flag("Key of the text in JSON lines.", default="text")
     samples: int = flag("Sequences on which importance is measured.", default=1024, at_least=1, at_most=COUNT)
     seq_length: int | None = flag(
-        "Tokens of a sequence; that of training unless given, at most 2048.", default=None, at_least=1
+        "Tokens of a sequence; that of training unless given, at most 2048.", default=None, at_least=2
     )
     seed: int = flag("Seed of the choice of sequences.", default=1234, at_least=0, at_most=2**32 - 1)
     ckpt_step: int | None = flag("Iteration to prune instead of the newest.", default=None, at_least=0)

@@ -38,6 +38,7 @@ NUMBER, SEEN, PLACES = "sample_number", "sample_digest", "sample_places"
 """Fields of a sample that is being scored: its number and digest [1], and the places of its tokens [S]."""
 
 _REMEDY = "give --scores another folder"
+_ROUNDED = 0.05  # more than stored logarithms of 16 bits move the sum of their probabilities
 _Size = Annotated[int, Between(1, 2**31 - 1)]
 
 
@@ -264,7 +265,21 @@ class ScoredSamples:
                 "flags of this run, --reset-position-ids and --reset-attention-mask included"
             )
         ids, logs, rest = self._scores.row(index or 0)
+        self._check(index or 0, ids, logs, rest)
         return {**sample, TEACHER_IDS: ids, TEACHER_LOG_PROBS: logs, TEACHER_REST: rest}
+
+    def _check(self, index: int, ids: NDArray[Any], logs: NDArray[Any], rest: NDArray[Any]) -> None:
+        """Raise DataError where a row is no distribution over the vocabulary, as the disk or a copy has damaged it."""
+        header = self._scores.header
+        with np.errstate(over="ignore"):
+            totals = np.exp(logs, dtype=np.float32).sum(axis=1) + np.exp(rest, dtype=np.float32)
+        wrong = ~(np.abs(totals - 1) < _ROUNDED) | (ids < 0).any(axis=1) | (ids >= header.vocab_size).any(axis=1)
+        if wrong.any():
+            place = int(np.argmax(wrong))
+            raise DataError(
+                f"{self._where} is damaged: what it has of token {place} of sample {index:,} of {self._scores.data} "
+                f"is no distribution over {header.vocab_size:,} ids; copy the folder again, or score the data again"
+            )
 
     def origin(self, index: int) -> str:
         """Where a sample's tokens are stored."""

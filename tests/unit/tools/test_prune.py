@@ -77,6 +77,7 @@ def test_mistakes(run: Path, tmp_path: Path) -> None:
         ("", ("--target-ffn-hidden-size",)),
         ("--target-ffn-hidden-size 8", ("--data-path", "--layers-to-drop")),
         ("--target-mamba-num-heads 2", ("--target-mamba-num-heads", "--target-hidden-size")),
+        ("--target-num-layers 2 --seq-length 1", ("--seq-length", "2")),
         ("--prune-export-config {}", ("--prune-export-config", "--target-num-layers")),
     ):
         with expect_error(ConfigError, *facts):

@@ -212,6 +212,15 @@ def test_what_was_stored_of_a_teacher_teaches_the_same(tmp_path: Path) -> None:
     ):
         with expect_error(error, *facts):
             steps(ready(changed), 1)
+    for name, dtype, value in (("log_probs", np.float32, 0), ("rest", np.float32, np.nan), ("ids", np.int32, 51)):
+        path = folder / f"train.{name}.bin"
+        kept = path.read_bytes()
+        stored_values = np.frombuffer(kept, dtype).copy()
+        stored_values[len(stored_values) // 2] = value
+        path.write_bytes(stored_values.tobytes())
+        with expect_error(DataError, "scores", "sample 12", "51"):
+            steps(ready(given), 2)
+        path.write_bytes(kept)
     (folder / "train.ids.bin").write_bytes(b"short")
     with expect_error(DataError, "train.ids.bin", "5"):
         steps(ready(given), 1)
@@ -348,8 +357,8 @@ def test_what_a_teacher_read_otherwise_is_refused(tmp_path: Path, flag: str) -> 
     for tokens, is_same in (([5, 6, 7, 8, 5], True), ([5, 0, 7, 8, 5], False)):
         text = np.array(tokens)
         scored = NumberedSamples(_Listed(plain.sample(text, num_tokens=5)))[0]
-        row = np.zeros((4, 1))
-        writer.store(0, int(scored[SEEN].view(np.uint64)[0]), scored[PLACES], row, row, row[:, 0])
+        row, rest = np.zeros((4, 1)), np.full(4, -np.inf)
+        writer.store(0, int(scored[SEEN].view(np.uint64)[0]), scored[PLACES], row, row, rest)
         same, other = (_Listed(each.sample(text, num_tokens=5)) for each in (plain, resets))
         assert ScoredSamples(same, arrays, where="--teacher-scores s")[0].keys() > {"tokens"}
         if is_same:
