@@ -216,7 +216,6 @@ _HARMLESS = {
     "expert-tensor-parallel-size": "1",
     "moe-layer-freq": "1",
     "cuda-graph-impl": "none",
-    "replication-factor": "2",
     "attention-mask-type": "causal",
     "cp-window-size": "1",
 }

@@ -163,9 +163,6 @@ that part of multi-token prediction is not available; leave it out
     mtp-*
 optimizer state goes to main memory with --optimizer-cpu-offload, a part of it with --optimizer-offload-fraction
     optimizer-offload
-a non-persistent checkpoint is not available yet; use --save and --save-interval
-    non-persistent-save-interval non-persistent-ckpt-type non-persistent-global-ckpt-dir non-persistent-local-ckpt-dir
-    non-persistent-local-ckpt-algo replication replication-jump replication-factor
 multi-modal positions are not available yet; use --position-embedding-type rope
     mrope-section
 a model with layers of different sizes is not available yet; leave it out

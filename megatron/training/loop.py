@@ -119,6 +119,8 @@ def train(run: Run, saver: Saver, profiled: Profiled, timed: Timed) -> bool:
         if training.train_iters is None:
             length = f"--train-samples {config.train_samples} ({config.train_iters} iterations)"
         reporter.say(f"already at iteration {progress.iteration} of {length}: nothing to train")
+        if run.recovered and checkpoint.save is not None:  # the last save before this start had not become durable
+            saver.save()
 
     samples, scores = Samples(run), TaskScores(run)
     folders = HuggingFaceFolders(run, saver)
@@ -177,6 +179,8 @@ def train(run: Run, saver: Saver, profiled: Profiled, timed: Timed) -> bool:
             with reporter.aside("save-checkpoint"):
                 saver.save()
             saved_at = progress.iteration
+        else:
+            saver.copy_if_due()
         folders.write_if_due()
 
     if reason is not None:

@@ -36,6 +36,8 @@ DRILLS: dict[str, Drill] = {
     "elastic": drills.elastic,
     "service-away": storage.service_away,
     "disk-away": storage.disk_away,
+    "lost-node": storage.lost_node,
+    "memory-copies": storage.memory_copies,
     "soak": drills.soak,
 }
 NEED_ROOT = {"disk-full", "cut-network", "disk-away"}

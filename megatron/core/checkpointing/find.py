@@ -37,6 +37,10 @@ class CheckpointFolder:
     passed_over: tuple[str, ...] = ()
     is_verified: bool = False
 
+    def reader(self) -> CheckpointReader:
+        """What reads its tensors."""
+        return CheckpointReader(self.path, is_verified=self.is_verified)
+
 
 def find_checkpoint(
     root: str | AnyPath,

@@ -148,7 +148,7 @@ def load_checkpoint(
     Raises CheckpointError on all ranks, listing missing, surplus and mismatched names, before anything is changed.
     """
     path = _path(folder)
-    reader = CheckpointReader(path, is_verified=isinstance(folder, CheckpointFolder) and folder.is_verified)
+    reader = folder.reader() if isinstance(folder, CheckpointFolder) else CheckpointReader(path)
     state = list(state)
     views = sharded_views(state, mesh)
     metadata = run_on_all(reader.read_metadata, mesh)

@@ -120,13 +120,14 @@ class Written:
 class Snapshot:
     """What a save holds: who writes which box, the table of contents, and small files. It can be written to a place
     several times, as long as its tensors don't change; ``copy_into`` makes it independent of those in training.
+    ``taken_at``: seconds since 1970, the same on all ranks.
     """
 
     def __init__(self, iteration: int, run_state: Mapping[str, Any], mesh: Mesh, files: Mapping[str, bytes]) -> None:
         self.iteration, self.mesh = iteration, mesh
         self.files = {**files, RUN_FILE: _describe_run(iteration, run_state, mesh).encode()}
         self.metadata = Metadata({})
-        self.token = os.urandom(4).hex()
+        self.token, self.taken_at = os.urandom(4).hex(), time.time()
         self._planner = SavePlanner(mesh, {})
         self._plan = SavePlan([])
         self._streamed: Sequence[StreamedBox] | None = None
@@ -136,9 +137,9 @@ class Snapshot:
         self._planner = SavePlanner(self.mesh, views)
         writer = CheckpointWriter(Path())
         writer.set_up_storage_writer(self.mesh.world_rank == 0)
-        found = gather_from_all(lambda: (self.token, self._planner.create_local_plan()), self.mesh)
-        self.token = found[0][0]
-        plans, self.metadata = self._planner.create_global_plan([plan for _, plan in found])
+        found = gather_from_all(lambda: (self.token, self.taken_at, self._planner.create_local_plan()), self.mesh)
+        self.token, self.taken_at, _ = found[0]
+        plans, self.metadata = self._planner.create_global_plan([plan for *_, plan in found])
         self._plan = writer.prepare_global_plan(plans)[self.mesh.world_rank]
 
     def stream(self, boxes: Sequence[StreamedBox]) -> None:
@@ -174,7 +175,7 @@ class Snapshot:
             write_durably(folder / name, content)
         files = {name: record for rank in written for name, record in rank.files.items()}
         files |= {name: checksum(folder / name) for name in (METADATA, *self.files)}
-        return Manifest(self.iteration, time.time(), files)
+        return Manifest(self.iteration, self.taken_at, files)
 
 
 class PendingSave:

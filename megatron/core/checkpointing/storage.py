@@ -203,7 +203,7 @@ class CheckpointReader(FileSystemReader):
                 for index in indices:
                     stored = self.load_box(index, file)
                     for item in requests[index]:
-                        _copy(stored, item, planner)
+                        copy_box(stored, item, planner)
         done: Future[None] = Future()
         done.set_result(None)
         return done
@@ -247,7 +247,8 @@ def _add_missing(metadata: Metadata, base: Metadata) -> None:
             metadata.storage_data[index] = replace(place, relative_path=_OF_BASE + place.relative_path)
 
 
-def _copy(stored: torch.Tensor, item: ReadItem, planner: LoadPlanner) -> None:
+def copy_box(stored: torch.Tensor, item: ReadItem, planner: LoadPlanner) -> None:
+    """Copy the part of a stored box that is asked for to where the planner wants it."""
     ends = [offset + length for offset, length in zip(item.storage_offsets, item.lengths)]
     if stored.dim() != len(ends) or any(end > length for end, length in zip(ends, stored.shape)):
         raise CheckpointError(

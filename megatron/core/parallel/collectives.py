@@ -264,6 +264,16 @@ def gather_objects(value: T, mesh: Mesh) -> list[T]:
     return values
 
 
+def broadcast_object(value: T, mesh: Mesh, *, src: int = 0) -> T:
+    """The picklable ``value`` of world rank ``src``, on every rank of the run; those of other ranks are not used."""
+    if mesh.world_size == 1:
+        return value
+    values: list[Any] = [value]
+    with mesh.activity.waiting("broadcast of objects", range(mesh.world_size)):
+        dist.broadcast_object_list(values, src=src)
+    return values[0]  # type: ignore[no-any-return]
+
+
 def swap(x: Tensor, mesh: Mesh, other: int) -> Tensor:
     """What world rank ``other`` gives for this rank's ``x``, as large. Both call it."""
     received, given = torch.empty_like(x), x.contiguous()

@@ -33,6 +33,7 @@ from megatron.errors import CheckpointError, ConfigError
 from megatron.planning.parameter_patterns import FreezingChange
 from megatron.small_files import check_kinds
 from megatron.training.checkpoints.published import load_published
+from megatron.training.checkpoints.tiers import copy_to_load
 from megatron.training.guards.spikes import GuardState
 from megatron.training.run.quantized_base import hold_in_few_bits
 from megatron.training.run.run import Progress, Run
@@ -58,7 +59,10 @@ def _load(run: Run) -> None:
     named for a model that is made of a trained one.
     """
     settings = run.config.checkpoint
-    folder = checkpoint_to_load(settings, run.context.mesh)
+    folder = copy_to_load(run)
+    run.recovered = folder is not None
+    if folder is None:
+        folder = checkpoint_to_load(settings, run.context.mesh)
     if folder is None and settings.load_hf is not None:
         load_published(run)
         return

@@ -33,6 +33,7 @@ from megatron.core.parallel.sharding import ShardedState
 from megatron.errors import CheckpointError, StorageAwayError
 from megatron.planning.estimate import flops_per_sample
 from megatron.training.checkpoints.earlier_run import delete_earlier, earlier_checkpoints
+from megatron.training.checkpoints.tiers import Tier, leave_copy, note_beginning, origin_of, remove_left_copy
 from megatron.training.checkpoints.waiting import Job, WaitingSaves
 from megatron.training.run.run import Run
 from megatron.training.run.stop import NonFiniteError
@@ -57,12 +58,23 @@ class Saver:
         goes_on = loaded == self._root and not run.config.checkpoint.finetune
         self._saved_at = run.progress.iteration if goes_on else None
         self._earlier = run_on_first(lambda: earlier_checkpoints(run.config.checkpoint), run.context.mesh)
+        self._origin, newest = run_on_first(self._begin, run.context.mesh)
+        if run.recovered:
+            self._saved_at = newest if newest >= 0 else None
         # What every checkpoint keeps of the tokenizer, as it is at the start, and its base; rank 0 writes it.
         self._files: dict[str, bytes] = {}
         if run.context.mesh.world_rank == 0:
             self._files |= files_to_keep(run.config.tokenizer)
             if run.base is not None:
                 self._files[BASE_FILE] = Base.of(run.base).to_json().encode()
+        self._tier = Tier(run, self._files) if run.config.checkpoint.non_persistent_ckpt_type else None
+
+    def _begin(self) -> tuple[str, int]:
+        settings = self._run.config.checkpoint
+        if settings.save is None:
+            return "", -1
+        origin, newest = origin_of(self._root)
+        return (note_beginning(self._root) if settings.non_persistent_ckpt_type and not origin else origin), newest
 
     def save(self) -> None:
         """Save the run as it is now; with ``--async-save``, return when the tensors have been copied.
@@ -105,6 +117,8 @@ class Saver:
         """
         self._still_held()
         context = self._run.context
+        if self._tier is not None:
+            self._tier.settle()
         if self._under_way is not None:
             written = torch.tensor(int(self._under_way[1].is_written()), device=context.device)
             if all_reduce(written, context.mesh, *WORLD, op="min").item():
@@ -121,14 +135,37 @@ class Saver:
         """
         self._end_attempt(since=None)
 
+    def copy_if_due(self) -> None:
+        """Make a copy of the run as it is now, when ``--non-persistent-save-interval`` says so."""
+        interval = self._run.config.checkpoint.non_persistent_save_interval
+        if self._tier is not None and interval is not None and self._run.progress.iteration % interval == 0:
+            with self._run.reporter.aside("save-checkpoint"):
+                self._tier.save(self._snapshot(), origins=self._origins)
+
+    def end(self) -> None:
+        """Make every save durable; then nothing needs the copies any more."""
+        self.make_durable()
+        if self._tier is not None:
+            self._tier.finish()
+            if self._saved_at == self._run.progress.iteration:
+                self._tier.remove()
+
     def make_durable(self) -> None:
-        """Wait until every save is durable, also those that have failed so far, for ``--save-retry-minutes-at-end``."""
+        """Wait until every save is durable, also those that have failed so far, for ``--save-retry-minutes-at-end``.
+
+        Meanwhile a copy is in ``--save-fallback-dir``, as the run may be ended before.
+        """
         begun = self._waiting.clock()
         self._end_attempt(since=begun)
+        if self._waiting.jobs:
+            self._say(f"warning: {self._leave_copy()}")
+        is_left = bool(self._waiting.jobs)
         while self._waiting.jobs:
             time.sleep(self._waiting.pause)
             self._start(self._waiting.jobs[0])
             self._end_attempt(since=begun)
+        if is_left:
+            remove_left_copy(self._run)
 
     def drop_waiting(self) -> None:
         """Forget saves that failed: the run goes back to a checkpoint before them."""
@@ -136,6 +173,18 @@ class Saver:
         for job in [*self._waiting.jobs]:
             self._say(f"the save of iteration {job.iteration}, which waited in memory, is dropped")
             self._waiting.done(job)
+        if self._tier is not None:
+            self._tier.clear()
+
+    @property
+    def _origins(self) -> list[str]:
+        """The checkpoints that a copy made now follows: the newest one, and those that are not durable yet."""
+        under_way = [self._under_way[0]] if self._under_way is not None else []
+        return [self._origin, *(job.origin for job in (*under_way, *self._waiting.jobs))]
+
+    def _leave_copy(self) -> str:
+        """Leave a copy of the run as it is now on the nodes; what became of it, in words."""
+        return leave_copy(self._run, self._snapshot(), origins=self._origins, small_files=self._files)
 
     def _snapshot(self) -> Snapshot:
         run = self._run
@@ -177,7 +226,8 @@ class Saver:
         tried = run_on_first(lambda: waiting.tried_for(job, since=since), self._run.context.mesh)
         if tried >= 60 * minutes:
             how_long = f"; tried {job.attempts} times in {tried / 60:.1f} minutes" if minutes else ""
-            raise StorageAwayError(f"{error}{how_long}; {self.kept()}") from error
+            left = self._leave_copy() if minutes else self.kept()
+            raise StorageAwayError(f"{error}{how_long}; {left}") from error
         if job not in waiting.jobs:
             self._let_wait(job)
         self._run.reporter.tell(
@@ -197,7 +247,7 @@ class Saver:
 
     def _saved(self, job: Job) -> None:
         run, checkpoint = self._run, self._run.config.checkpoint
-        self._saved_at = job.iteration
+        self._saved_at, self._origin = job.iteration, job.origin
         self._say(f"  successfully saved checkpoint from iteration {job.iteration:7d} to {self._root}")
         run.reporter.tell("saved", iteration=job.iteration, attempts=job.attempts + 1)
         kept = Retention(checkpoint.keep_last_checkpoints, checkpoint.save_retain_interval)
@@ -229,9 +279,9 @@ def saving(run: Run, still_held: StillHeld = lambda: None) -> Iterator[Saver]:
         yield saver
     except NonFiniteError:  # on every rank of a worker alike; with one worker all take part in finishing
         if run.context.mesh.size("dc") == 1:
-            saver.make_durable()
+            saver.end()
         raise
-    saver.make_durable()
+    saver.end()
 
 
 @contextmanager

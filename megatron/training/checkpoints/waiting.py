@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from megatron.core.checkpointing.save import PendingSave, Snapshot
 from megatron.core.checkpointing.sharded_view import Staging
 from megatron.core.files.remote_path import AnyPath
+from megatron.training.checkpoints.tiers import named_origin
 
 FIRST_PAUSE, LONGEST_PAUSE = 10.0, 300.0
 """Seconds between an attempt that failed and the next one; each pause is twice the one before."""
@@ -31,6 +32,11 @@ class Job:
     def iteration(self) -> int:
         """The iteration that is saved."""
         return self.snapshot.iteration
+
+    @property
+    def origin(self) -> str:
+        """The name of the checkpoint that it will be, for copies that are made after it."""
+        return named_origin(self.snapshot.iteration, self.snapshot.taken_at)
 
     def start(self, root: AnyPath) -> PendingSave:
         """Begin an attempt; in the background where the tensors have been copied. A collective."""

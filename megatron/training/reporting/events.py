@@ -24,7 +24,18 @@ EVENTS_FILE = "events.jsonl"
 _LONGEST_LINE = 1 << 24  # bytes; a line of a run on thousands of ranks is shorter
 _NEWEST = 1e11  # seconds: a year that calendars have
 EventName = Literal[
-    "start", "steps", "aside", "validation", "sample", "saved", "save-failed", "numbers", "rollback", "warning", "end"
+    "start",
+    "steps",
+    "aside",
+    "validation",
+    "sample",
+    "saved",
+    "copied",
+    "save-failed",
+    "numbers",
+    "rollback",
+    "warning",
+    "end",
 ]
 
 
@@ -150,6 +161,7 @@ _NEEDED: dict[str, tuple[str, ...]] = {
     "validation": ("where", "losses"),
     "sample": ("prompt", "text"),
     "numbers": ("values",),
+    "copied": ("iteration",),
     "save-failed": ("iteration", "attempt", "text"),
     "rollback": ("iteration",),
     "end": ("state",),

@@ -82,6 +82,7 @@ class Progress:
 @dataclass(kw_only=True)
 class Run:
     """A run on one rank. ``schedule``: None for a run that only evaluates. ``loaded_from``: its checkpoint, if any.
+    ``recovered``: whether that is newer than those in ``--save``, see ``checkpoints/tiers.py``.
     ``frozen``: buffers of weights that aren't trained, where those are divided over ranks (ZeRO 3).
     ``borders``: of the units whose gradients or weights are whole for a while only.
     ``loss_names``, ``layer_metric_widths``: what every step reports, as the train spec lists it.
@@ -121,6 +122,7 @@ class Run:
     progress: Progress = field(default_factory=Progress)
     guards: GuardState = field(default_factory=GuardState)
     loaded_from: str | None = None
+    recovered: bool = False
     base: AnyPath | None = None
     spec_state: Mapping[str, Any] = field(default_factory=dict)
     chat_before: ChatSettings | None = None

@@ -28,6 +28,7 @@ class FakeSave:
     def __init__(self, events: list[str], number: int, iteration: int) -> None:
         self.events, self.number, self.iteration = events, number, iteration
         self.written, self.error = False, CheckpointError()
+        self.taken_at = 0.0
 
     def copy_into(self, _: object) -> None:
         self.events.append(f"copy {self.number}")
@@ -57,6 +58,8 @@ class Stage:
         self.run.config.checkpoint.async_save = background
         self.run.config.checkpoint.save = "folder"
         self.run.config.checkpoint.overwrite_run = False
+        self.run.config.checkpoint.non_persistent_ckpt_type = None
+        self.run.recovered = False
         self.run.config.checkpoint.save_retry_copies = 1
         self.run.config.checkpoint.save_retry_minutes = 30
         self.run.config.checkpoint.save_retry_minutes_at_end = 120
@@ -91,6 +94,8 @@ def stage(request: pytest.FixtureRequest) -> Iterator[Stage]:
         mock.patch.object(module, "take_snapshot", made.snapshot),
         mock.patch.object(waiting, "PendingSave", made.attempt),
         mock.patch.object(module, "prune", made.prune),
+        mock.patch.object(module, "leave_copy", return_value="a copy of iteration 7 is on every node"),
+        mock.patch.object(module, "remove_left_copy"),
         mock.patch.object(module, "run_state", return_value={}),
     ):
         yield made
