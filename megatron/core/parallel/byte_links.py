@@ -9,7 +9,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.distributed_c10d import PrefixStore
 
 from megatron.core.parallel.mesh import Mesh
 
@@ -25,7 +24,8 @@ class ByteLinks:
     def __init__(self, mesh: Mesh, members: Sequence[int], *, name: str) -> None:
         self._places = {rank: place for place, rank in enumerate(members)}
         self._rank, self._mesh = mesh.world_rank, mesh
-        store = PrefixStore(f"bytes/{name}/{members[0]}", dist.distributed_c10d._get_default_store())
+        prefix = f"bytes/{name}/{members[0]}"
+        store = dist.PrefixStore(prefix, dist.distributed_c10d._get_default_store())  # type: ignore[attr-defined]
         self._group: Any = dist.ProcessGroupGloo(
             store, self._places[mesh.world_rank], len(members), mesh.timeout or _TIMEOUT
         )
