@@ -42,6 +42,7 @@ PLOT = ["matplotlib"]  # the picture of a loss curve, the report of a run
 METRICS = ["prometheus_client"]  # --metrics-port
 OPENTELEMETRY = ["opentelemetry-sdk", "opentelemetry-exporter-otlp-proto-http"]  # --otlp-endpoint
 MLFLOW = ["mlflow-skinny>=3"]  # --mlflow-experiment
+RAY = ["ray>=2.40"]  # --ray of tools/preprocess_data.py; no test environment has it, as it takes 250 MB
 GCS = [*STORAGE, "gcsfs"]  # gs:// URLs
 TEST = ["pytest>=9", "pytest-xdist", "hypothesis"]
 STORAGE_SERVERS = ["moto[s3]", "flask", "flask-cors", "gcp-storage-emulator"]  # S3's and Google's protocols, for tests
@@ -109,6 +110,7 @@ setup(
         "storage": STORAGE,
         "s3": S3,
         "gcs": GCS,
+        "ray": RAY,
         "chat": CHAT,
         "serve": SERVE,
         "constrained": CONSTRAINED,

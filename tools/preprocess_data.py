@@ -2,7 +2,8 @@
 
 Every key of --json-keys becomes PREFIX_KEY_document.bin, .idx and .meta.json (PREFIX_KEY_sentence with
 --split-sentences). The files appear when they are complete, with the same bytes for any number of workers; memory does
-not grow with the input. After an interruption, the same command continues from its last finished shard.
+not grow with the input. After an interruption, the same command continues from its last finished shard. Several
+machines write the same bytes: with --shard and --merge-shards (a Slurm job array), or with --ray.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from megatron.config.parse import parse_groups
 from megatron.config.preprocessing_flags import PREPROCESSING_FLAGS
 from megatron.config.tokenizer import TokenizerConfig
 from megatron.errors import run_command
-from megatron.preprocessing.conversion import preprocess
+from megatron.preprocessing.run import preprocess
 from megatron.preprocessing.settings import PreprocessConfig
 
 

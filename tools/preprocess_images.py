@@ -48,10 +48,11 @@ from megatron.core.models.vlm.config import VLMConfig
 from megatron.core.models.vlm.image_text import runs_of
 from megatron.core.tokenizers.base import Tokenizer
 from megatron.core.tokenizers.chat_settings import ChatSettings
+from megatron.core.tokenizers.input_files import JSON_ENDINGS, PARQUET_ENDING, find_inputs
 from megatron.core.tokenizers.json_records import read_records
 from megatron.core.tokenizers.records import Conversation
 from megatron.core.tokenizers.targets import SampleEncoder
-from megatron.core.tokenizers.text_files import JSON_ENDINGS, PARQUET_ENDING, BadLine, find_inputs
+from megatron.core.tokenizers.text_files import BadLine
 from megatron.errors import ConfigError, DataError, run_command
 from megatron.small_files import shown
 from tools.preprocess_sft import Counts, SftConfig, encoder_of, remark_on_template, remarks_on_format

@@ -38,10 +38,11 @@ from megatron.core.tokenizers.base import Tokenizer
 from megatron.core.tokenizers.build import build_tokenizer
 from megatron.core.tokenizers.chat_settings import ChatSettings
 from megatron.core.tokenizers.conversations import OWN, ChatFormat, Writer, load_template, own_template
+from megatron.core.tokenizers.input_files import find_inputs
 from megatron.core.tokenizers.json_records import read_records
 from megatron.core.tokenizers.records import FIELDS, Conversation, read_sample
 from megatron.core.tokenizers.targets import Sample, SampleEncoder, leading_text
-from megatron.core.tokenizers.text_files import BadLine, find_inputs
+from megatron.core.tokenizers.text_files import BadLine
 from megatron.errors import ConfigError, DataError, run_command
 
 

@@ -25,16 +25,8 @@ from megatron.config.parse import parse_groups
 from megatron.core.files.durable import replaced_file, write_errors
 from megatron.core.tokenizers.base import encoded_texts
 from megatron.core.tokenizers.gpt2_bpe import END_OF_TEXT, byte_level
-from megatron.core.tokenizers.text_files import (
-    JSON_ENDINGS,
-    PARQUET_ENDING,
-    TEXT_ENDINGS,
-    find_inputs,
-    is_plain_text,
-    read_batches,
-    read_documents,
-    read_plain_lines,
-)
+from megatron.core.tokenizers.input_files import JSON_ENDINGS, PARQUET_ENDING, TEXT_ENDINGS, find_inputs, is_plain_text
+from megatron.core.tokenizers.text_files import read_batches, read_documents, read_plain_lines
 from megatron.core.tokenizers.wordpiece import SPECIAL_TOKENS, UNKNOWN, words_pipeline
 from megatron.errors import ConfigError, DataError, run_command
 from megatron.training.reporting.progress import ProgressBar

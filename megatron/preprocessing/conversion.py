@@ -11,36 +11,36 @@ from megatron.config.tokenizer import TokenizerConfig
 from megatron.core.datasets.indexed_dataset import IndexedDatasetWriter
 from megatron.core.datasets.journal import Journal, Milestone, Totals
 from megatron.core.tokenizers.encode import EncodedBatch, encode_in_order
-from megatron.core.tokenizers.text_files import BadLine, is_plain_text, read_batches, total_size
-from megatron.errors import DataError, kept_on_interrupt
+from megatron.core.tokenizers.input_files import InputFile, list_inputs
+from megatron.core.tokenizers.text_files import read_batches
+from megatron.errors import kept_on_interrupt
 from megatron.preprocessing.preparation import prepare
 from megatron.preprocessing.progress import Progress
-from megatron.preprocessing.settings import PreprocessConfig, check_settings
+from megatron.preprocessing.reporting import bad_line_error, check_documents, count_batch, report_skipped
+from megatron.preprocessing.settings import PreprocessConfig
 from megatron.preprocessing.summary import summarize
 
-BAD_LINES_SHOWN = 20
 SHARD_BYTES = 64_000_000  # of text, between two places from which an interrupted run can continue
 
 
-def preprocess(config: PreprocessConfig, tokenizer_config: TokenizerConfig) -> Totals:
+def preprocess_here(config: PreprocessConfig, tokenizer_config: TokenizerConfig) -> Totals:
     """Write the token files of every key.
 
     Raises ConfigError for settings that cannot work, DataError for failing input or output; then no file appears.
     """
-    check_settings(config)
-    prepared = prepare(config, tokenizer_config)
+    prepared = prepare(config, tokenizer_config, list_inputs(config.input))
     for remark in prepared.remarks:
         print(f"note: {remark}", file=sys.stderr)
-    journal = Journal(
-        Path(f"{config.output_prefix}_unfinished.json"), settings=prepared.settings(config), inputs=prepared.paths
-    )
+    settings = prepared.settings(config) | {"input": config.input}
+    paths = [each.path for each in prepared.files]
+    journal = Journal(Path(f"{config.output_prefix}_unfinished.json"), settings=settings, inputs=paths)
     batches, milestone = prepared.batches, _with_parts(journal.read())
     if milestone is not None:
-        batches = read_batches(prepared.paths, keys=config.json_keys, start=milestone.position)
+        batches = read_batches(paths, keys=config.json_keys, start=milestone.position)
         print(f"continuing after the {milestone.totals.documents:,} documents of an interrupted run", file=sys.stderr)
     else:
         journal.remove()
-    run = Conversion(config, prepared.paths, milestone)
+    run = Conversion(config, prepared.files, milestone)
     with _kept_parts_mentioned(journal), ExitStack() as stack:
         stack.callback(run.progress.bar.clear)
         for key in config.json_keys:
@@ -72,13 +72,14 @@ def _kept_parts_mentioned(journal: Journal) -> Iterator[None]:
 class Conversion:
     """A run in progress: batches of documents go to the writers, and are counted."""
 
-    def __init__(self, config: PreprocessConfig, paths: Sequence[str], milestone: Milestone | None) -> None:
+    def __init__(self, config: PreprocessConfig, files: Sequence[InputFile], milestone: Milestone | None) -> None:
         self.config = config
+        self._sources = {each.path: each.source for each in files}
         self.writers: dict[str, IndexedDatasetWriter] = {}
         self.totals = milestone.totals if milestone else Totals()
         self._bytes_done = milestone.bytes_read if milestone else 0
         self.progress = Progress(
-            total_size(paths),
+            None if any(each.size is None for each in files) else sum(each.size or 0 for each in files),
             log_interval=config.log_interval,
             stream=sys.stderr,
             done=self.totals,
@@ -89,42 +90,22 @@ class Conversion:
         """Write all batches, with a milestone after every ``SHARD_BYTES`` of text."""
         lasting = self.totals.text_bytes
         for batch in encoded:
-            self._report(batch.bad)
+            if batch.bad and self.config.on_bad_line == "error":
+                raise bad_line_error(batch.bad[0])
+            report_skipped(batch.bad, self.totals.bad, self.progress.say)
             self._write(batch)
             self.progress.update(self.totals, batch.bytes_read)
             if journal.possible and self.totals.text_bytes - lasting >= SHARD_BYTES:
                 outputs = {self.config.prefix(key): writer.sync() for key, writer in self.writers.items()}
                 journal.write(Milestone(batch.end, batch.bytes_read, outputs, self.totals))
                 lasting = self.totals.text_bytes
-        if not self.totals.documents:
-            raise DataError(
-                f"--input {' '.join(self.config.input)} holds no documents ({self.totals.bad} bad lines); "
-                "nothing is written."
-            )
+        check_documents(self.config, self.totals)
 
     def _write(self, batch: EncodedBatch) -> None:
         for key, writer in self.writers.items():
             texts = batch.texts[key]
             writer.add_documents(texts.tokens, texts.lengths, texts.sequences)
-            self.totals.add_documents(key, texts.document_lengths)
-        self.totals.documents += len(batch.texts[self.config.json_keys[0]].sequences)
-        self.totals.bad += len(batch.bad)
-        self.totals.text_bytes += batch.num_bytes
-
-    def _report(self, bad: Sequence[BadLine]) -> None:
-        if bad and self.config.on_bad_line == "error":
-            remedy = "fix the line, or skip such lines with --on-bad-line skip"
-            if is_plain_text(bad[0].path) and bad[0].reason == "not JSON: Expecting value at column 1":
-                remedy = (
-                    "the file is plain text, but each document must be a line of JSON; to make one of each line: "
-                    f"jq -Rc '{{text: .}}' {bad[0].path} > {Path(bad[0].path).stem}.jsonl"
-                )
-            raise DataError(f"{bad[0]}; {remedy}. Nothing is written.")
-        for count, line in enumerate(bad, self.totals.bad):
-            if count < BAD_LINES_SHOWN:
-                self.progress.say(f"skipped {line}")
-            elif count == BAD_LINES_SHOWN:
-                self.progress.say("further bad lines are only counted")
+        count_batch(self.totals, batch, self._sources[batch.path])
 
 
 def _with_parts(milestone: Milestone | None) -> Milestone | None:

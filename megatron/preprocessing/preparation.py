@@ -16,6 +16,7 @@ from megatron.core.datasets.metadata import TokenizerStamp
 from megatron.core.tokenizers.base import Tokenizer
 from megatron.core.tokenizers.encode import Encoding, shared_tokenizer
 from megatron.core.tokenizers.engine import GIGATOKEN, OWN, PROBE_BYTES, EngineChoice, choose_engine
+from megatron.core.tokenizers.input_files import InputFile
 from megatron.core.tokenizers.line_batches import LineBatch
 from megatron.core.tokenizers.sentences import (
     LEARNED_FROM_BYTES,
@@ -24,7 +25,7 @@ from megatron.core.tokenizers.sentences import (
     learned_rules,
     needs_leading_space,
 )
-from megatron.core.tokenizers.text_files import find_inputs, read_batches, read_documents
+from megatron.core.tokenizers.text_files import read_batches, read_documents
 from megatron.errors import ConfigError
 from megatron.preprocessing.settings import PreprocessConfig
 
@@ -36,7 +37,7 @@ class Preparation:
     ``batches``: all of the input, with what was read of it for this. ``remarks``: what a user should know.
     """
 
-    paths: list[str]
+    files: Sequence[InputFile]
     stamp: TokenizerStamp
     encoding: Encoding
     engine: EngineChoice
@@ -55,22 +56,21 @@ class Preparation:
         }
 
 
-def prepare(config: PreprocessConfig, tokenizer_config: TokenizerConfig) -> Preparation:
-    """Find the input, build the tokenizer, and choose by the first text how to encode.
+def prepare(config: PreprocessConfig, tokenizer_config: TokenizerConfig, files: Sequence[InputFile]) -> Preparation:
+    """Build the tokenizer, and choose by the first text of ``files`` how to encode.
 
-    Raises ConfigError for settings that cannot work, DataError for input that is missing or fails.
+    Raises ConfigError for settings that cannot work, DataError for input that fails.
     """
-    paths = find_inputs(config.input)
     tokenizer = shared_tokenizer(tokenizer_config)
     dtype = token_dtype(tokenizer.vocab_size)
-    head, batches = _head(read_batches(paths, keys=config.json_keys), config)
+    head, batches = _head(read_batches([each.path for each in files], keys=config.json_keys), config)
     rules = sentence_rules(config, head, tokenizer) if config.split_sentences else None
     with ThreadPoolExecutor(1) as pool:  # encoding the probe and computing the fingerprint take about equally long
         probe = list(itertools.islice(_texts(head, config.json_keys), 1000))
         choosing = pool.submit(_engine, config, tokenizer, probe, dtype.name)
         stamp, engine = TokenizerStamp.of(tokenizer), choosing.result()
     encoding = Encoding(tokenizer_config, config.json_keys, config.append_eod, dtype.name, rules, engine.name)
-    return Preparation(paths, stamp, encoding, engine, batches, tuple(_remarks(config, tokenizer, probe)))
+    return Preparation(files, stamp, encoding, engine, batches, tuple(_remarks(config, tokenizer, probe)))
 
 
 def _remarks(config: PreprocessConfig, tokenizer: Tokenizer, probe: Sequence[str]) -> Iterator[str]:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
+from dataclasses import dataclass
 from typing import Literal
 
 from typing_extensions import override
@@ -17,14 +19,16 @@ class PreprocessConfig(Settings):
 
     input: tuple[str, ...] = flag(
         "JSON lines, one object a line (.gz, .bz2, .xz, .zst too), or .parquet files: files, folders, globs in quotes, "
-        "or - for JSON lines on standard input."
+        "also at URLs such as s3://bucket/folder, or - for JSON lines on standard input."
     )
-    output_prefix: str = flag("Prefix of all files written.")
+    output_prefix: str = flag("Prefix of all files written, on a disk or at a URL.")
     json_keys: tuple[str, ...] = flag(
         "Keys of each object whose text is tokenized, each into its own files.", default=("text",)
     )
     append_eod: bool = flag("End each document with the tokenizer's end-of-document id.", default=False)
-    workers: int = flag("Processes that tokenize.", default=None, derived="one for each core", at_least=1, at_most=1024)
+    workers: int = flag(
+        "Processes that tokenize.", default=None, derived="one for each core, with --ray one", at_least=1, at_most=1024
+    )
     on_bad_line: Literal["error", "skip"] = flag(
         "For lines that hold no document: stop at the first, or report, count and skip them.",
         default="error",
@@ -41,12 +45,28 @@ class PreprocessConfig(Settings):
     )
     split_sentences: bool = flag("Make each sentence a separate sequence, for training on masked text.", default=False)
     keep_newlines: bool = flag("With --split-sentences: keep the whitespace after each sentence.", default=False)
+    shard: str | None = flag(
+        "Encode share I of N of the input alone, as 3/8, or slurm: the share of this task of a Slurm job array. All "
+        "machines get the same flags and write beside the output; --merge-shards joins them.",
+        default=None,
+    )
+    merge_shards: bool = flag("Join what all shares of --shard have written.", default=False)
+    ray: str | None = flag(
+        "Encode on a Ray cluster: local, auto (the one that this machine belongs to) or an address.", default=None
+    )
+    piece_megabytes: float | None = flag(
+        "Size of the pieces of input by which --shard, --ray and a URL of --output-prefix divide work; "
+        "none is encoded twice. Unless given a thousandth of the input, from 16 MiB to 1 GiB.",
+        default=None,
+        above=0,
+        at_most=1 << 20,
+    )
     lang: str = flag("With --split-sentences: language of the rules in NLTK_DATA.", default="english")
 
     @override
     def __post_init__(self) -> None:
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-        derive(self, "workers", cores or 1)
+        derive(self, "workers", 1 if self.ray else cores or 1)
 
     def prefix(self, key: str) -> str:
         """Prefix of the data set of one key."""
@@ -63,5 +83,49 @@ def check_settings(config: PreprocessConfig) -> None:
     repeated = sorted({key for key in config.json_keys if config.json_keys.count(key) > 1})
     if repeated or not config.json_keys:
         raise ConfigError(f"--json-keys needs different keys, not {' '.join(config.json_keys) or 'none'}.")
+    ways = [name for name, used in _ways(config) if used]
+    if len(ways) > 1:
+        raise ConfigError(f"{' and '.join(ways)} contradict each other: give one of them.")
+    if config.shard is not None:
+        share_of(config.shard)
     if config.partitions > 1:
         print(f"--partitions {config.partitions} has no effect: all workers share all input.", file=sys.stderr)
+
+
+def _ways(config: PreprocessConfig) -> tuple[tuple[str, object], ...]:
+    return (("--shard", config.shard), ("--merge-shards", config.merge_shards), ("--ray", config.ray))
+
+
+@dataclass(frozen=True)
+class Share:
+    """Share ``index``, counted from 1, of ``count``."""
+
+    index: int
+    count: int
+
+    @override
+    def __str__(self) -> str:
+        return f"{self.index}/{self.count}"
+
+
+def share_of(word: str) -> Share:
+    """The share that ``--shard`` names. Raises ConfigError for one that doesn't exist, and outside of a job array."""
+    if word == "slurm":
+        names = ("SLURM_ARRAY_TASK_ID", "SLURM_ARRAY_TASK_MIN", "SLURM_ARRAY_TASK_STEP", "SLURM_ARRAY_TASK_COUNT")
+        task, first, step, count = (os.environ.get(name, "") for name in names)
+        if not (task.isdigit() and count.isdigit()):
+            raise ConfigError(
+                "--shard slurm needs the variables of a job array, SLURM_ARRAY_TASK_ID and SLURM_ARRAY_TASK_COUNT: "
+                "submit with sbatch --array, or give a share such as --shard 3/8"
+            )
+        index = (int(task) - int(first or 0)) // int(step or 1)
+        if index >= int(count):
+            raise ConfigError(
+                f"--shard slurm: SLURM_ARRAY_TASK_ID {task} is not one of {count} numbers in a row; submit with sbatch "
+                f"--array 0-{int(count) - 1}, which leaves out what is finished"
+            )
+        return Share(index + 1, int(count))
+    found = re.fullmatch(r"([0-9]{1,6})/([0-9]{1,6})", word)
+    if found is None or not 1 <= int(found[1]) <= int(found[2]):
+        raise ConfigError(f"--shard {word} is no share I/N with I from 1 to N, such as 3/8, nor slurm")
+    return Share(int(found[1]), int(found[2]))

@@ -35,7 +35,7 @@ AFFECTED = {
     "megatron/planning": "unit/planning end_to_end",
     "megatron/rehearsal": "unit/rehearsal end_to_end",
     "megatron/library": "unit/library unit/test_library_page.py end_to_end",
-    "megatron/preprocessing": "unit/tools unit/files end_to_end",
+    "megatron/preprocessing": "unit/preprocessing unit/tools unit/files end_to_end",
     "megatron/training": "unit/training parallel equivalence end_to_end",
     "megatron/small_files.py": "unit/test_small_files.py unit/test_readers.py unit/serving unit/conversion",
     "megatron/errors.py": "unit/test_errors.py unit/tools end_to_end",

@@ -301,8 +301,11 @@ class IndexedDatasetWriter:
         content = np.ascontiguousarray(values, self.dtype).reshape(-1).data
         self._digest.update(content)
         with self._writing():
-            self._bin.write(content)
+            self._write_tokens(content)
         self.num_tokens += values.size
+
+    def _write_tokens(self, content: memoryview) -> None:
+        self._bin.write(content)
 
     @property
     def tokens_sha256(self) -> str:
@@ -340,14 +343,17 @@ class IndexedDatasetWriter:
             self._written = ContentDigests(self._digest.hexdigest(), _sha256(self._aside[index]).hexdigest())
             self._aside[DatasetMetadata.path(self.prefix)].write_text(self.metadata().to_json(), encoding="utf-8")
             self._open.close()
-            for aside in self._aside.values():
-                sync_path(aside)
-            index.unlink(missing_ok=True)
-            for path, aside in self._aside.items():
-                aside.replace(path)
+            self._give_names()
             for table in self._tables:
                 table.unlink()
         self._alone.close()
+
+    def _give_names(self) -> None:
+        for aside in self._aside.values():
+            sync_path(aside)
+        idx_path(self.prefix).unlink(missing_ok=True)
+        for path, aside in self._aside.items():
+            aside.replace(path)
 
     def _write_index(self, path: Path) -> None:
         with path.open("wb") as index:

@@ -17,8 +17,9 @@ from numpy.typing import NDArray
 
 from megatron.core.datasets.metadata import DatasetMetadata
 from megatron.core.files.durable import replaced_file, write_errors
+from megatron.core.files.remote_path import RemotePath, is_url
+from megatron.core.tokenizers.input_files import STDIN
 from megatron.core.tokenizers.line_batches import Position
-from megatron.core.tokenizers.text_files import STDIN
 from megatron.errors import DataError
 from megatron.small_files import VOCABULARY_BYTES, read_json
 
@@ -47,6 +48,12 @@ class LengthHistogram:
         for value, count in zip(values.tolist(), times.tolist()):
             self.counts[value] = self.counts.get(value, 0) + count
 
+    def merge(self, other: LengthHistogram) -> None:
+        """Count the documents of another histogram, too."""
+        self.longest = max(self.longest, other.longest)
+        for length, count in other.counts.items():
+            self.counts[length] = self.counts.get(length, 0) + count
+
     def percentiles(self, *shares: float) -> list[int]:
         """The least length that each percentage in ``shares`` of the documents doesn't exceed; [] without documents."""
         values = np.array(sorted(self.counts), np.int64)
@@ -58,8 +65,26 @@ class LengthHistogram:
 
 
 @dataclass
+class SourceCounts:
+    """What came from one source: a path, folder or glob of --input; ``tokens`` by key."""
+
+    documents: int = 0
+    bad_lines: int = 0
+    text_bytes: int = 0
+    tokens: dict[str, int] = field(default_factory=dict)
+
+    def add(self, other: SourceCounts) -> None:
+        """Count what another part of the input has from this source."""
+        self.documents += other.documents
+        self.bad_lines += other.bad_lines
+        self.text_bytes += other.text_bytes
+        for key, count in other.tokens.items():
+            self.tokens[key] = self.tokens.get(key, 0) + count
+
+
+@dataclass
 class Totals:
-    """Counts of a conversion so far; ``tokens`` and ``lengths`` by key.
+    """Counts of a conversion so far; ``tokens`` and ``lengths`` by key, ``sources`` by their names.
 
     ``empty``: texts without a token. ``bad``: lines that hold no document.
     """
@@ -70,6 +95,23 @@ class Totals:
     text_bytes: int = 0
     tokens: dict[str, int] = field(default_factory=dict)
     lengths: dict[str, LengthHistogram] = field(default_factory=dict)
+    sources: dict[str, SourceCounts] = field(default_factory=dict)
+
+    def add_source(self, source: str, counts: SourceCounts) -> None:
+        """Count a batch of documents and lines of ``source``."""
+        self.documents += counts.documents
+        self.bad += counts.bad_lines
+        self.text_bytes += counts.text_bytes
+        self.sources.setdefault(source, SourceCounts()).add(counts)
+
+    def add(self, other: Totals) -> None:
+        """Count another part of the input."""
+        for source, counts in other.sources.items():
+            self.add_source(source, counts)
+        self.empty += other.empty
+        for key, count in other.tokens.items():
+            self.tokens[key] = self.tokens.get(key, 0) + count
+            self.lengths.setdefault(key, LengthHistogram()).merge(other.lengths[key])
 
     def add_documents(self, key: str, lengths: NDArray[np.int64]) -> None:
         """Count the documents of one key by their lengths in tokens."""
@@ -104,7 +146,7 @@ class Journal:
 
     def __init__(self, path: Path, *, settings: Mapping[str, Any], inputs: Sequence[str]) -> None:
         self.path, self._settings, self._inputs = path, json.loads(json.dumps(settings)), inputs
-        self.possible = STDIN not in inputs and all(Path(each).is_file() for each in inputs)
+        self.possible = STDIN not in inputs and all(is_url(each) or Path(each).is_file() for each in inputs)
 
     def read(self) -> Milestone | None:
         """Where to continue; None when there is no journal, or it belongs to another run."""
@@ -134,6 +176,12 @@ class Journal:
             self.path.unlink(missing_ok=True)
 
     def _files(self, position: Position) -> list[list[Any]]:
-        """Name, size and modification time of the files up to ``position``."""
-        states = [(each, Path(each).stat()) for each in self._inputs[: position.file + 1]]
-        return [[each, state.st_size, state.st_mtime_ns] for each, state in states]
+        """Name, size and modification time of the files up to ``position``; of a URL what its listing says."""
+        return [[each, *_state(each)] for each in self._inputs[: position.file + 1]]
+
+
+def _state(path: str) -> tuple[Any, ...]:
+    if is_url(path):
+        return (RemotePath(path).version(),)
+    found = Path(path).stat()
+    return found.st_size, found.st_mtime_ns

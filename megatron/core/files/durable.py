@@ -31,6 +31,15 @@ def replaced_file(path: Path) -> Iterator[Path]:
         raise
 
 
+def put_text(path: AnyPath, text: str) -> None:
+    """Write a small file that appears whole or not at all, also with several writers."""
+    if isinstance(path, RemotePath):
+        path.write_text(text, encoding="utf-8")
+        return
+    with replaced_file(path) as aside:
+        aside.write_text(text, encoding="utf-8")
+
+
 def write_durably(path: AnyPath, content: str | bytes) -> None:
     """Write a small file so that it has the old contents or the new ones after a crash, never a mixture.
 
@@ -58,7 +67,7 @@ def sync_path(path: Path) -> None:
 
 
 @contextmanager
-def write_errors(path: Path, *, remedy: str = "write to another folder") -> Iterator[None]:
+def write_errors(path: AnyPath, *, remedy: str = "write to another folder") -> Iterator[None]:
     """Turn a full disk, a missing permission and the like into a DataError that names ``path``.
 
     ``remedy``: what works for any reason; freeing space is suggested only when the disk is full.

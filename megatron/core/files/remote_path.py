@@ -9,8 +9,9 @@ from __future__ import annotations
 import errno
 import io
 import logging
+import re
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,6 +25,9 @@ if TYPE_CHECKING:
 
 # Here folders are only beginnings of names, and making one would make its bucket where that doesn't exist.
 _BUCKET_STORES = frozenset(("s3", "s3a", "gs", "gcs", "az", "abfs", "abfss"))
+_PART_BYTES, _MOST_PARTS = 32 << 20, 9000  # of an upload; S3 takes 10,000 parts
+# What listings say of a version, the most exact first.
+_VERSIONS = ("ETag", "etag", "generation", "last_modified", "LastModified", "mtime", "created")
 # Messages of the client libraries where credentials are missing, wrong or too weak and they raise no PermissionError.
 _REFUSALS = (
     *("Unable to locate credentials", "Partial credentials found"),  # S3
@@ -51,6 +55,22 @@ class RemoteStat:
     """A file's size in bytes."""
 
     st_size: int
+
+
+@dataclass(frozen=True, order=True)
+class RemoteFile:
+    """A file of a listing: its place, its size in bytes, and a text that changes when it is replaced."""
+
+    url: str
+    size: int
+    version: str
+
+
+def _remote_file(base: str, start: str, entry: dict[str, Any]) -> RemoteFile:
+    """An entry of a listing of ``base``, which is ``start`` in the storage's own words."""
+    below = str(entry["name"]).strip("/").removeprefix(start.strip("/")).strip("/")
+    version = next((str(entry[key]) for key in _VERSIONS if entry.get(key)), str(entry["size"]))
+    return RemoteFile(f"{base.rstrip('/')}/{below}" if below else base, int(entry["size"]), version)
 
 
 @dataclass(frozen=True, order=True)
@@ -106,6 +126,20 @@ class RemotePath:
         depth = pattern.count("/") + 1
         return iter([self / "/".join(entry.rstrip("/").split("/")[-depth:]) for entry in entries])
 
+    def files_below(self) -> list[RemoteFile]:
+        """All files below it, at any depth, or itself if it is a file, by listing."""
+        with self._reached() as (files, path):
+            found: dict[str, dict[str, Any]] = files.find(path, detail=True)
+            return [_remote_file(self.url, path, entry) for entry in found.values()]
+
+    def files_matching(self) -> list[RemoteFile]:
+        """The files that fit this URL, which is a glob."""
+        base = re.split(r"[*?\[]", self.url, maxsplit=1)[0].rpartition("/")[0]
+        with self._reached() as (files, path):
+            start = str(files._strip_protocol(base))
+            found: dict[str, dict[str, Any]] = files.glob(path, detail=True)
+            return [_remote_file(base, start, each) for each in found.values() if each["type"] == "file"]
+
     def stat(self) -> RemoteStat:
         """Size of the file."""
         with self._reached() as (files, path):
@@ -138,8 +172,17 @@ class RemotePath:
     def open(self, mode: str, *, buffering: int = -1) -> io.RawIOBase | io.BufferedReader:
         """The file, open to be read (``rb``) or written (``wb``); what is written is there once it is closed."""
         with self._reached(writing=mode == "wb") as (files, path):
-            file = _RemoteFile(files.open(path, mode), self)
+            file = RemoteStream(files.open(path, mode), self)
         return io.BufferedReader(file) if mode == "rb" and buffering else file
+
+    def upload(self, size: int) -> RemoteStream:
+        """A stream for new content of about ``size`` bytes, sent in parts; it is there once the stream is closed.
+
+        A process that is killed leaves parts that no listing shows, until rules of the bucket delete them.
+        """
+        part = max(_PART_BYTES, size // _MOST_PARTS)
+        with self._reached(writing=True) as (files, path):
+            return RemoteStream(files.open(path, "wb", block_size=part), self)
 
     def read_bytes(self) -> bytes:
         """All of the file."""
@@ -163,6 +206,11 @@ class RemotePath:
         """Copy the file to a disk."""
         with self._reached() as (files, path):
             files.get_file(path, str(local))
+
+    def copy_from(self, local: Path) -> None:
+        """Put a file of a disk, in parts where it is large; it is seen whole or not at all."""
+        with self._reached(writing=True) as (files, path):
+            files.put_file(str(local), path)
 
     def unlink(self) -> None:
         """Delete the file."""
@@ -196,7 +244,7 @@ class RemotePath:
 AnyPath = Path | RemotePath
 
 
-class _RemoteFile(io.RawIOBase):
+class RemoteStream(io.RawIOBase):
     """An open file of fsspec's, whose errors name the place."""
 
     def __init__(self, file: Any, place: RemotePath) -> None:
@@ -238,6 +286,14 @@ class _RemoteFile(io.RawIOBase):
     @override
     def tell(self) -> int:
         return int(self._file.tell())
+
+    def discard(self) -> None:
+        """Close without completing what was written: the file doesn't appear, and one that is there remains."""
+        with suppress(Exception):  # whatever the library says
+            self._file.discard()
+        with suppress(Exception):
+            self._file.closed = True  # its own end would complete it
+        super().close()
 
     @override
     def close(self) -> None:

@@ -65,11 +65,13 @@ class EncodedTexts:
 
 @dataclass(frozen=True)
 class EncodedBatch:
-    """The documents of a batch under each key; ``end``: where in the input they end."""
+    """The documents of a batch of lines of the file ``path`` under each key; ``end``: where in the input they end."""
 
+    path: str
     texts: dict[str, EncodedTexts]
     bad: list[BadLine]
     num_bytes: int  # of the lines
+    num_lines: int
     bytes_read: int  # as in LineBatch
     end: Position
 
@@ -179,7 +181,8 @@ def encode_batch(batch: LineBatch, encoding: Encoding) -> EncodedBatch:
     except DataError:
         documents.drop_unless(tokenizer.tokenize)
         encoded = {key: _encode_texts(texts, encoding) for key, texts in documents.texts.items()}
-    return EncodedBatch(encoded, documents.bad, len(batch.data), batch.bytes_read, batch.end)
+    lines = batch.end.line - batch.first_line
+    return EncodedBatch(batch.path, encoded, documents.bad, len(batch.data), lines, batch.bytes_read, batch.end)
 
 
 def _encode_texts(texts: Sequence[str], encoding: Encoding) -> EncodedTexts:

@@ -7,8 +7,9 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from itertools import chain
 from typing import Any, NamedTuple
 
+from megatron.core.tokenizers.input_files import PARQUET_ENDING
 from megatron.core.tokenizers.line_batches import LineBatch
-from megatron.core.tokenizers.text_files import PARQUET_ENDING, read_batches, read_record
+from megatron.core.tokenizers.text_files import read_batches, read_record
 from megatron.errors import DataError
 
 _SPACE = " \t\r\n"

@@ -7,27 +7,20 @@ from __future__ import annotations
 
 import bisect
 import codecs
-import glob
 import io
 import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 from typing_extensions import override
 
-from megatron.core.tokenizers import compressed
 from megatron.core.tokenizers.compressed import DamagedStreamError, decompressed
+from megatron.core.tokenizers.input_files import PARQUET_ENDING, STDIN, opened, size_of
 from megatron.core.tokenizers.line_batches import START, LineBatch, Position
-from megatron.errors import DataError
-from megatron.small_files import check_regular, has_file
+from megatron.errors import DataError, exit_code_of
 
-STDIN = "-"
-JSON_ENDINGS = (".jsonl", ".json")
-PARQUET_ENDING = ".parquet"
-TEXT_ENDINGS = (".txt",)
 BATCH_BYTES = 1 << 19
 
 _scan: Callable[[str, int], tuple[Any, int]] = vars(json.JSONDecoder())["scan_once"]
@@ -71,80 +64,73 @@ class Documents:
                     del texts[index]
 
 
-def find_inputs(patterns: Sequence[str], *, endings: Sequence[str] = (*JSON_ENDINGS, PARQUET_ENDING)) -> list[str]:
-    """The files that paths, folders and globs name, in the order given and sorted by name within each; ``-`` is stdin.
-
-    A folder stands for the files below it with one of ``endings``, compressed or not.
-    Raises DataError for a pattern that matches nothing, and for a file that is named twice.
-    """
-    found: list[str] = []
-    for pattern in patterns:
-        matches = _matches(pattern, endings)
-        repeated = next((path for path in matches if path in found), None)
-        if repeated:
-            raise DataError(f"--input names {repeated} twice; its documents would be used twice.")
-        found += matches
-    return found
-
-
-def total_size(paths: Sequence[str]) -> int | None:
-    """Bytes on disk; None when a file is a pipe."""
-    if any(path == STDIN or not Path(path).is_file() for path in paths):
-        return None
-    return sum(map(_size, paths))
-
-
 def read_batches(
-    paths: Sequence[str], *, keys: Sequence[str] = (), start: Position = START, batch_bytes: int = BATCH_BYTES
+    paths: Sequence[str],
+    *,
+    keys: Sequence[str] = (),
+    start: Position = START,
+    stop: Position | None = None,
+    batch_bytes: int = BATCH_BYTES,
 ) -> Iterator[LineBatch]:
-    """Lines of all files from ``start`` on, in batches of about ``batch_bytes``, decompressed by the file's ending.
+    """Lines of all files from ``start`` up to ``stop``, in batches of about ``batch_bytes``, decompressed.
 
     Endings are .gz, .bz2, .xz and .zst; of a .parquet file each row is a line of JSON with the columns ``keys``. Keeps
     one batch in memory; a line longer than that is a batch of its own. A byte order mark is left out.
     Raises DataError when a file cannot be read or its compression is damaged.
     """
-    finished = sum(_size(path) for path in paths[: start.file])
-    for number, path in enumerate(paths[start.file :], start.file):
+    end = Position(len(paths)) if stop is None else stop
+    finished = 0 if stop is not None else sum(_size(path) for path in paths[: start.file])
+    for number, path in enumerate(paths[start.file : end.file + 1], start.file):
         begin = start if number == start.file else Position(number)
+        last = end if number == end.file else None
+        if begin == end:
+            return
         if path.endswith(PARQUET_ENDING):
             from megatron.core.tokenizers.parquet import read_rows
 
-            batches = read_rows(path, begin, keys=keys, batch_bytes=batch_bytes)
+            batches = read_rows(path, begin, keys=keys, batch_bytes=batch_bytes, stop=last.line if last else None)
         else:
-            batches = _read_lines(path, begin, batch_bytes=batch_bytes)
+            batches = _read_lines(path, begin, batch_bytes=batch_bytes, stop=last.offset if last else None)
         for batch in batches:
             yield replace(batch, bytes_read=finished + batch.bytes_read)
-        finished += _size(path)
+        finished += _size(path) if last is None else 0
 
 
-def _read_lines(path: str, begin: Position, *, batch_bytes: int) -> Iterator[LineBatch]:
+def _read_lines(path: str, begin: Position, *, batch_bytes: int, stop: int | None) -> Iterator[LineBatch]:
     next_line, offset = begin.line, begin.offset
     try:
-        source = sys.stdin.fileno() if path == STDIN else path
-        with open(source, "rb", closefd=path != STDIN) as raw, decompressed(path, raw) as stream:
+        with opened(path, stop=stop) as raw, decompressed(path, raw) as stream:
             if offset and stream.seekable():
                 stream.seek(offset)
             elif offset:  # compressed data must be read up to there
                 for start in range(0, offset, BATCH_BYTES):
                     stream.read(min(offset - start, BATCH_BYTES))
-            while data := stream.read(batch_bytes):
+            while data := stream.read(batch_bytes if stop is None else min(batch_bytes, stop - offset)):
                 if not data.endswith(b"\n"):
                     data += stream.readline()
-                first_line, next_line, offset = next_line, next_line + data.count(b"\n"), offset + len(data)
+                first_line, next_line = next_line, next_line + data.count(b"\n")
+                is_first, offset = not offset, offset + len(data)
                 end = Position(begin.file, next_line, offset)
-                if first_line == 1:
+                if is_first:
                     data = data.removeprefix(codecs.BOM_UTF8)
                 yield LineBatch(path, first_line, data, raw.tell() if raw.seekable() else 0, end)
     except (OSError, DamagedStreamError) as error:
         if isinstance(error, OSError):
-            reason = error.strerror or str(error)
+            reason, code = error.strerror or str(error), exit_code_of(error)
         else:
             reason = f"{error}; the file is damaged or cut short, copy it again (or rename it, if it isn't compressed)"
-        raise DataError(f"--input {path} cannot be read after line {next_line - 1}: {reason}.") from None
+            code = None
+        raise DataError(
+            f"--input {path} cannot be read after line {next_line - 1}: {reason}.", exit_code=code
+        ) from None
 
 
 def _size(path: str) -> int:
-    return Path(path).stat().st_size if Path(path).is_file() else 0
+    try:
+        return size_of(path)
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise DataError(f"--input {path} cannot be read: {reason}.", exit_code=exit_code_of(error)) from None
 
 
 def read_documents(batch: LineBatch, keys: Sequence[str]) -> Documents:
@@ -174,35 +160,6 @@ def read_plain_lines(batch: LineBatch) -> Documents:
         except DataError as error:
             documents.reject(number, str(error))
     return documents
-
-
-def is_plain_text(path: str) -> bool:
-    """Whether the file's name says plain text rather than JSON lines."""
-    name = Path(path)
-    return (Path(name.stem) if name.suffix in compressed.ENDINGS else name).suffix in TEXT_ENDINGS
-
-
-def _matches(pattern: str, endings: Sequence[str]) -> list[str]:
-    path = Path(pattern)
-    if pattern == STDIN:
-        return [pattern]
-    if path.is_dir():
-        wanted = tuple(ending + packed for ending in endings for packed in ("", *compressed.ENDINGS))
-        named = (each for each in path.rglob("*") if each.name.endswith(wanted))
-        inside = sorted(str(each) for each in named if has_file(each, error=DataError))
-        if not inside:
-            raise DataError(f"--input {pattern} holds no {' or '.join(endings)} file, compressed or not.")
-        return inside
-    if path.exists():
-        check_regular(path, where=f"--input {pattern}", error=DataError)
-        return [pattern]
-    if "://" in pattern:
-        raise DataError(f"--input {pattern} is a URL; fetch the files first, or pipe them in with --input {STDIN}.")
-    matches = sorted(each for each in glob.glob(pattern, recursive=True) if has_file(Path(each), error=DataError))
-    if not matches:
-        problem = "matches no file" if glob.has_magic(pattern) else "does not exist"
-        raise DataError(f"--input {pattern} {problem}; give files of JSON lines, folders of them, or globs in quotes.")
-    return matches
 
 
 def read_record(line: bytes) -> dict[str, Any]:

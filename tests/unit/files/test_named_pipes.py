@@ -28,7 +28,8 @@ from megatron.core.datasets.metadata import DatasetMetadata
 from megatron.core.datasets.splits import read_sources
 from megatron.core.tokenizers.build import build_tokenizer
 from megatron.core.tokenizers.conversations import own_template
-from megatron.core.tokenizers.text_files import find_inputs, read_batches
+from megatron.core.tokenizers.input_files import find_inputs
+from megatron.core.tokenizers.text_files import read_batches
 from megatron.errors import DataError, MegatronError
 from megatron.small_files import read_json, read_text
 from megatron.training.evaluation.zero_shot import files as evaluation

@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
+from megatron.core.tokenizers.input_files import find_inputs
 from megatron.core.tokenizers.line_batches import LineBatch, Position
-from megatron.core.tokenizers.text_files import find_inputs, read_batches, read_documents
+from megatron.core.tokenizers.text_files import read_batches, read_documents
 from megatron.errors import ConfigError, DataError
 from tests.harness.sentences import expect_error
 

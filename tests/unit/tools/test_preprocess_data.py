@@ -22,7 +22,7 @@ from megatron.core.datasets.metadata import DatasetMetadata
 from megatron.core.tokenizers.huggingface import load
 from megatron.core.tokenizers.rust import RustTokenizer
 from megatron.errors import ConfigError, DataError, MegatronError
-from megatron.preprocessing.conversion import BAD_LINES_SHOWN
+from megatron.preprocessing.reporting import BAD_LINES_SHOWN
 from tests.harness.sentences import check_line, check_sentence, expect_error
 from tests.unit.tools.conftest import TEXTS, command, environment, run, write_lines
 from tools import preprocess_data

@@ -17,13 +17,8 @@ from megatron.core.conversion.companions import text_tokenizer_of
 from megatron.core.conversion.portable import PortableModel
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 from megatron.core.datasets.metadata import DatasetMetadata, TokenizerStamp
-from megatron.core.tokenizers.text_files import (
-    find_inputs,
-    is_plain_text,
-    read_batches,
-    read_documents,
-    read_plain_lines,
-)
+from megatron.core.tokenizers.input_files import find_inputs, is_plain_text
+from megatron.core.tokenizers.text_files import read_batches, read_documents, read_plain_lines
 from megatron.errors import DataError
 
 _SAMPLES_READ = 8  # times as many samples as are asked for are read of a file of text, to choose among them
