@@ -175,7 +175,7 @@ def steps_of(shape: Shape, dtype: str, batch: int) -> Mapping[str, Step]:
     weights = counted / counted.sum()
 
     def our_loss() -> torch.Tensor:
-        return model(tokens, images=pixels, image_places=places).cross_entropy(labels, weights)  # type: ignore[no-any-return]
+        return model(tokens, images=pixels, image_places=places).masked_cross_entropy(labels, weights)  # type: ignore[no-any-return]
 
     def peer_loss() -> torch.Tensor:
         logits = peer(input_ids=tokens, pixel_values=pixels, use_cache=False).logits

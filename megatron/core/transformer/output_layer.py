@@ -39,6 +39,9 @@ from megatron.core.tensor_parallel.regions import enter
 from megatron.core.transformer.embedding import WORD_EMBEDDINGS
 from megatron.core.transformer.initialization import table_init
 
+_WORTH_CHOOSING = 0.9
+"""Share of tokens with a loss up to which hidden states are copied to leave the others out."""
+
 
 @dataclass(frozen=True)
 class VocabularyOutput:
@@ -91,6 +94,16 @@ class VocabularyOutput:
             weighted = weighted.new_zeros(1)
         rows = (self.hidden.flatten(0, 1)[weighted], labels.t().reshape(-1)[weighted], weights[weighted])
         return self._cross_entropy(*rows, backward_scale)
+
+    def masked_cross_entropy(self, labels: Tensor, loss_mask: Tensor, *, backward_scale: float = 1.0) -> Tensor:
+        """``cross_entropy``, which on a CPU multiplies out only what the mask keeps where that is much less than all:
+        answers of conversations, texts between images. On a GPU finding it would wait for the device.
+        """
+        if self.given_loss is None and self.hidden.device.type == "cpu":
+            kept = int(loss_mask.count_nonzero())
+            if kept <= _WORTH_CHOOSING * loss_mask.numel():
+                return self.cross_entropy_where_weighted(labels, loss_mask, backward_scale=backward_scale)
+        return self.cross_entropy(labels, loss_mask, backward_scale=backward_scale)
 
     def head(self) -> Head:
         """What makes a teacher's logits, without gradient."""

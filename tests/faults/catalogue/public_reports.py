@@ -87,8 +87,8 @@ FAULTS = (
     Fault(
         "later_losses_divided_by_all_tokens",
         "megatron/core/models/gpt/train_spec.py",
-        old="(future.cross_entropy(labels, mask, backward_scale=scale), mask.sum())",
-        new='(future.cross_entropy(labels, mask, backward_scale=scale), tensors["loss_mask"].sum())',
+        old="(future.masked_cross_entropy(labels, mask, backward_scale=scale), mask.sum())",
+        new='(future.masked_cross_entropy(labels, mask, backward_scale=scale), tensors["loss_mask"].sum())',
         suffers="The log shows losses of multi-token prediction that are means over tokens that have none.",
         first=("unit/models/test_multi_token.py", "equivalence/test_megatron_core.py"),
         report="https://github.com/NVIDIA/Megatron-LM/issues/2417",

@@ -139,10 +139,10 @@ class GPTSpec(TrainSpec):
         assert isinstance(output, VocabularyOutput)
         tensors, scale = microbatch.tensors, microbatch.backward_scale
         mask = tensors["loss_mask"]
-        parts = {"lm loss": (output.cross_entropy(tensors["labels"], mask, backward_scale=scale), mask.sum())}
+        parts = {"lm loss": (output.masked_cross_entropy(tensors["labels"], mask, backward_scale=scale), mask.sum())}
         for depth, future in enumerate(output.mtp):
             labels, mask = tensors[LABELS][:, depth], tensors[MASK][:, depth]
-            parts[loss_name(depth)] = (future.cross_entropy(labels, mask, backward_scale=scale), mask.sum())
+            parts[loss_name(depth)] = (future.masked_cross_entropy(labels, mask, backward_scale=scale), mask.sum())
         coefficients = {loss_name(depth): future.coefficient for depth, future in enumerate(output.mtp)}
         return LossSum.of(parts, weights=microbatch.loss_weights, coefficients=coefficients)
 

@@ -133,7 +133,7 @@ class T5Spec(TrainSpec):
         """Cross entropy summed over the decoder's target tokens."""
         assert isinstance(output, VocabularyOutput)
         labels, mask = microbatch.tensors["labels"], microbatch.tensors["loss_mask"]
-        total = output.cross_entropy(labels, mask, backward_scale=microbatch.backward_scale)
+        total = output.masked_cross_entropy(labels, mask, backward_scale=microbatch.backward_scale)
         return LossSum.single("lm loss", total, mask.sum())
 
     @override
