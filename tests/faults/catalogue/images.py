@@ -16,7 +16,7 @@ FAULTS = (
     Fault(
         "images_of_the_first_sample",
         "megatron/core/models/vlm/train_spec.py",
-        old="torch.where(places >= 0, places + before.unsqueeze(1), -1)",
+        old="torch.where(places >= 0, places + before.unsqueeze(1), places)",
         new="places",
         suffers="Every text of a microbatch sees the images of its first sample.",
         first=("unit/models/vlm/test_samples.py::counted_over_a_batch",),
@@ -32,7 +32,7 @@ FAULTS = (
     Fault(
         "images_are_announced",
         "megatron/core/models/vlm/fields.py",
-        old="    mask[:-1][places[1:] >= 0] = 0\n",
+        old="    mask[:-1][places[1:] != -1] = 0\n",
         new="",
         suffers="The model learns to say the id that stands at the places of images.",
         first=("unit/models/vlm/test_samples.py::announce",),
