@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
 from PIL import Image
 
 from tests.end_to_end.commands import assert_same_tensors, losses, run
+from tests.harness.scripts import run_script
+from tests.harness.sentences import check_line
 from tests.tiers import tiers
 from tests.unit.tools.conftest import write_lines
 from tools import preprocess_images
@@ -70,3 +73,17 @@ def test_other_layouts_see_the_same_pictures(layout: str, prefix: Path, tmp_path
     assert list(losses(one)) == list(losses(two)) == [4, 5, 6]
     for iteration, loss in losses(one).items():
         assert float(losses(two)[iteration]) == pytest.approx(float(loss), rel=1e-5)
+
+
+@pytest.mark.slow(reason="tests/end_to_end/test_failing_ranks.py has ranks of which one makes a mistake")
+def test_an_image_that_one_replica_misses_ends_all(prefix: Path, tmp_path: Path) -> None:
+    """The other replica would wait for its gradients; and a scheduler must not start the run again."""
+    lost, flags = prefix.parent / "20-1.png", f"{MODEL} {VISION} --data-path {prefix}".replace("iters 6", "iters 20")
+    shutil.move(lost, tmp_path)
+    try:
+        ended = run_script("pretrain_vlm.py", flags.split(), ranks=2, log=tmp_path / "log")
+    finally:
+        shutil.move(tmp_path / lost.name, lost)
+    assert ended.codes == [2, 2]
+    assert ended.output.count("error: ") == 1 and "Traceback" not in ended.output
+    check_line(ended.output, lost)

@@ -93,7 +93,7 @@ def _image_task(named: EvalTask) -> ImageTask:
 
 
 def _of_images(named: EvalTask, placed: PlacedModel) -> _OfImages:
-    task = _image_task(named)
+    task = run_on_all(partial(_image_task, named), placed.context.mesh)
     task.prepare(placed)
     return _OfImages(task)
 

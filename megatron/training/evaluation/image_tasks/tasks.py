@@ -6,12 +6,14 @@ import json
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import ClassVar
 
 import numpy as np
 from typing_extensions import override
 
+from megatron.core.checkpointing.agreement import run_on_all
 from megatron.core.inference.scoring import perplexity
 from megatron.training.checkpoints.trained_model import PlacedModel
 from megatron.training.evaluation.image_tasks.answering import Answerer
@@ -76,7 +78,7 @@ class ImageTask:
         asked = self.asked
         self._answerer = Answerer(placed, tokens=asked.tokens, template=asked.template, flag=f"--task {self.name}")
         for questions in self.sets.values():
-            self._answerer.check(questions)
+            run_on_all(partial(self._answerer.check, questions), placed.context.mesh)
 
     def measure(self, *, reports: bool = True) -> Measured:
         """Ask everything, on all ranks. A collective."""
