@@ -18,6 +18,7 @@ import sys
 if not __package__:  # started as a script: take megatron and the like from this checkout, whatever is installed
     sys.path[0] = os.path.dirname(os.path.dirname(os.path.realpath(__file__)))
 
+import dataclasses
 import zlib
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -33,7 +34,13 @@ from typing_extensions import override
 from megatron.config.flags import derive, flag, flags_of, plural_s
 from megatron.config.parse import parse_groups
 from megatron.config.tokenizer import TokenizerConfig
-from megatron.config.vision import TILE_FIELDS, VisionConfig, patches_fill_the_image, tiles_are_cut
+from megatron.config.vision import (
+    TILE_FIELDS,
+    VisionConfig,
+    patches_fill_the_image,
+    squares_fill_the_grid,
+    tiles_are_cut,
+)
 from megatron.core.datasets.build import targets_prefix
 from megatron.core.datasets.image_records import FIELDS, ImageRecord, read_image_record, read_tar_records
 from megatron.core.datasets.image_table import ImageTableWriter, StoredImage
@@ -41,7 +48,7 @@ from megatron.core.datasets.indexed_dataset import IndexedDatasetWriter
 from megatron.core.datasets.indexed_format import token_dtype
 from megatron.core.datasets.metadata import TokenizerStamp
 from megatron.core.images.decoding import decoded, pillow
-from megatron.core.images.expansion import MARKER, expansion
+from megatron.core.images.expansion import MARKER, expansion, with_words
 from megatron.core.images.files import ImageFiles, ImageFolder, TarImages
 from megatron.core.images.tiles import grid_of
 from megatron.core.models.vlm.config import VLMConfig
@@ -50,8 +57,8 @@ from megatron.core.tokenizers.base import Tokenizer
 from megatron.core.tokenizers.chat_settings import ChatSettings
 from megatron.core.tokenizers.input_files import JSON_ENDINGS, PARQUET_ENDING, find_inputs
 from megatron.core.tokenizers.json_records import read_records
-from megatron.core.tokenizers.records import Conversation
-from megatron.core.tokenizers.targets import SampleEncoder
+from megatron.core.tokenizers.records import Conversation, Pair
+from megatron.core.tokenizers.targets import SampleEncoder, leading_ids
 from megatron.core.tokenizers.text_files import BadLine
 from megatron.errors import ConfigError, DataError, run_command
 from megatron.small_files import shown
@@ -169,9 +176,17 @@ def checked_vision(vision: VisionConfig) -> VisionConfig:
             "how many places an image takes depends on its encoder: give --vision-model-type, such as clip"
         )
     vision = vision.with_usual_sizes()
-    if problem := patches_fill_the_image(vision) or tiles_are_cut(vision):
+    if problem := patches_fill_the_image(vision) or squares_fill_the_grid(vision) or tiles_are_cut(vision):
         raise ConfigError(problem)
-    used = {*TILE_FIELDS, "vision_model_type", "patch_dim", "vision_class_token", "pixel_shuffle"}
+    used = {
+        *TILE_FIELDS,
+        "vision_model_type",
+        "patch_dim",
+        "vision_class_token",
+        "pixel_shuffle",
+        "vision_pool_size",
+        "image_attention",
+    }
     usual = vision.kind.usual
     for spec in flags_of(VisionConfig):
         value = getattr(vision, spec.field)
@@ -210,6 +225,28 @@ class Places:
         return self._words[word]
 
 
+def with_words_in(sample: Conversation | Pair, vision: VisionConfig) -> Conversation | Pair:
+    """The sample with words around images that are tokenized with its texts."""
+    if isinstance(sample, Pair):
+        prompt, completion = (with_words(text, vision) for text in (sample.prompt, sample.completion))
+        return dataclasses.replace(sample, prompt=prompt, completion=completion)
+    messages = [
+        {**each, "content": with_words(each["content"], vision)} if isinstance(each.get("content"), str) else each
+        for each in sample.messages
+    ]
+    return dataclasses.replace(sample, messages=messages)
+
+
+def images_first(ids: np.ndarray, leading: Sequence[int]) -> np.ndarray:
+    """Ids with the images of a text's beginning before ids that the tokenizer puts there, as PaliGemma has them."""
+    begin = len(leading)
+    if not begin or len(ids) <= begin or ids[:begin].tolist() != [*leading] or ids[begin] >= 0:
+        return ids
+    words = np.flatnonzero(ids[begin:] >= 0)
+    end = begin + int(words[0]) if len(words) else len(ids)
+    return np.concatenate([ids[begin:end], ids[:begin], ids[end:]])
+
+
 def convert(
     config: ImagesConfig, tokenizer: Tokenizer, encoder: SampleEncoder, places: Places
 ) -> tuple[ImageCounts, int]:
@@ -231,11 +268,15 @@ def convert(
                 if isinstance(waiting.record, DataError):
                     raise waiting.record
                 images = [image.result() for image in waiting.images]
-                sample = encoder.encode(waiting.record.sample, [places.of(image) for image in images])
+                sample = encoder.encode(
+                    with_words_in(waiting.record.sample, places.vision), [places.of(image) for image in images]
+                )
             except DataError as error:
                 _refuse(BadLine(waiting.path, waiting.line, str(error)), config, counts, error)
                 continue
             ids, learned = np.array(sample.ids), np.array(sample.learned, np.uint8)
+            if places.vision.images_first:
+                ids = images_first(ids, leading_ids(tokenizer))
             if ids[-1] < 0:  # a feature has a label behind it
                 ids, learned = np.append(ids, tokenizer.eod), np.append(learned, np.uint8(0))
             runs = [[len(run) for run in runs_of(image, places.vision)] for image in images]

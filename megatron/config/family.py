@@ -189,6 +189,10 @@ class FamilyConfig(CheckedSettings):
         if "name" in vars(cls) and "title" not in vars(cls):
             cls.title = cls.name
 
+    def sees_ahead(self, run: Any) -> bool:
+        """Whether some queries of causal attention see keys after them, as within an image."""
+        return False
+
     @property
     def image_id(self) -> int | None:
         """The id that stands at places of images, of a model that reads some and has one."""

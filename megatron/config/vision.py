@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from typing_extensions import override
@@ -17,100 +16,18 @@ from megatron.config.model import ModelConfig
 from megatron.config.rules.sentence import rule
 from megatron.config.rules.sizes import indivisible, multiples_near
 from megatron.config.run import RunConfig
+from megatron.config.vision_kinds import VISION_KINDS, VisionKind, VisionModelType
 from megatron.errors import ConfigError
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-VisionModelType = Literal["clip", "siglip", "internvit", "internvit300M"]
 _GRID, _MOST_TILES = re.compile(r"([1-9]\d{0,3})x([1-9]\d{0,3})"), 1024
-_IMAGENET = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
-
-
-@dataclass(frozen=True, kw_only=True)
-class VisionKind:
-    """Facts about the encoders of a type.
-
-    ``mean``, ``deviation``: of pixels between 0 and 1, by channel. ``class_token``: whether one stands before the
-    patches. ``pre_norm``, ``post_norm``: whether a norm stands before the first and behind the last layer.
-    ``patch_bias``: of the matrix of patches. ``layer_scale``: whether branches have a learned one. ``usual``: sizes of
-    the best-known model, unless others are given. ``choices``: fields of the encoder's layers.
-    """
-
-    mean: tuple[float, float, float]
-    deviation: tuple[float, float, float]
-    class_token: bool
-    usual: dict[str, Any]
-    choices: dict[str, Any]
-    pre_norm: bool = False
-    post_norm: bool = False
-    patch_bias: bool = True
-    layer_scale: bool = False
-
-
-def _usual(
-    layers: int, hidden: int, heads: int, ffn: int, *, image: int, activation: str, eps: float
-) -> dict[str, Any]:
-    return {
-        "vision_num_layers": layers,
-        "vision_hidden_size": hidden,
-        "vision_num_attention_heads": heads,
-        "vision_ffn_hidden_size": ffn,
-        "vision_activation": activation,
-        "vision_norm_epsilon": eps,
-        "img_h": image,
-        "img_w": image,
-    }
-
-
-_ALL_BIASES = {"add_bias_linear": True}
-_NO_QKV_BIAS = {"add_bias_linear": False, "add_attention_output_bias": True, "add_mlp_bias": True}
-
-KINDS: dict[VisionModelType, VisionKind] = {
-    "clip": VisionKind(
-        mean=(0.48145466, 0.4578275, 0.40821073),
-        deviation=(0.26862954, 0.26130258, 0.27577711),
-        class_token=True,
-        pre_norm=True,
-        patch_bias=False,
-        usual=_usual(24, 1024, 16, 4096, image=336, activation="quick_gelu", eps=1e-5),
-        choices=_ALL_BIASES,
-    ),
-    "siglip": VisionKind(
-        mean=(0.5, 0.5, 0.5),
-        deviation=(0.5, 0.5, 0.5),
-        class_token=False,
-        post_norm=True,
-        usual=_usual(27, 1152, 16, 4304, image=384, activation="gelu_tanh", eps=1e-6),
-        choices=_ALL_BIASES,
-    ),
-    "internvit": VisionKind(
-        mean=_IMAGENET[0],
-        deviation=_IMAGENET[1],
-        class_token=True,
-        layer_scale=True,
-        usual=_usual(45, 3200, 25, 12800, image=448, activation="gelu", eps=1e-6),
-        choices={
-            **_NO_QKV_BIAS,
-            "normalization": "RMSNorm",
-            "qk_layernorm": True,
-            "qk_layernorm_kind": "all_heads",
-        },
-    ),
-    "internvit300M": VisionKind(
-        mean=_IMAGENET[0],
-        deviation=_IMAGENET[1],
-        class_token=True,
-        layer_scale=True,
-        usual=_usual(24, 1024, 16, 4096, image=448, activation="gelu", eps=1e-6),
-        choices=_ALL_BIASES,
-    ),
-}
 
 
 TILE_FIELDS = (
     *("img_h", "img_w", "use_tiling", "max_num_tiles", "use_thumbnail", "use_tile_tags"),
-    *("image_tag_type", "image_fit", "image_grids"),
+    *("image_tag_type", "image_fit", "image_grids", "image_resample"),
 )
 """Fields of ``VisionConfig`` that say how an image is cut into tiles."""
 
@@ -169,8 +86,12 @@ class VisionConfig(PartConfig):
     pixel_shuffle: bool = architecture_switch(
         "Join the features of each square of 2 x 2 patches, without the class token (InternVL)."
     )
-    vision_projection_type: Literal["mlp", "affine"] = architecture_flag(
-        "Projector of features to the language model's width: two matrices around an activation, or one.",
+    vision_pool_size: int = architecture_flag(
+        "Patches of a side of the squares whose features are averaged to one (Gemma 3).", default=1, at_least=1
+    )
+    vision_projection_type: Literal["mlp", "affine", "rms-affine"] = architecture_flag(
+        "Projector of features to the language model's width: two matrices around an activation, one with a bias, or "
+        "one without behind an RMSNorm (Gemma 3).",
         default="mlp",
     )
     vision_projection_activation: Activation = architecture_flag(
@@ -186,8 +107,9 @@ class VisionConfig(PartConfig):
         "Put a word such as <tile_1> before each tile, <tile_global_thumbnail> before a whole image.",
         from_checkpoint=True,
     )
-    image_tag_type: Literal["nvlm", "internvl"] | None = flag(
-        "Words around each image: <Image> and </Image> (nvlm), or <img> and </img> (internvl).",
+    image_tag_type: Literal["nvlm", "internvl", "gemma3"] | None = flag(
+        "Words around each image: <Image> and </Image> (nvlm), <img> and </img> (internvl), or <start_of_image> and "
+        "<end_of_image> between empty lines (gemma3).",
         default=None,
         from_checkpoint=True,
     )
@@ -197,11 +119,19 @@ class VisionConfig(PartConfig):
         default="stretch",
         from_checkpoint=True,
     )
+    image_resample: Literal["bicubic", "bilinear"] = flag(
+        "Interpolation by which images are resized.", default="bicubic", from_checkpoint=True
+    )
     image_grids: tuple[str, ...] = architecture_flag(
         "Grids of tiles, rows x columns as in 2x1, that an image may be cut into without changing its shape "
         "(LLaVA-NeXT): the whole image is the first tile, patches of bars take no places, and rows of patches end with "
         "a learned vector.",
         default=(),
+    )
+    image_attention: Literal["causal", "bidirectional", "prefix"] = architecture_flag(
+        "What places of images see of later ones: nothing, those of the same tile (Gemma 3), or all of a prompt, whose "
+        "words do the same, up to the first answer (PaliGemma).",
+        default="causal",
     )
     freeze_lm: bool = switch("Do not train the language model.", aliases=("--freeze-LM",))
     freeze_vit: bool = switch("Do not train the vision encoder.", aliases=("--freeze-ViT",))
@@ -216,7 +146,7 @@ class VisionConfig(PartConfig):
     def kind(self) -> VisionKind:
         """Facts about encoders of its type, of which there must be one."""
         assert self.vision_model_type is not None, "a model without a vision encoder"
-        return KINDS[self.vision_model_type]
+        return VISION_KINDS[self.vision_model_type]
 
     @property
     def grid(self) -> tuple[int, int]:
@@ -233,6 +163,11 @@ class VisionConfig(PartConfig):
                     f"--image-grids {each}: give rows and columns of up to {_MOST_TILES} tiles, as in 2x1"
                 )
         return [(int(match[1]), int(match[2])) for match in found if match is not None]
+
+    @property
+    def images_first(self) -> bool:
+        """Whether images at a text's beginning stand before the token that begins it, as in PaliGemma."""
+        return self.image_attention == "prefix"
 
     @property
     def learned_grid(self) -> int:
@@ -253,7 +188,7 @@ class VisionConfig(PartConfig):
     def features_per_tile(self) -> int:
         """Places of a text that a tile takes."""
         patches = self.grid[0] * self.grid[1]
-        return patches // 4 if self.pixel_shuffle else patches + self.keeps_class_token
+        return patches // 4 if self.pixel_shuffle else patches // self.vision_pool_size**2 + self.keeps_class_token
 
     @property
     def tile_shape(self) -> tuple[int, int, int]:
@@ -276,10 +211,10 @@ class VisionConfig(PartConfig):
     def tile_settings(self) -> dict[str, Any]:
         """What tiles and their places depend on, by flag: the same for data that are made and read."""
         found = {flag_of(name): getattr(self, name) for name in TILE_FIELDS}
-        if self.image_grids:  # else as in data that were made before there was this flag
-            found["--image-grids"] = " ".join(self.image_grids)
-        else:
-            del found["--image-grids"]
+        found["--image-grids"] = " ".join(self.image_grids)
+        for name, usual in {"--image-grids": "", "--image-resample": "bicubic"}.items():
+            if found[name] == usual:  # as in data that were made before there were these flags
+                del found[name]
         if self.image_fit == "pad":
             found["--vision-model-type"] = self.vision_model_type
         return found | {"features a tile": self.features_per_tile}
@@ -402,6 +337,23 @@ def patches_fill_the_image(vision: VisionConfig) -> str | None:
     return None
 
 
+def squares_fill_the_grid(vision: VisionConfig) -> str | None:
+    """Averaged squares are whole, and hold patches alone."""
+    size = vision.vision_pool_size
+    if not vision.has_vision or size == 1:
+        return None
+    for name, side in (("--img-h", vision.grid[0]), ("--img-w", vision.grid[1])):
+        if side % size:
+            return (
+                f"--vision-pool-size {size} does not divide the {side} patches of {name}; use "
+                f"{multiples_near(side, size)} patches, or another size"
+            )
+    if vision.pixel_shuffle or vision.keeps_class_token:
+        other = "--pixel-shuffle out" if vision.pixel_shuffle else "the class token out (--disable-vision-class-token)"
+        return f"--vision-pool-size {size} averages patches alone: leave {other}"
+    return None
+
+
 def tiles_are_cut(vision: VisionConfig) -> str | None:
     """Settings of tiles need tiles."""
     if vision.image_grids:
@@ -428,6 +380,8 @@ def _grids_alone(vision: VisionConfig) -> str | None:
         "--image-tag-type": vision.image_tag_type is not None,
         "--use-tile-tags": vision.use_tile_tags,
         "--pixel-shuffle": vision.pixel_shuffle,
+        "--vision-pool-size": vision.vision_pool_size > 1,
+        "--image-attention bidirectional": vision.image_attention == "bidirectional",
         f"--image-fit {vision.image_fit}": vision.image_fit != "stretch",
     }
     for name, is_given in others.items():
@@ -454,6 +408,7 @@ def encoder_divides(run: RunConfig) -> str | None:
 
 RULES: tuple[Rule, ...] = (
     lambda run: patches_fill_the_image(run.part(VisionConfig)),
+    lambda run: squares_fill_the_grid(run.part(VisionConfig)),
     lambda run: tiles_are_cut(run.part(VisionConfig)),
     encoder_divides,
     rule(

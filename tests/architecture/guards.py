@@ -111,6 +111,7 @@ KNOWS_FACTS = (
     "megatron/training/rollouts/",  # and answers are GRPO's
     *(f"{part.__module__.replace('.', '/')}.py" for part in PARTS.values()),  # their settings, for any family
     "megatron/config/expert_settings.py",
+    "megatron/config/vision_kinds.py",
     "megatron/config/rules/moe.py",
     "megatron/training/reporting/hybrid_flops.py",  # a formula of Megatron-LM
     "megatron/config/computed_flags.py",  # what flags of other programs mean

@@ -98,3 +98,29 @@ def test_layout_trains_the_images_of_one_rank(variant: str, layout: str) -> None
     outcomes = train_at(VARIANTS[variant], LAYOUTS[layout])
     check(outcomes, [train_alone(VARIANTS[variant])])
     assert bool(frozen_in(VARIANTS[variant], outcomes)) == ("freeze" in VARIANTS[variant])
+
+
+AHEAD: dict[str, str] = {
+    "siglip, places of an image see each other": (
+        f"vlm: {LLAMA} --num-layers 4 --vision-model-type siglip --vision-projection-type rms-affine "
+        "--vision-pool-size 2 --image-attention bidirectional --window-size 5 0 --window-attn-skip-freq 2"
+    ),
+    "siglip, prompts see themselves": (
+        f"vlm: {LLAMA} --num-layers 4 --vision-model-type siglip --vision-projection-type affine "
+        "--image-attention prefix"
+    ),
+}
+AHEAD_LAYOUTS: dict[str, str] = {
+    "pp2 tp2 sp": f"--world-size 4 {TP2} {SP} {PP2} --micro-batch-size 1",
+    "cp2 tp2 sp": f"--world-size 4 {TP2} {SP} {CP2} --cp-comm-type a2a --micro-batch-size 4",
+    "zero 3 dp2, recompute full": f"--world-size 2 {ZERO_3} --micro-batch-size 2 {FULL}",
+    "pp2 vpp2": f"--world-size 2 {LOOPED} --micro-batch-size 1",
+}
+
+
+@pytest.mark.slow(reason="attention to later places is proven by logits and gradients of transformers' Gemma 3")
+@pytest.mark.parametrize("variant", AHEAD)
+@pytest.mark.parametrize("layout", AHEAD_LAYOUTS)
+def test_layout_sees_the_later_places_of_one_rank(variant: str, layout: str) -> None:
+    """A stage without the places, or a rank with a part of them, would compute causal attention."""
+    check(train_at(AHEAD[variant], AHEAD_LAYOUTS[layout]), [train_alone(AHEAD[variant])])

@@ -15,6 +15,14 @@ MARKER = "<image>"
 ROW_END = -2
 """Stands, in place of a feature's number, where a row of patches ends: the projector has a learned vector for it."""
 _AROUND = {"nvlm": ("<Image>", "</Image>"), "internvl": ("<img>", "</img>")}
+_IN_TEXT = {"gemma3": ("\n\n<start_of_image>", "<end_of_image>\n\n")}
+"""Words that are tokenized with the text around them, into which they may grow."""
+
+
+def with_words(text: str, vision: VisionConfig, *, marker: str = MARKER) -> str:
+    """A text with those words around each ``marker`` of an image that are tokenized with it."""
+    before, after = _IN_TEXT.get(vision.image_tag_type or "", ("", ""))
+    return text.replace(marker, f"{before}{marker}{after}")
 
 
 def expansion(grid: Grid, vision: VisionConfig) -> Iterator[str | NDArray[np.int64]]:
@@ -22,7 +30,7 @@ def expansion(grid: Grid, vision: VisionConfig) -> Iterator[str | NDArray[np.int
 
     ``--image-tag-type`` puts words around an image, ``--use-tile-tags`` one before each tile.
     """
-    before, after = _AROUND[vision.image_tag_type] if vision.image_tag_type else ("", "")
+    before, after = _AROUND.get(vision.image_tag_type or "", ("", ""))
     if before:
         yield before
     for tile, run in enumerate(feature_runs(grid, vision), 1):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -59,6 +60,24 @@ class PromptImages:
         found[marks] = -1 - ((numbers[tile[marks]] + feature[marks]) & (2**63 - 1))
         found[self.places == ROW_END] = np.iinfo(np.int64).min
         return [int(each) for each in found]
+
+    def tile_around(self, end: int) -> tuple[int, int]:
+        """First place, and the one after the last, of the tile that has features both before and at place ``end``;
+        ``end`` twice where there is none.
+        """
+        if not 0 < end < len(self.places):
+            return end, end
+        before, at = self.places[end - 1 : end + 1].tolist()
+        if before < 0 or at != before + 1 or not at % self.features:
+            return end, end
+        first = end - at % self.features
+        return first, first + self.features
+
+    def runs(self) -> list[tuple[int, int]]:
+        """First place, and the one after the last, of each run of features of one tile."""
+        tiles = np.where(self.places >= 0, self.places // self.features, -1)
+        ends = [0, *(np.flatnonzero(tiles[1:] != tiles[:-1]) + 1).tolist(), len(tiles)]
+        return [(first, stop) for first, stop in itertools.pairwise(ends) if stop > first and tiles[first] >= 0]
 
     def within(self, start: int, end: int) -> PromptImages | None:
         """The part that stands at places from ``start`` up to ``end``, with those tiles alone; None without any."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -89,7 +89,7 @@ def _unpadded(width: int, height: int, vision: VisionConfig) -> Grid:
     return Grid(columns, rows, overview=True, bar_columns=(wide - shown) // 2)
 
 
-def _between_bars(image: Image, wanted: tuple[int, int]) -> Image:
+def _between_bars(image: Image, wanted: tuple[int, int], vision: VisionConfig) -> Image:
     """A picture resized until it touches two sides, between black bars."""
     (width, height), image_module = image.size, pillow()
     by_width, by_height = wanted[0] / width, wanted[1] / height
@@ -98,13 +98,13 @@ def _between_bars(image: Image, wanted: tuple[int, int]) -> Image:
     else:
         size = min(math.ceil(width * by_height), wanted[0]), wanted[1]
     canvas: Image = image_module.new("RGB", wanted)
-    resized = image.resize(size, image_module.Resampling.BICUBIC)
+    resized = image.resize(size, _filter(vision))
     canvas.paste(resized, ((wanted[0] - size[0]) // 2, (wanted[1] - size[1]) // 2))
     return canvas
 
 
 def tiles_of(image: Image, vision: VisionConfig) -> NDArray[np.uint8]:
-    """Tiles ``[t, 3, H, W]`` of an RGB picture, resized by bicubic interpolation.
+    """Tiles ``[t, 3, H, W]`` of an RGB picture, resized as ``--image-resample`` says.
 
     One tile is made as ``--image-fit`` says; a grid of several is filled by the whole picture, whose ratio it nearly
     has. With ``--image-grids`` the picture is in the grid between bars, and whole in the first tile.
@@ -113,58 +113,63 @@ def tiles_of(image: Image, vision: VisionConfig) -> NDArray[np.uint8]:
     if vision.image_grids:
         return np.concatenate(
             [
-                _as_tiles(image.resize((width, height), pillow().Resampling.BICUBIC), height, width),
-                _as_tiles(_between_bars(image, (grid.columns * width, grid.rows * height)), height, width),
+                _as_tiles(image.resize((width, height), _filter(vision)), height, width),
+                _as_tiles(_between_bars(image, (grid.columns * width, grid.rows * height), vision), height, width),
             ]
         )
     if not vision.use_tiling:
         return _as_tiles(_fitted(image, vision), height, width)
-    bicubic = pillow().Resampling.BICUBIC
-    whole = _as_tiles(image.resize((grid.columns * width, grid.rows * height), bicubic), height, width)
+    whole = _as_tiles(image.resize((grid.columns * width, grid.rows * height), _filter(vision)), height, width)
     if not grid.thumbnail:
         return whole
-    return np.concatenate([whole, _as_tiles(image.resize((width, height), bicubic), height, width)])
+    return np.concatenate([whole, _as_tiles(image.resize((width, height), _filter(vision)), height, width)])
+
+
+def _filter(vision: VisionConfig) -> Any:
+    """Pillow's name of ``--image-resample``."""
+    return pillow().Resampling[vision.image_resample.upper()]
 
 
 def _fitted(image: Image, vision: VisionConfig) -> Image:
     """A picture of any shape as one tile, in whole pixels as transformers' processors make them."""
     wanted = vision.img_w, vision.img_h
     if vision.image_fit == "crop":
-        return _cropped(image, wanted)
+        return _cropped(image, wanted, _filter(vision))
     if vision.image_fit == "pad":
-        return _padded(image, wanted, color=tuple(int(255 * each) for each in vision.kind.mean))
-    return image.resize(wanted, pillow().Resampling.BICUBIC)
+        color = tuple(int(255 * each) for each in vision.kind.mean)
+        return _padded(image, wanted, _filter(vision), color=color)
+    return image.resize(wanted, _filter(vision))
 
 
-def _cropped(image: Image, wanted: tuple[int, int]) -> Image:
+def _cropped(image: Image, wanted: tuple[int, int], resample: Any) -> Image:
     """The middle of a picture whose shorter side fits. Of a very thin one that is resized alone."""
-    (width, height), bicubic = image.size, pillow().Resampling.BICUBIC
+    width, height = image.size
     is_tall = width * wanted[1] <= height * wanted[0]
     size = (wanted[0], wanted[0] * height / width) if is_tall else (wanted[1] * width / height, wanted[1])
     if size[0] * size[1] > MOST_PIXELS:
         scale = min(width / wanted[0], height / wanted[1])
         x, y = (width - wanted[0] * scale) / 2, (height - wanted[1] * scale) / 2
         box = (max(x, 0.0), max(y, 0.0), min(width - x, width), min(height - y, height))
-        return image.resize(wanted, bicubic, box=box)
-    resized = image.resize((int(size[0]), int(size[1])), bicubic)
+        return image.resize(wanted, resample, box=box)
+    resized = image.resize((int(size[0]), int(size[1])), resample)
     left, top = (resized.width - wanted[0]) // 2, (resized.height - wanted[1]) // 2
     return resized.crop((left, top, left + wanted[0], top + wanted[1]))
 
 
-def _padded(image: Image, wanted: tuple[int, int], *, color: tuple[int, ...]) -> Image:
+def _padded(image: Image, wanted: tuple[int, int], resample: Any, *, color: tuple[int, ...]) -> Image:
     """A picture between bars of a color. A very thin one is resized before it gets them."""
     image_module = pillow()
-    (width, height), bicubic = image.size, image_module.Resampling.BICUBIC
+    width, height = image.size
     is_tall = width * wanted[1] <= height * wanted[0]
     whole = (
         (round(height * wanted[0] / wanted[1]), height) if is_tall else (width, round(width * wanted[1] / wanted[0]))
     )
     if whole[0] * whole[1] > MOST_PIXELS:
         scale = min(wanted[0] / width, wanted[1] / height)
-        image, whole = image.resize((max(1, round(width * scale)), max(1, round(height * scale))), bicubic), wanted
+        image, whole = image.resize((max(1, round(width * scale)), max(1, round(height * scale))), resample), wanted
     canvas: Image = image_module.new("RGB", whole, color)
     canvas.paste(image, ((whole[0] - image.width) // 2, (whole[1] - image.height) // 2))
-    return canvas.resize(wanted, bicubic)
+    return canvas.resize(wanted, resample)
 
 
 def _as_tiles(image: Image, height: int, width: int) -> NDArray[np.uint8]:

@@ -53,7 +53,7 @@ class KeyValueCache:
     ) -> None:
         self.block_size, self.max_length, self.device = limits.block_size, limits.max_length, device
         self.states = StateTables(slotted or {}, slots=limits.num_slots, device=device)
-        self._dtype = dtype
+        self._dtype, self._joint_attention = dtype, limits.joint_attention
         places = limits.num_blocks * limits.block_size
 
         def table(groups: int, width: int) -> Tensor:
@@ -73,6 +73,14 @@ class KeyValueCache:
         self._gathered: dict[str, Tensor] = {}
         self._views: dict[int, tuple[tuple[int, ...], Tensor, Tensor]] = {}
         self._how: dict[tuple[int, bool], tuple[CachedBackend, int]] = {}
+
+    def seen_together(self, row: PlanRow) -> list[tuple[int, int]]:
+        """First position, and the one after the last, of each run of a row's tokens that see each other both ways."""
+        if row.prefix > row.start:
+            return [(row.start, min(row.prefix, row.start + len(row.tokens)))]
+        if self._joint_attention != "bidirectional" or row.images is None:
+            return []
+        return [(row.start + first, row.start + stop) for first, stop in row.images.runs()]
 
     @property
     def num_bytes(self) -> int:
@@ -154,6 +162,7 @@ class CachedStep:
     def __init__(self, cache: KeyValueCache, plan: StepPlan, backend: str, *, in_tiles: bool) -> None:
         self._cache, self._backend, self._in_tiles = cache, backend, in_tiles
         self._rows = [row for row in plan.rows if not row.encoder]
+        self._together = [cache.seen_together(row) for row in self._rows]
         self._ends = np.cumsum([0, *(len(row.tokens) for row in self._rows)]).tolist()
         self._is_decoding = all(len(row.tokens) == 1 for row in self._rows)
         written = [self._places(row, row.start, row.start + len(row.tokens)) for row in self._rows]
@@ -285,7 +294,7 @@ class CachedStep:
             count = part.call.queries
             if count > len(query):
                 query = F.pad(query, (0, 0, 0, 0, *part.padding))
-            causal = is_causal and part.call.is_whole and count > 1
+            causal = is_causal and part.call.is_whole and count > 1 and not part.call.is_together
             bias = None if causal else self._bias((number, kind), part.call, q, groups, options)
             found = backend.attend(
                 query.view(count, groups, -1, q.shape[2]).permute(1, 2, 0, 3).reshape(groups, -1, q.shape[2])
@@ -370,11 +379,17 @@ class CachedStep:
     def _by_row(self, q: Tensor, keys: Tensor, values: Tensor, options: AttentionOptions) -> Tensor:
         """``attend`` by the backend of ``--attention-backend``, text by text."""
         results = []
-        for row, start, stop in zip(self._rows, self._ends, self._ends[1:]):
+        for number, (row, start, stop) in enumerate(zip(self._rows, self._ends, self._ends[1:])):
             positions = torch.arange(row.start + len(row.tokens), device=self._cache.device)
             places = self._index([self._places(row, 0, len(positions))])
             bias = None if self._more is None else self._more(positions[row.start :], positions)
             of_row = replace(options, window=_window_over(options.window, len(positions)), bias=bias)
+            if together := self._together[number]:
+                ahead = torch.zeros(1, len(row.tokens), dtype=torch.long, device=self._cache.device)
+                for first, last in together:
+                    own = positions[first:last]
+                    ahead[0, first - row.start : last - row.start] = last - 1 - own
+                of_row = replace(of_row, ahead=ahead)
             given = (q[start:stop, None], keys[:, places].transpose(0, 1)[:, None])
             value = values[:, places].transpose(0, 1)[:, None]
             results.append(attention(*given, value, of_row, backend=self._backend)[:, 0])
@@ -384,18 +399,23 @@ class CachedStep:
         """The calls of a row: one for each tile of queries, or for as many queries as a call may have."""
         (window, fewest), row, token = kind, self._rows[number], self._ends[number]
         start, end = row.start, row.start + len(row.tokens)
+        runs = self._together[number]
         while start < end:
-            if self._in_tiles:
-                first = start // TILE * TILE
-                last = first + TILE
+            run = next((last for first, last in runs if first <= start < last), None)
+            if run is not None:
+                last = run
+            elif self._in_tiles:
+                last = start // TILE * TILE + TILE
             else:
-                first, last = start, min(end, start + _MOST_QUERIES)
-            stop = min(end, last)
-            first_key = 0 if window is None else max(0, first - window[0])
+                last = min(end, start + _MOST_QUERIES)
+            stop = min(end, last, *(first for first, _ in runs if first > start))
+            last = last if self._in_tiles else stop
+            begin = start // TILE * TILE if self._in_tiles else start
+            first_key = 0 if window is None else max(0, begin - window[0])
             if self._in_tiles:
                 first_key = first_key // TILE * TILE
             asking = range(start // fewest * fewest, -(-stop // fewest) * fewest)
-            call = CachedCall(asking.start, len(asking), first_key, last)
+            call = CachedCall(asking.start, len(asking), first_key, last, is_together=run is not None)
             places = self._slice_or_places(row, first_key, last)
             yield _Part(
                 call,

@@ -130,6 +130,7 @@ class Engine:
             has_tokenizer=tokenizer is not None,
             num_adapters=runner.limits.num_adapters,
             image_shape=runner.limits.image_shape,
+            joint_attention=runner.limits.joint_attention,
         )
         self._answers: dict[str, _Answer] = {}
         self._edits: Edits | None = None  # of the latest request: its prompt's other choices share them

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from megatron.config.flags import plural_s
 from megatron.config.vision import VisionConfig
-from megatron.core.images.expansion import MARKER, expansion
+from megatron.core.images.expansion import MARKER, expansion, with_words
 from megatron.core.images.prompts import CutImage, PromptImages
 from megatron.core.tokenizers.base import Tokenizer
 from megatron.errors import DataError
@@ -58,7 +58,10 @@ class ImagePrompts:
             )
         if not pictures:
             return list(encode([text])[0]), None
-        parts = self._parts(text, whole=whole)
+        parts = self._parts(with_words(text, self.vision, marker=self.marker), whole=whole)
+        if self.vision.images_first and text.startswith(self.marker):
+            behind = next((number for number, part in enumerate(parts) if number and part), len(parts) - 1)
+            parts[behind], parts[0] = [*parts[0], *parts[behind]], []  # images first (PaliGemma)
         ids, places, tiles = list[int](parts[0]), [-1] * len(parts[0]), list[NDArray[np.uint8]]()
         count = 0
         for picture, words in zip(pictures, parts[1:], strict=True):

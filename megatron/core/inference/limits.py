@@ -24,7 +24,7 @@ class EngineLimits:
     ``vocabulary``: number of ids. ``max_encoder_length``: tokens of an encoder's prompt, 0 without an encoder.
     ``has_tokenizer``: whether tokens become text, in which stop strings are looked for. ``num_adapters``: how many
     adapters requests may name, by numbers from 1 on. ``image_shape``: height and width of tiles of images, and features
-    of each; None for a model that reads none.
+    of each; None for a model that reads none. ``joint_attention``: see RunnerLimits.
     """
 
     max_requests: int
@@ -36,6 +36,7 @@ class EngineLimits:
     has_tokenizer: bool
     num_adapters: int = 0
     image_shape: tuple[int, int, int] | None = None
+    joint_attention: str = "causal"
 
     @property
     def room(self) -> int:
@@ -92,6 +93,15 @@ class EngineLimits:
 
     def _check_images(self, request: Request) -> None:
         images = request.images
+        scores = request.prompt_logprobs is not None
+        is_inside = images is not None and len(images.places) > 0 and images.places[-1] >= 0
+        if (self.joint_attention == "prefix" and (scores or request.max_tokens == 0)) or (
+            self.joint_attention == "bidirectional" and is_inside and request.max_tokens == 0
+        ):
+            raise DataError(
+                "the log-probabilities of a prompt are asked for, whose tokens see later ones in this model: leave "
+                "prompt_logprobs out, and generate one token or more"
+            )
         if images is None:
             return
         if self.image_shape is None:

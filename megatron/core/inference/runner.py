@@ -53,7 +53,9 @@ class GenerativeModel(Protocol):
 
 @runtime_checkable
 class ImageReader(Protocol):
-    """A :class:`GenerativeModel` with images in its texts."""
+    """A :class:`GenerativeModel` with images in its texts. ``joint_attention``: as the setting."""
+
+    joint_attention: str
 
     def image_features(self, images: Tensor) -> Tensor:
         """Hidden states ``[f, t, h]`` of the language model for tiles ``[t, 3, H, W]``."""
@@ -118,7 +120,9 @@ class CachedRunner:
                 f"layers with {', '.join(states.unknown)} don't say what they keep of a text (text_state), so this "
                 "model can't generate with a cache; WholeTextRunner reads the whole text for each token"
             )
-        limits = replace(limits, has_states=limits.has_states or bool(states.slotted))
+        attention = model.joint_attention if isinstance(model, ImageReader) else "causal"
+        has_states = limits.has_states or bool(states.slotted)
+        limits = replace(limits, has_states=has_states, joint_attention=attention)
         self.limits, self.device = limits, context.device
         self.logits_dtype = torch.promote_types(context.dtype, torch.float32)
         self._model, self._config, self._context = model, config, context

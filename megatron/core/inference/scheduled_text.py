@@ -71,6 +71,15 @@ class ScheduledText:
         """Whether log-probabilities of the prompt are wanted and some are missing."""
         return self.request.prompt_logprobs is not None and self.num_scored < len(self.request.prompt) - 1
 
+    def seen_together(self, end: int, joint_attention: str) -> tuple[int, int]:
+        """First position, and the one after the last, of those that see each other both ways around ``end``; ``end``
+        twice where none does: there a row may end.
+        """
+        prompt, images = len(self.request.prompt), self.request.images
+        if joint_attention == "prefix":
+            return (0, prompt) if 0 < end < prompt else (end, end)
+        return images.tile_around(end) if joint_attention == "bidirectional" and images is not None else (end, end)
+
     def has_prompt_of(self, other: ScheduledText) -> bool:
         """Whether both have one prompt, the same object, as choices have, its images, and one adapter."""
         mine, its = self.request, other.request

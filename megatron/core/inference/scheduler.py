@@ -36,10 +36,11 @@ class SchedulerOptions:
 
     def possible(self, limits: RunnerLimits) -> SchedulerOptions:
         """The options without equal beginnings where states of fixed size rule them out: a state can go back to where
-        two prompts differ only by a snapshot.
+        two prompts differ only by a snapshot; and where all of a prompt sees itself.
         """
         has_snapshots = limits.num_snapshots > 0 or not limits.has_states
-        return replace(self, prefix_caching=self.prefix_caching and has_snapshots)
+        is_whole = limits.joint_attention == "prefix"  # a prompt's words depend on later ones
+        return replace(self, prefix_caching=self.prefix_caching and has_snapshots and not is_whole)
 
 
 @dataclass(eq=False)
@@ -47,7 +48,8 @@ class ScheduledRow:
     """A text's part of a step.
 
     ``room``: how many ``drafts`` may be added. ``logits_from``: logits are wanted after the token at this position and
-    all later ones. ``copies``: the block that the one of ``start`` begins as a copy of, 0 for none.
+    all later ones. ``copies``: the block that the one of ``start`` begins as a copy of, 0 for none. ``prefix``: as in
+    PlanRow.
     """
 
     text: ScheduledText
@@ -59,6 +61,7 @@ class ScheduledRow:
     room: int = 0
     drafts: tuple[int, ...] = ()
     copies: int = 0
+    prefix: int = 0
 
     @property
     def is_stale(self) -> bool:
@@ -91,6 +94,7 @@ class ScheduledRow:
             drafts=len(self.drafts),
             adapter=self.text.request.adapter,
             images=None if images is None else images.within(self.start, self.start + len(self.tokens + self.drafts)),
+            prefix=self.prefix,
         )
 
 
@@ -328,7 +332,8 @@ class Scheduler:
         else:
             logits_from = end - 1 if end == len(text.tokens) else end
         tokens = tuple(text.tokens[text.computed : end])
-        rows[text] = ScheduledRow(text, text.attempt, text.computed, tokens, logits_from, copies=copies)
+        prefix = len(text.request.prompt) if self.limits.joint_attention == "prefix" else 0
+        rows[text] = ScheduledRow(text, text.attempt, text.computed, tokens, logits_from, copies=copies, prefix=prefix)
 
     def _row_length(self, text: ScheduledText, rows: dict[ScheduledText, ScheduledRow], *, start: int) -> int:
         """How many tokens of the text from ``start`` on the step has room for."""
@@ -344,7 +349,10 @@ class Scheduler:
         if start < (end := self._end_of_snapshot(text)) < start + length:
             length = end - start
         if self.options.chunked_prefill:
-            return min(length, budget)
+            length = min(length, budget)
+        first, last = text.seen_together(start + length, self.limits.joint_attention)
+        if length > 0 and first != last:
+            length = (first if first > start else last) - start
         return length if length <= budget or not rows else 0
 
     def _make_room_for_drafts(self, rows: dict[ScheduledText, ScheduledRow]) -> None:

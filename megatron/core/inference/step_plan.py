@@ -15,7 +15,7 @@ from torch import Tensor
 from megatron.core.images.prompts import PromptImages
 from megatron.core.parallel.collectives import Handle
 
-_ROW_FIELDS = 10
+_ROW_FIELDS = 11
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,7 +30,8 @@ class PlanRow:
     ``copies``: a block whose content is copied to the one of position ``start``, before any row writes; 0 for none.
     ``drafts``: how many of the last tokens are guesses. The states of fixed size that are kept are those before them.
     ``adapter``: number of the request's adapter, 0 for none. ``images``: what stands at places of ``tokens``, and the
-    tiles that it takes; None where all are words.
+    tiles that it takes; None where all are words. ``prefix``: how many tokens of the text see each other both ways, all
+    of which are in the row that has the first.
     """
 
     slot: int
@@ -43,6 +44,7 @@ class PlanRow:
     drafts: int = 0
     adapter: int = 0
     images: PromptImages | None = None
+    prefix: int = 0
 
     @property
     def num_logits(self) -> int:
@@ -72,8 +74,8 @@ class StepPlan:
         return sum(row.num_logits for row in self.rows)
 
     def to_array(self) -> NDArray[np.int64]:
-        """The plan as one flat array: the numbers of rows and of copies; ten numbers for each row; two for each copy;
-        all tokens; all block tables; all images.
+        """The plan as one flat array: the numbers of rows and of copies; eleven numbers for each row; two for each
+        copy; all tokens; all block tables; all images.
         """
         header = [len(self.rows), len(self.state_copies)]
         tokens: list[int] = []
@@ -91,6 +93,7 @@ class StepPlan:
                 row.copies,
                 row.drafts,
                 row.adapter,
+                row.prefix,
                 *counts,
             )
             tokens += row.tokens
@@ -102,15 +105,15 @@ class StepPlan:
     def from_array(cls, array: NDArray[np.int64]) -> StepPlan:
         """The plan that ``to_array`` wrote."""
         first = 2 + _ROW_FIELDS * int(array[0])
-        counts = array[2:first].reshape(-1, _ROW_FIELDS)[:, 7:]
+        counts = array[2:first].reshape(-1, _ROW_FIELDS)[:, 8:]
         length = first + 2 * int(array[1]) + int(counts[:, :2].sum())  # of all but images, which stay an array
         numbers: list[int] = array[:length].tolist()
         image_ends = list(accumulate(counts[:, 2].tolist(), initial=length))
         ends = range(2, _ROW_FIELDS * numbers[0] + 3, _ROW_FIELDS)
         fields = [numbers[start : start + _ROW_FIELDS] for start in ends[:-1]]
         slots = numbers[ends[-1] : ends[-1] + 2 * numbers[1]]
-        token_ends = list(accumulate((row[7] for row in fields), initial=ends[-1] + len(slots)))
-        block_ends = list(accumulate((row[8] for row in fields), initial=token_ends[-1]))
+        token_ends = list(accumulate((row[8] for row in fields), initial=ends[-1] + len(slots)))
+        block_ends = list(accumulate((row[9] for row in fields), initial=token_ends[-1]))
         return cls(
             tuple(
                 PlanRow(
@@ -123,13 +126,24 @@ class StepPlan:
                     copies=copies,
                     drafts=drafts,
                     adapter=adapter,
+                    prefix=prefix,
                     images=PromptImages.from_array(array[image_ends[number] : image_ends[number + 1]])
                     if held
                     else None,
                 )
-                for number, (slot, start, logits_from, encoder, copies, drafts, adapter, _, _, held) in enumerate(
-                    fields
-                )
+                for number, (
+                    slot,
+                    start,
+                    logits_from,
+                    encoder,
+                    copies,
+                    drafts,
+                    adapter,
+                    prefix,
+                    _,
+                    _,
+                    held,
+                ) in enumerate(fields)
             ),
             tuple(zip(slots[::2], slots[1::2])),
         )
@@ -145,6 +159,7 @@ class RunnerLimits:
     layers of the model have states of a fixed size, which are in slots; ``num_snapshots``: slots after those of
     requests, for states at the end of a prefix that others may use again. ``num_adapters``: how many the model has.
     ``image_shape``: height and width of tiles, and features of each, for a model that reads images.
+    ``joint_attention``: what its places see of later ones, as ``--image-attention`` says.
     """
 
     num_blocks: int
@@ -157,6 +172,7 @@ class RunnerLimits:
     num_snapshots: int = 0
     num_adapters: int = 0
     image_shape: tuple[int, int, int] | None = None
+    joint_attention: str = "causal"
 
     @property
     def num_slots(self) -> int:

@@ -43,5 +43,6 @@ def workload_of(
         stream_itemsize=4 if wide else context.dtype.itemsize,
         has_padding=has_padding,
         has_documents=run.data.reset_attention_mask,
+        sees_ahead=run.family.sees_ahead(run),
         predicted=predicted,
     )

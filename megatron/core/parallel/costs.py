@@ -17,8 +17,9 @@ class Workload:
 
     ``batch``: sequences, of ``length`` tokens before ranks divide them. ``encoder_length``: tokens that cross-attention
     sees. ``has_padding``: an attention mask says which tokens are real. ``has_documents``: attention stays within
-    documents. ``predicted``: the share of the tokens whose loss is computed. ``stream_itemsize``: bytes of an element
-    of the residual stream. ``splits_backward``: the schedule computes gradients of weights later, and keeps what they
+    documents. ``sees_ahead``: some queries of causal attention see keys after them. ``predicted``: the share of the
+    tokens whose loss is computed. ``stream_itemsize``: bytes of an element of the residual stream.
+    ``splits_backward``: the schedule computes gradients of weights later, and keeps what they
     need. ``visit``: called with each module whose costs are computed, and the microbatch it sees. ``with_unit``: adds
     what ranks gather, and sum of gradients, to the costs of a module, or of the loss that reads a weight.
     """
@@ -30,6 +31,7 @@ class Workload:
     encoder_length: int = 0
     has_padding: bool = False
     has_documents: bool = False
+    sees_ahead: bool = False
     predicted: float = 1.0
     splits_backward: bool = False
     visit: Callable[[nn.Module, Workload], None] | None = field(default=None, compare=False, repr=False)

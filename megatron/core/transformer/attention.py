@@ -41,6 +41,7 @@ class AttentionScope:
     attention_mask: Tensor | None = None
     bias: Tensor | None = None
     cache: TextCache | None = None
+    ahead: Tensor | None = None
 
 
 class Attention(nn.Module):
@@ -180,6 +181,7 @@ class Attention(nn.Module):
             dropout=drop,
             generator=self._context.rng.split,
             document_ids=scope.document_ids,
+            ahead=scope.ahead,
             attention_mask=scope.attention_mask,
             bias=scope.bias,
             softmax_in_fp32=self._config.attention_softmax_in_fp32,
@@ -206,6 +208,7 @@ class Attention(nn.Module):
             sinks=config.softmax_type != "vanilla",
             dropout=config.attention_dropout,
             document_ids=workload.has_documents,
+            ahead=workload.sees_ahead and self.is_causal,
             attention_mask=workload.has_padding,
             bias=config.position_embedding_type == "relative",
             softmax_in_fp32=config.attention_softmax_in_fp32,
@@ -347,7 +350,9 @@ class SelfAttention(Attention):
             query = apply_rotary(query, table, interleaved=interleaved)
             key = apply_rotary(key, table, interleaved=interleaved)
         documents = inputs.documents if self._context.mesh.size("cp") > 1 else None
-        scope = AttentionScope(inputs.document_ids, documents, inputs.attention_mask, inputs.bias, inputs.cache)
+        scope = AttentionScope(
+            inputs.document_ids, documents, inputs.attention_mask, inputs.bias, inputs.cache, inputs.ahead
+        )
         return self._mix(query, key, value, inputs.rng_key, scope, gate=gate)
 
     def costs(self, workload: Workload) -> Costs:

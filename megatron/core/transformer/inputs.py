@@ -23,7 +23,8 @@ class LayerInputs:
     losses of layers.
 
     ``rotary``: cos and sin for the positions, by how a layer turns its heads. ``document_ids``: ``[b, S]``; attention
-    stays within a document. ``attention_mask``: ``[b, S]``, True where real. ``bias``: ``[n, s, S]``, added to the
+    stays within a document. ``ahead``: ``[b, S]``, how many keys after its own position a query sees, where attention
+    is causal. ``attention_mask``: ``[b, S]``, True where real. ``bias``: ``[n, s, S]``, added to the
     scores of self-attention.
 
     ``cache``: in generation, keys and values of the texts that the step goes on with; then all its tokens are one
@@ -42,6 +43,7 @@ class LayerInputs:
     side_losses: SideLosses
     rotary: RotaryTables = field(default_factory=dict)
     document_ids: Tensor | None = None
+    ahead: Tensor | None = None
     attention_mask: Tensor | None = None
     text_mask: Tensor | None = None
     bias: Tensor | None = None

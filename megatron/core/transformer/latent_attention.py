@@ -77,7 +77,7 @@ class LatentAttention(Attention):
             plain, turned, shared_key = self._turned(of_query, shared_key, inputs)
             return self._attend_to_latents(plain, turned, enter(latent, self._context), shared_key, inputs)
         documents = inputs.documents if self._context.mesh.size("cp") > 1 else None
-        scope = AttentionScope(inputs.document_ids, documents, inputs.attention_mask, inputs.bias)
+        scope = AttentionScope(inputs.document_ids, documents, inputs.attention_mask, inputs.bias, ahead=inputs.ahead)
         attend = partial(self._attend, stream=inputs.rng_key, scope=scope)
         project, latents = partial(self._heads, inputs=inputs), (of_query, latent, shared_key)
         if not self.training or "mla_up_proj" not in self._recompute:

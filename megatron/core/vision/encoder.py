@@ -71,16 +71,27 @@ class VisionEncoder(nn.Module):
         return out
 
     def features(self, hidden: Tensor) -> Tensor:
-        """What of the hidden states ``[s, t, h]`` goes on, ``[f, t, w]``; with pixel shuffle of four patches each."""
+        """What of the hidden states ``[s, t, h]`` goes on, ``[f, t, w]``: with pixel shuffle of four patches each, else
+        perhaps the mean of several.
+        """
         settings = self._settings
         if settings.kind.class_token and not settings.keeps_class_token:
             hidden = hidden[1:]
+        if settings.vision_pool_size > 1:
+            return averaged(hidden, settings.grid, settings.vision_pool_size)
         return pixel_shuffled(hidden, settings.grid) if settings.pixel_shuffle else hidden
 
     def costs(self, workload: Workload) -> Costs:
         """Costs of ``workload.batch`` tiles, whose ``length`` is all that the encoder has of a tile."""
         begun = costs_of(self.embedding, workload) + costs_of(self.pre_layernorm, workload)
         return begun.before(costs_of(self.encoder, workload), splits_backward=workload.splits_backward)
+
+
+def averaged(hidden: Tensor, grid: tuple[int, int], size: int) -> Tensor:
+    """Patches ``[rows·columns, t, h]`` as means of squares of ``size`` a side, row by row (Gemma 3)."""
+    rows, columns = grid
+    squares = hidden.view(rows // size, size, columns // size, size, *hidden.shape[1:])
+    return squares.mean((1, 3)).flatten(0, 1)
 
 
 def pixel_shuffled(hidden: Tensor, grid: tuple[int, int]) -> Tensor:

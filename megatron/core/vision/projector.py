@@ -29,8 +29,7 @@ def build_projector(
     settings: VisionConfig, encoder: ModelConfig, decoder: ModelConfig, context: ModelContext
 ) -> Projector:
     """The projector of the settings, ``[f, t, w] -> [f, t, h]``. ``context``: one with whole sequences."""
-    kind = MlpProjector if settings.vision_projection_type == "mlp" else AffineProjector
-    return kind(settings, encoder, decoder, context)
+    return KINDS[settings.vision_projection_type](settings, encoder, decoder, context)
 
 
 class Projector(nn.Module):
@@ -42,6 +41,9 @@ class Projector(nn.Module):
         super().__init__()
         normed = dataclasses.replace(encoder, normalization="LayerNorm", norm_epsilon=1e-5)
         has_norm = settings.vision_projection_norm
+        if settings.vision_projection_type == "rms-affine":
+            normed = dataclasses.replace(encoder, normalization="RMSNorm", apply_layernorm_1p=True)
+            has_norm = True
         self.norm = Norm(settings.feature_width, normed, context) if has_norm else None
         row_end, init = Sharding((decoder.hidden_size,)), Normal(decoder.hidden_size**-0.5)
         self.image_newline = make_parameter(row_end, init, context) if settings.image_grids else None
@@ -85,14 +87,18 @@ class MlpProjector(Projector):
 
 
 class AffineProjector(Projector):
-    """One matrix with a bias (PaliGemma, arXiv:2407.07726)."""
+    """One matrix with a bias (PaliGemma, arXiv:2407.07726), or none and an RMSNorm (Gemma 3, arXiv:2503.19786)."""
 
     def __init__(
         self, settings: VisionConfig, encoder: ModelConfig, decoder: ModelConfig, context: ModelContext
     ) -> None:
         super().__init__(settings, encoder, decoder, context)
         self.linear = ReplicatedLinear(
-            settings.feature_width, decoder.hidden_size, context, init=input_init(encoder), bias=True
+            settings.feature_width,
+            decoder.hidden_size,
+            context,
+            init=input_init(encoder),
+            bias=settings.vision_projection_type == "affine",
         )
 
     @override
@@ -104,3 +110,11 @@ class AffineProjector(Projector):
     def costs(self, workload: Workload) -> Costs:
         """Costs of the product."""
         return costs_of(self.norm, workload) + costs_of(self.linear, workload)
+
+
+KINDS: dict[str, type[Projector]] = {
+    "mlp": MlpProjector,
+    "affine": AffineProjector,
+    "rms-affine": AffineProjector,
+}
+"""Projectors by ``--vision-projection-type``."""

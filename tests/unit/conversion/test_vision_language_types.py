@@ -88,6 +88,36 @@ MODELS: dict[str, Callable[[], Any]] = {
         text_config={**LLAMA, **EXPERTS, "model_type": "mixtral"},
         image_token_index=98,
     ),
+    "paligemma": of(
+        "PaliGemma",
+        vision_config=SIGLIP,
+        text_config={**LLAMA, "model_type": "gemma", "head_dim": 8, "pad_token_id": 0},
+        image_token_index=98,
+        projection_dim=32,
+        hidden_size=32,
+    ),
+    "paligemma 2": of(
+        "PaliGemma",
+        vision_config=SIGLIP,
+        text_config={**LLAMA, "model_type": "gemma2", "head_dim": 8, "pad_token_id": 0, "sliding_window": 64},
+        image_token_index=98,
+        projection_dim=32,
+        hidden_size=32,
+    ),
+    "gemma3": of(
+        "Gemma3",
+        vision_config=SIGLIP,
+        text_config={
+            **LLAMA,
+            "model_type": "gemma3_text",
+            "head_dim": 8,
+            "pad_token_id": 98,
+            "sliding_window": 6,
+            "layer_types": ["sliding_attention", "full_attention"],
+        },
+        image_token_index=98,
+        mm_tokens_per_image=4,
+    ),
     "llava with a gemma": of(
         "Llava",
         vision_config=CLIP,
@@ -133,7 +163,9 @@ def test_texts_with_images_have_the_logits_and_gradients_of_transformers(name: s
 SHAPES = [(16, 16), (40, 13), (20, 50)]
 
 
-@pytest.mark.parametrize("name", tiers(["internvl", "llava next", "llava of siglip"], first=["llava next"]))
+@pytest.mark.parametrize(
+    "name", tiers(["internvl", "llava next", "llava of siglip", "gemma3"], first=["llava next", "gemma3"])
+)
 def test_several_images_are_those_of_transformers(name: str) -> None:
     """Pictures have different grids, and each its own tiles."""
     with in_fp64():
@@ -144,6 +176,9 @@ def test_several_images_are_those_of_transformers(name: str) -> None:
 LISTED = {**TWICE, "image_size": [16, 16], "patch_size": [4, 4]}
 INTERNVL: dict[str, Any] = {"model_type": "internvl", "text_config": QWEN2, "vision_config": LISTED}
 LLAVA: dict[str, Any] = {"model_type": "llava", "text_config": LLAMA, "vision_config": SIGLIP}
+GEMMA = {**LLAMA, "model_type": "gemma", "head_dim": 8}
+PALIGEMMA: dict[str, Any] = {"model_type": "paligemma", "text_config": GEMMA, "vision_config": SIGLIP}
+PALIGEMMA["projection_dim"] = 32
 REFUSED: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "another ratio": ({**INTERNVL, "downsample_ratio": 0.25}, ("downsample_ratio", "0.5")),
     "an encoder of another type": ({**INTERNVL, "vision_config": CLIP}, ("internvl_vision",)),
@@ -163,6 +198,19 @@ REFUSED: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
             "vision_feature_select_strategy": "full",
         },
         ("image_grid_pinpoints", "16"),
+    ),
+    "a width that isn't the language model's": ({**PALIGEMMA, "projection_dim": 48}, ("projection_dim", "32 wide")),
+    "a prompt that doesn't see itself": (
+        {**PALIGEMMA, "text_config": {**GEMMA, "use_bidirectional_attention": False}},
+        ("use_bidirectional_attention",),
+    ),
+    "means of no squares": (
+        {"model_type": "gemma3", "text_config": {}, "vision_config": SIGLIP, "mm_tokens_per_image": 6},
+        ("mm_tokens_per_image", "4 x 4"),
+    ),
+    "a Gemma 3 of another language model": (
+        {"model_type": "gemma3", "text_config": QWEN2, "vision_config": SIGLIP},
+        ("gemma3_text",),
     ),
     "a class token in grids": (
         {**LLAVA, "model_type": "llava_next", "vision_config": CLIP, "vision_feature_select_strategy": "full"},

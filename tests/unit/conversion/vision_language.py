@@ -18,6 +18,7 @@ from megatron.core.conversion.tables import to_theirs
 from megatron.core.images.expansion import feature_runs
 from megatron.core.images.tiles import grid_of
 from megatron.core.models.registry import FAMILIES
+from megatron.core.models.vlm.ahead import ahead_in_tiles
 from megatron.core.models.vlm.config import VLMConfig
 from megatron.core.models.vlm.huggingface import FORMAT
 from megatron.core.models.vlm.questions import ImageQuestion
@@ -60,10 +61,12 @@ def check_several_images(theirs: Any, sizes: Sequence[tuple[int, int]]) -> int:
     if vision.image_grids:
         padded = torch.nn.utils.rnn.pad_sequence(tiles, batch_first=True)
         more = {"pixel_values": padded, "image_sizes": torch.tensor([(high, wide) for wide, high in sizes])}
-    ids = torch.tensor([tokens])
+    ids, at, ahead = torch.tensor([tokens]), torch.tensor([places]), None
+    if vision.image_attention == "bidirectional":
+        ahead, more["token_type_ids"] = ahead_in_tiles(at, vision.features_per_tile), (at >= 0).long()
     with in_fp64():
         wanted = theirs(input_ids=ids, use_cache=False, **more).logits
-    found = ours(ids, images=torch.cat(tiles), image_places=torch.tensor([places])).logits()
+    found = ours(ids, images=torch.cat(tiles), image_places=at, ahead=ahead).logits()
     torch.testing.assert_close(found, wanted, rtol=0, atol=1e-9)
     return sum(map(len, tiles))
 
@@ -76,7 +79,7 @@ def check_logits_and_gradients(theirs: Any) -> None:
     question = replace(question, images=question.images.double())
     with in_fp64():
         wanted = question.ask_theirs(theirs)["words"]
-    found = ours(question.tokens, images=question.images, image_places=question.places)
+    found = ours(question.tokens, images=question.images, image_places=question.places, ahead=question.ahead)
     torch.testing.assert_close(found.logits(), wanted, rtol=0, atol=1e-9)
 
     labels = question.tokens.roll(-1, 1)

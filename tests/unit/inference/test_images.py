@@ -33,10 +33,10 @@ NEW, LENGTH, MARK = 6, 64, 98
 
 
 @functools.cache
-def published() -> tuple[Any, PortableModel]:
-    """An InternVL of transformers, and the same model here."""
+def published(name: str = "internvl 300M, untied") -> tuple[Any, PortableModel]:
+    """A model of transformers, and the same model here."""
     with in_fp64():
-        theirs = random_model("internvl 300M, untied").double()
+        theirs = random_model(name).double()
     portable = from_transformers(theirs)
     return theirs, replace(portable, model=replace(portable.model, make_vocab_size_divisible_by=1))
 
@@ -62,9 +62,12 @@ def tiles(seed: int, count: int) -> PromptImages:
     return PromptImages(pictures(seed, count), np.zeros(0, np.int64), 4)
 
 
-def engine(options: SchedulerOptions | None = None) -> Engine:
+def engine(
+    options: SchedulerOptions | None = None, *, name: str = "internvl 300M, untied", backend: str = "auto"
+) -> Engine:
     """An engine of the model in fp64."""
-    _, portable = published()
+    _, portable = published(name)
+    portable = replace(portable, model=replace(portable.model, attention_backend=backend))  # type: ignore[arg-type]
     context = ModelContext.single(dtype=torch.float64)
     return Engine(_runner(portable, context), options=options)
 
@@ -113,6 +116,63 @@ def test_texts_about_pictures_are_those_of_transformers(options: SchedulerOption
     """Features of another text of the batch, or of the wrong half of a picture, say something else."""
     found = engine(options).generate(REQUESTS)
     assert [[token.id for token in each.tokens] for each in found] == [theirs_of(number) for number in range(3)]
+
+
+def seen(name: str, number: int) -> Request:
+    """A request whose pictures have places as the model has."""
+    vision, asked = VisionConfig.among(published(name)[1].groups), REQUESTS[number]
+    count, before = 0 if asked.images is None else len(asked.images.tiles), asked.prompt[: (5, 5, 2)[number]]
+    features = vision.features_per_tile
+    runs = [range(tile * features, (tile + 1) * features) for tile in range(count)]
+    places = [-1] * len(before)
+    for run in runs:
+        places += [*run, -1]
+    prompt = (*before, *[token for run in runs for token in (*[MARK] * len(run), 8)], 9, 2, 6)
+    images = None
+    if asked.images is not None:
+        images = PromptImages(asked.images.tiles, np.array([*places, -1, -1, -1], np.int64), features)
+    return replace(asked, prompt=prompt, images=images)
+
+
+@functools.cache
+def theirs_ahead(name: str, number: int) -> list[int]:
+    """What transformers generates for ``seen``, reading the whole text for each token."""
+    theirs, portable = published(name)
+    vision, asked = VisionConfig.among(portable.groups), seen(name, number)
+    more, ids, kinds = {}, torch.tensor([asked.prompt]), torch.zeros(1, len(asked.prompt), dtype=torch.long)
+    if asked.images is not None:
+        mean, deviation = (
+            torch.tensor(each).double().view(3, 1, 1) for each in (vision.kind.mean, vision.kind.deviation)
+        )
+        more = {"pixel_values": (torch.from_numpy(asked.images.tiles).double() / 255 - mean) / deviation}
+        kinds = kinds if name == "paligemma" else torch.from_numpy(asked.images.places >= 0).long()[None]
+    with in_fp64(), torch.no_grad():
+        for _ in range(NEW):
+            logits = theirs(input_ids=ids, token_type_ids=kinds, use_cache=False, **more).logits
+            ids = torch.cat([ids, logits[:, -1:].argmax(-1)], 1)
+            kinds = torch.cat([kinds, torch.full((1, 1), int(name == "paligemma"))], 1)
+    return ids[0, -NEW:].tolist()
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("gemma3", SchedulerOptions(max_tokens=3)),
+        *(
+            pytest.param(name, options, marks=pytest.mark.slow(reason="other chunks, and the other model"))
+            for name in ("gemma3", "paligemma")
+            for options in (SchedulerOptions(), SchedulerOptions(max_tokens=3, prefix_caching=False))
+        ),
+    ],
+)
+@pytest.mark.parametrize("backend", ["auto", pytest.param("eager", marks=pytest.mark.slow(reason="another backend"))])
+def test_places_that_see_later_ones_are_read_together(name: str, options: SchedulerOptions, backend: str) -> None:
+    """A chunk that ends within a picture, or a prompt, would have places that see a part of it alone."""
+    one = engine(options, name=name, backend=backend)
+    asked = [seen(name, number) for number in range(3)]
+    for _ in range(2):  # the second time from the cache
+        found = one.generate([replace(each, id=f"{each.id} {_}") for each in asked])
+        assert [[token.id for token in each.tokens] for each in found] == [theirs_ahead(name, n) for n in range(3)]
 
 
 def test_the_cache_tells_pictures_apart() -> None:

@@ -21,9 +21,13 @@ _TABLE_EACH = "its encoder and its decoder have a table of positions each, and h
 _NOT_ATTENTION = "its linear attention is of a kind that is not available here"
 _MAMBA_1 = "its state-space layers are Mamba-1, and only Mamba-2 is available here"
 _SHARED_BLOCKS = "its attention layers share their weights, with adapters of each use, and also read the embeddings"
-_NOT_TEXT = "it reads images or sound, and of such models only llava, llava_next and internvl convert"
-_BOTH_WAYS = "places of an image see each other both ways, and here all places see those before them alone"
-_THREE_AXES = "its positions have three axes, and its images any number of patches"
+_NOT_TEXT = (
+    "it reads images or sound, and of such models only llava, llava_next, internvl, paligemma and gemma3 convert"
+)
+_THREE_AXES = (
+    "its positions have three axes, each with a part of every head's channels, and its images any number of patches "
+    "whose own positions are rotary; internvl with the same Qwen as language model converts"
+)
 _OLD_FALCON = (
     "it is a Falcon whose files are from before transformers had that type: download the model anew, whose config.json "
     "says falcon today, with other names of its settings"
@@ -46,7 +50,6 @@ REASONS = {
     "lfm2": "most of its layers are gated convolutions",
     **dict.fromkeys(("minimax", "kimi_linear"), _NOT_ATTENTION),
     **dict.fromkeys(("clip", "siglip", "vit", "whisper", "wav2vec2", "mllama"), _NOT_TEXT),
-    **dict.fromkeys(("paligemma", "gemma3"), _BOTH_WAYS),
     **dict.fromkeys(("qwen2_vl", "qwen2_5_vl", "qwen3_vl"), _THREE_AXES),
 }
 """Why models of types that are often asked for don't convert."""

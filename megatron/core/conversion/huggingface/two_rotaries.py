@@ -41,7 +41,8 @@ def read_rotaries(reader: ConfigReader, *, has_windows: bool) -> dict[str, Any]:
         raise parts.within(_FULL).refuse("truncate", "transformers does not read it there, and rounds")
     if window.get("rope_type", "default") != "default":
         raise window.refuse("rope_type", "layers with a window are not scaled in this project")
-    local = float(window.get("rope_theta") or reader.get("rope_local_base_freq") or found["rotary_base"])
+    older = reader.get("rope_local_base_freq")
+    local = float(window.get("rope_theta") or older or found["rotary_base"])
     is_same = local == found["rotary_base"] and found.keys() <= {"rotary_base", "rotary_percent"}
     return {**found, "rotary_base_local": local if has_windows and not is_same else None}
 

@@ -80,6 +80,7 @@ class GPTModel(nn.Module):
         text_mask: Tensor | None = None,
         future_text_mask: Tensor | None = None,
         replaced: tuple[Tensor, Tensor] | None = None,
+        ahead: Tensor | None = None,
     ) -> VocabularyOutput | Tensor:
         """Token ids ``[b, S]`` (None after the first stage) to the vocabulary output, before the last to hidden states.
 
@@ -91,7 +92,7 @@ class GPTModel(nn.Module):
         ``future_tokens`` ``[b, depths, S]``: what each depth of multi-token prediction reads; without them the last
         stage predicts the next token alone. ``text_mask`` ``[b, S]``: the positions of the rank's slice that are text,
         and not padding; None: all. ``future_text_mask`` ``[b, depths, S]``: the same for each future token.
-        ``replaced``: see ``LanguageModelEmbedding``.
+        ``replaced``: see ``LanguageModelEmbedding``. ``ahead``: see ``LayerInputs``.
         """
         rng_key = rng_key or StreamKey(0)
         if self._stage.is_first:
@@ -102,6 +103,7 @@ class GPTModel(nn.Module):
             rng_key=rng_key,
             rotary=self._rotary(hidden, position_ids, length=None if cache is None else cache.max_length),
             document_ids=document_ids,
+            ahead=ahead,
             side_losses=side_losses or SideLosses(),
             cache=cache,
             text_mask=text_rows(text_mask, self._context),

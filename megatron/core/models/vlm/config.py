@@ -43,6 +43,11 @@ class VLMConfig(FamilyConfig):
         return self.image_token_id
 
     @override
+    def sees_ahead(self, run: RunConfig) -> bool:
+        """Whether places of images see later ones."""
+        return run.part(VisionConfig).image_attention != "causal"
+
+    @override
     def rules(self) -> Sequence[Rule]:
         """There is a vision encoder, and room for an image and a text."""
         return RULES
@@ -70,10 +75,28 @@ def image_fits(run: RunConfig) -> str | None:
     )
 
 
+def heads_travel_where_keys_are_ahead(run: RunConfig) -> str | None:
+    """Context-parallel ranks that exchange keys compute causal parts of attention alone."""
+    vision, kinds = run.part(VisionConfig), {*run.parallel.cp_comm_types}
+    ahead = f"--image-attention {vision.image_attention}"
+    if vision.image_attention == "causal":
+        return None
+    if run.parallel.context_parallel_size > 1 and kinds != {"a2a"}:
+        named = " ".join(sorted(kinds))
+        return (
+            f"{ahead} with --cp-comm-type {named}: ranks that send keys compute causal parts of attention alone; use "
+            "--cp-comm-type a2a"
+        )
+    if any(isinstance(each, HybridConfig) and each.is_hybrid for each in run.extra):
+        return f"{ahead} needs attention in each layer, and a state-space layer sees no later places"
+    return None
+
+
 RULES: tuple[Rule, ...] = (
     rule(
         "a vision-language model needs a vision encoder: give --vision-model-type, such as clip",
         lambda run: not run.part(VisionConfig).has_vision,
     ),
     image_fits,
+    heads_travel_where_keys_are_ahead,
 )

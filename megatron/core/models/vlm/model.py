@@ -55,7 +55,7 @@ class VLMModel(GPTModel):
             seed=seed,
             before=modules if is_first else None,
         )
-        self.vision, self._whole = vision, whole
+        self.vision, self._whole, self.joint_attention = vision, whole, str(vision.image_attention)
         self.vision_model: VisionEncoder
         self.vision_projection: Any
 
@@ -121,6 +121,7 @@ class VLMModel(GPTModel):
                 stream_itemsize=workload.itemsize,
                 has_padding=False,
                 has_documents=False,
+                sees_ahead=False,
             )
             for length in (self.vision.encoded_per_tile, self.vision.features_per_tile)
         )

@@ -16,6 +16,7 @@ from megatron.core.conversion.megatron_lm.forward import MegatronLMModel
 from megatron.core.conversion.questions import Answer
 from megatron.core.images.expansion import feature_runs
 from megatron.core.images.tiles import grid_of
+from megatron.core.models.vlm.ahead import ahead_in_prefixes, ahead_in_tiles
 from megatron.core.models.vlm.config import VLMConfig
 from megatron.core.transformer.output_layer import VocabularyOutput
 from megatron.errors import CheckpointError
@@ -27,13 +28,16 @@ _WORDS_BEFORE, _WORDS_AFTER = 5, 11
 class ImageQuestion:
     """What follows each of ``tokens`` ``[b, s]``, where ``places`` ``[b, s]`` are those of ``images``?
 
-    ``sizes`` ``[n, 2]``: heights and widths of the pictures, for models whose tiles depend on them.
+    ``sizes`` ``[n, 2]``: heights and widths of the pictures, for models whose tiles depend on them. ``ahead``: see
+    ``LayerInputs``; ``kinds`` ``[b, s]``: transformers' ``token_type_ids``, which say the same.
     """
 
     tokens: Tensor
     places: Tensor
     images: Tensor
     sizes: Tensor | None = None
+    ahead: Tensor | None = None
+    kinds: Tensor | None = None
     auto_class = "AutoModelForImageTextToText"
 
     def ask_theirs(self, model: Any) -> Answer:
@@ -44,6 +48,8 @@ class ImageQuestion:
                 "pixel_values": self.images.view(len(self.sizes), -1, *self.images.shape[1:]),
                 "image_sizes": self.sizes,
             }
+        if self.kinds is not None:
+            more["token_type_ids"] = self.kinds
         return {"words": model(input_ids=self.tokens, use_cache=False, **more).logits}
 
     def ask_megatron_lm(self, model: MegatronLMModel) -> Answer:
@@ -52,7 +58,9 @@ class ImageQuestion:
 
     def ask_ours(self, stage: nn.Module, handed: Mapping[str, Tensor]) -> Answer:
         """Logits of every position from our model; before the last stage, its hidden states."""
-        output: VocabularyOutput | Tensor = stage(self.tokens, images=self.images, image_places=self.places, **handed)
+        output: VocabularyOutput | Tensor = stage(
+            self.tokens, images=self.images, image_places=self.places, ahead=self.ahead, **handed
+        )
         return {"words": output.logits()} if isinstance(output, VocabularyOutput) else {"hidden": output}
 
 
@@ -78,4 +86,15 @@ def question_for(model: ModelConfig, groups: Sequence[object]) -> ImageQuestion:
     pixels = torch.arange(grid.tiles * 3 * vision.img_h * vision.img_w, dtype=torch.float64)
     images = torch.sin(pixels * 0.7919).float().view(grid.tiles, 3, vision.img_h, vision.img_w)
     sizes = torch.tensor([[height, width]]) if vision.image_grids else None
-    return ImageQuestion(tokens, places, images, sizes)
+    ahead, kinds = _ahead(places, vision)
+    return ImageQuestion(tokens, places, images, sizes, ahead, kinds)
+
+
+def _ahead(places: Tensor, vision: VisionConfig) -> tuple[Tensor | None, Tensor | None]:
+    """What ``places`` see ahead of them, here and as ``token_type_ids``: a prompt ends in the middle of the words."""
+    if vision.image_attention == "bidirectional":
+        return ahead_in_tiles(places, vision.features_per_tile), (places >= 0).long()
+    if vision.image_attention == "prefix":
+        is_answer = (torch.arange(places.shape[1]) >= places.shape[1] - _WORDS_AFTER // 2).long().expand_as(places)
+        return ahead_in_prefixes(is_answer.roll(-1, 1), None), is_answer
+    return None, None

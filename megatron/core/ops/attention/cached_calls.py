@@ -22,13 +22,14 @@ _SINK_COLUMNS = 16  # as many as a vector has: keys stay in their lanes, so sums
 @dataclass(frozen=True)
 class CachedCall:
     """Queries at positions ``start`` … of a text, to its keys at ``first_key`` … ``stop_key - 1``, of which a query
-    sees those up to its own position, and with a window those in it.
+    sees those up to its own position, or all with ``is_together``, and with a window those in it.
     """
 
     start: int
     queries: int
     first_key: int
     stop_key: int
+    is_together: bool = False
 
     @property
     def is_whole(self) -> bool:
@@ -40,14 +41,15 @@ class CachedCall:
     ) -> Tensor | None:
         """What is added to scores ``[1 or n, queries, keys]``; None for nothing. ``more``: see ``with_bias``."""
         before, _ = options.sides
-        is_masked = self.queries > 1 or self.stop_key > self.start + 1
-        is_masked |= before is not None and self.first_key < self.start - before
+        is_masked = not self.is_together and (self.queries > 1 or self.stop_key > self.start + 1)
+        is_masked |= before is not None and self.first_key < self.start + self.queries - 1 - before
         if not is_masked and options.slopes is None and more is None:
             return None
         asking = torch.arange(self.start, self.start + self.queries, device=like.device)
         keys = torch.arange(self.first_key, self.stop_key, device=like.device)
         ahead = keys - asking[:, None]
-        hidden = ahead > 0 if before is None else (ahead > 0) | (ahead < -before)
+        hidden = (ahead > 0) & (not self.is_together)
+        hidden = hidden if before is None else hidden | (ahead < -before)
         found = like.new_zeros(1, *ahead.shape)
         if options.slopes is not None:
             found = alibi(options.slopes, ahead, like.dtype)

@@ -24,7 +24,9 @@ _BLOCK = 128
 
 
 def supports(request: AttentionRequest) -> str | None:
-    """Everything but padding or a bias within documents, and a softmax wider than its scores."""
+    """Everything but keys ahead of a query, padding or a bias within documents, and a softmax wider than its scores."""
+    if request.ahead:
+        return "its blocks have no keys ahead of a query"
     if request.document_ids and (request.attention_mask or request.bias):
         return f"it has no {'padding mask' if request.attention_mask else 'bias'} within documents"
     if request.softmax_in_fp32 and request.dtype not in (torch.float32, torch.float64):

@@ -28,7 +28,10 @@ def allowed_keys(q: Tensor, k: Tensor, options: AttentionOptions) -> Tensor | No
         ahead = distances(queries, keys, options.offset, device=q.device)
         before, after = options.sides
         allowed = torch.ones_like(ahead, dtype=torch.bool) if before is None else ahead >= -before
-        allowed &= True if after is None else ahead <= after
+        if options.ahead is not None:
+            allowed = allowed & (ahead <= options.ahead[:, None, :, None])
+        else:
+            allowed &= True if after is None else ahead <= after
     if options.document_ids is not None:
         same = (options.document_ids.unsqueeze(2) == options.document_ids.unsqueeze(1)).unsqueeze(1)  # [b, 1, s, s]
         allowed = same if allowed is None else allowed & same

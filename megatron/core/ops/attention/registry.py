@@ -137,6 +137,7 @@ class LayerBackend:
             *(q.shape[0], k.shape[0], q.dtype, q.device, q.requires_grad, partial),
             *(options.causal, options.window, options.dropout),
             *(options.document_ids is None, options.attention_mask is None, options.bias is None),
+            options.ahead is None,
             torch.are_deterministic_algorithms_enabled(),
         )
         found = self._choices.get(kind)

@@ -23,6 +23,8 @@ class AttentionOptions:
     ``sinks`` [n]: scores of one more key, whose value is zero (attention sinks, arXiv:2309.17453); may need a gradient.
     ``document_ids`` [b, s] int: document of each position; a query sees keys of its own document only. A document is
     one run of positions; queries and keys are the same positions.
+    ``ahead`` [b, s] int, with ``causal``: how many keys after its own position a query sees. Queries and keys are the
+    same positions.
     ``attention_mask`` [b, sk] bool: True for real keys; a query that sees no key gets zeros.
     ``bias`` [n, sq, sk]: added to the scores of every sample, in the type of the queries; it may need a gradient.
     ``softmax_in_fp32``: for backends that would otherwise compute it in the type of the queries.
@@ -38,6 +40,7 @@ class AttentionOptions:
     slopes: Tensor | None = None
     sinks: Tensor | None = None
     document_ids: Tensor | None = None
+    ahead: Tensor | None = None
     attention_mask: Tensor | None = None
     bias: Tensor | None = None
     softmax_in_fp32: bool = False
@@ -75,6 +78,7 @@ class AttentionRequest:
     causal: bool
     dropout: float = 0.0
     document_ids: bool = False
+    ahead: bool = False
     attention_mask: bool = False
     bias: bool = False
     window: tuple[int, int] | None = None
@@ -100,6 +104,7 @@ class AttentionRequest:
             causal=options.causal,
             dropout=options.dropout,
             document_ids=options.document_ids is not None,
+            ahead=options.ahead is not None,
             attention_mask=options.attention_mask is not None,
             bias=options.bias is not None,
             window=options.window,

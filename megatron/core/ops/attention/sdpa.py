@@ -49,6 +49,8 @@ def supports(request: AttentionRequest) -> str | None:
             return f"its flash kernel has no {feature}"
     if request.dropout > 0.0:
         return f"it draws dropout ({request.dropout}) from torch's global generator, which cannot be replayed"
+    if request.ahead:
+        return "its flash kernel has no keys ahead of a query" if request.partial or request.sinks else None
     if request.window is not None and (reason := _refuses_window(request, request.window)):
         return reason
     in_parts = request.partial or request.sinks or request.window is not None
@@ -94,7 +96,8 @@ def attend_with(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions, kern
         query, key, value = widened(q, k, v)
         out = attend_with(query, key, value, options, kernels)
         return out.unflatten(2, (q.shape[2], -1))[..., : v.shape[3]].flatten(2)  # type: ignore[no-untyped-call, no-any-return]
-    is_masked = options.attention_mask is not None or (options.causal and q.shape[0] != k.shape[0])
+    is_masked = options.attention_mask is not None or options.ahead is not None
+    is_masked |= options.causal and q.shape[0] != k.shape[0]
     if kernels and q.shape[2] != k.shape[2] and (is_masked or kernels[0] == SDPBackend.EFFICIENT_ATTENTION):
         k, v = (x.repeat_interleave(q.shape[2] // x.shape[2], dim=2) for x in (k, v))  # it has no groups
     with sdpa_kernel(list(kernels), set_priority=True) if kernels else nullcontext():
@@ -111,7 +114,7 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Tenso
         out = F.scaled_dot_product_attention(query, key, value, is_causal=causal, scale=scale, enable_gqa=grouped)
         return _unfold(out, q).flatten(2)
 
-    if options.window is not None:
+    if options.window is not None and options.ahead is None:
 
         def windowed(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             if options.window is None or q.shape[0] <= options.window[0] + 1:
@@ -125,7 +128,7 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Tenso
             if options.document_ids is None
             else each_document(windowed, q, k, v, options.document_ids)
         )
-    if options.attention_mask is None and (q.shape[0] == k.shape[0] or not causal):
+    if options.attention_mask is None and options.ahead is None and (q.shape[0] == k.shape[0] or not causal):
         return folded(q, k, v) if options.document_ids is None else each_document(folded, q, k, v, options.document_ids)
     query, key, value = (in_fastest_type(x).permute(1, 2, 0, 3) for x in (q, k, v))  # [b, n, s, d]
     allowed = allowed_keys(q, k, options)

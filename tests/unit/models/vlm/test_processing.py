@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from PIL import Image
+from tokenizers.processors import TemplateProcessing
 
 pytest.importorskip("transformers", reason="pictures are compared with the dev extra's transformers")
 
@@ -23,7 +24,9 @@ from megatron.config.model import ModelConfig
 from megatron.config.vision import VisionConfig
 from megatron.core.images.expansion import feature_runs
 from megatron.core.images.prompts import CutImage
+from megatron.core.inference.image_prompts import ImagePrompts
 from megatron.core.models.vlm.huggingface.processing import with_processing, write_processing
+from megatron.core.tokenizers.huggingface import load as load_tokenizer
 from megatron.errors import CheckpointError
 from tests.harness.sentences import expect_error
 from tests.harness.serving import END, byte_tokenizer
@@ -78,12 +81,15 @@ def test_pixels_are_those_of_transformers(name: str, tmp_path: Path) -> None:
             np.testing.assert_allclose(ours, wanted, rtol=0, atol=1e-6)
 
 
-def tokenizer_with(mark: str, folder: Path) -> Any:
-    """A fast tokenizer with a mark of images, saved in the folder."""
+def tokenizer_with(mark: str, folder: Path, *more: str, bos: str | None = None) -> Any:
+    """A fast tokenizer with a mark of images, saved in the folder; ``bos`` begins its texts."""
     pipeline: Any = next(each for each in vars(byte_tokenizer()).values() if type(each).__name__ == "Tokenizer")
     make: Any = PreTrainedTokenizerFast
-    fast = make(tokenizer_object=pipeline, eos_token=END)
-    fast.add_special_tokens({"additional_special_tokens": [mark]})
+    fast = make(tokenizer_object=pipeline, eos_token=END, **({} if bos is None else {"bos_token": bos}))
+    fast.add_special_tokens({"additional_special_tokens": [mark, *more]})
+    if bos is not None:
+        begun = TemplateProcessing(single=f"{bos} $A", special_tokens=[(bos, fast.convert_tokens_to_ids(bos))])
+        fast.backend_tokenizer.post_processor = begun
     fast.save_pretrained(folder)
     return fast
 
@@ -123,6 +129,48 @@ def test_grids_are_those_of_llava_next(tmp_path: Path) -> None:
     assert read == vision and not notes
 
 
+def test_gemma_3_is_prompted_as_by_transformers(tmp_path: Path) -> None:
+    """Words around pictures grow together with the text's own lines, and resizing is bilinear."""
+    fast = tokenizer_with("<image_soft_token>", tmp_path, "<start_of_image>", "<end_of_image>")
+    more = {"image_tag_type": "gemma3", "image_resample": "bilinear", "vision_pool_size": 2}
+    vision = dataclasses.replace(settings("siglip"), image_attention="bidirectional", **more)  # type: ignore[arg-type]
+    write_processing(vision, "gemma3", tmp_path, mark="<image_soft_token>")
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gemma3"}))
+    settings_of = tmp_path / "tokenizer_config.json"
+    named = {"image_token": "<image_soft_token>", "boi_token": "<start_of_image>", "eoi_token": "<end_of_image>"}
+    settings_of.write_text(json.dumps({**json.loads(settings_of.read_text()), "extra_special_tokens": named}))
+    load: Any = AutoProcessor.from_pretrained
+    processor = load(tmp_path, backend="pil")
+    shown = [picture(30, 20), picture(9, 40)]
+    found = processor(text="a\n<start_of_image>\nb <start_of_image>", images=[shown], return_tensors="np")
+    cut = [CutImage.of(each, vision) for each in shown]
+    tokenizer = load_tokenizer(str(tmp_path), extra_ids=0)
+    prompts = ImagePrompts(vision, tokenizer, fast.convert_tokens_to_ids("<image_soft_token>"))
+    ids, images = prompts.encoded("a\n<image>\nb <image>", cut, whole=True)
+    assert ids == found["input_ids"][0].tolist() and images is not None
+    assert ((images.places >= 0) == (found["token_type_ids"][0] == 1)).all()
+    wanted = np.concatenate([normalized(each, vision) for each in cut])
+    np.testing.assert_allclose(wanted, found["pixel_values"], rtol=0, atol=1e-6)
+    read, notes = with_processing(vision, {"preprocessor_config.json": tmp_path / "preprocessor_config.json"})
+    assert read == vision and not notes
+
+
+def test_paligemma_is_prompted_as_by_transformers(tmp_path: Path) -> None:
+    """Images stand before the token that begins a text."""
+    fast = tokenizer_with("<image>", tmp_path, bos="<bos>")
+    vision = dataclasses.replace(settings("siglip"), image_attention="prefix")
+    write_processing(vision, "paligemma", tmp_path, mark="<image>")
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "paligemma"}))
+    load: Any = AutoProcessor.from_pretrained
+    processor = load(tmp_path, backend="pil")
+    found = processor(text="<image>caption", images=picture(30, 20), return_tensors="np")
+    cut = CutImage.of(picture(30, 20), vision)
+    prompts = ImagePrompts(vision, load_tokenizer(str(tmp_path), extra_ids=0), fast.convert_tokens_to_ids("<image>"))
+    ids, images = prompts.encoded("<image>caption\n", [cut], whole=True)
+    assert ids == found["input_ids"][0].tolist() and images is not None and (images.places[:16] >= 0).all()
+    np.testing.assert_allclose(normalized(cut, vision), found["pixel_values"], rtol=0, atol=1e-6)
+
+
 WRONG: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "another mean": ({"image_mean": [0.5, 0.5, 0.5]}, ("image_mean", "0.48145466")),
     "another size": ({"size": {"height": 24, "width": 24}}, ("(24, 24)", "(16, 16)")),
@@ -137,6 +185,6 @@ def test_pictures_of_another_encoder_are_refused(case: str, tmp_path: Path) -> N
     path.write_text(json.dumps(content))
     with expect_error(CheckpointError, *words):
         with_processing(settings("clip"), {path.name: path})
-    path.write_text(json.dumps({"resample": 2}))
+    path.write_text(json.dumps({"resample": 1}))
     _, [note] = with_processing(settings("clip"), {path.name: path})
-    assert "resample = 2" in note
+    assert "resample = 1" in note

@@ -9,6 +9,7 @@ import torch
 from megatron.config.vision import VisionConfig
 from megatron.core.inference.runner import EncoderDecoder, GenerativeModel
 from megatron.core.models.registry import FAMILIES
+from megatron.core.models.vlm.ahead import ahead_in_prefixes, ahead_in_tiles
 from megatron.core.models.vlm.fields import IMAGES, PLACES, with_images
 from megatron.core.parallel.model_context import ModelContext
 from megatron.errors import ConfigError
@@ -68,8 +69,36 @@ MISTAKES = {
     "odd rows of patches to join": (f"{CLIP} --pixel-shuffle --img-h 12", ("--pixel-shuffle", "8 or 16")),
     "heads that divide nothing": (f"{CLIP} --vision-num-attention-heads 3", ("--vision-hidden-size 8",)),
     "no room for an image": (f"{CLIP} --img-h 64 --img-w 64", ("--seq-length", "257")),
+    "squares that fill no grid": (
+        f"{CLIP} --vision-pool-size 3 --disable-vision-class-token",
+        ("--vision-pool-size 3", "2 patches"),
+    ),
+    "squares with the class token": (f"{CLIP} --vision-pool-size 2", ("--disable-vision-class-token",)),
+    "later places in a state": (
+        f"{CLIP} --image-attention prefix --hybrid-layer-pattern M* --position-embedding-type none "
+        "--mamba-state-dim 4 --mamba-head-dim 8 --mamba-num-groups 1",
+        ("--image-attention prefix",),
+    ),
     "several future tokens": (f"{CLIP} --mtp-num-layers 1", ("--mtp-num-layers",)),
 }
+
+
+def test_ranks_that_send_keys_see_no_later_places() -> None:
+    """They compute causal parts of attention."""
+    flags = f"{CLIP} --image-attention bidirectional --context-parallel-size 2 --seq-length 16"
+    with expect_error(ConfigError, "--cp-comm-type a2a"):
+        tiny_config(flags, family=VLM, ranks=2)
+    tiny_config(f"{flags} --cp-comm-type a2a", family=VLM, ranks=2)
+
+
+def test_what_places_see_ahead_of_them() -> None:
+    """A document has a prompt of its own, and an image ends where the next begins."""
+    places = torch.tensor([[-1, 0, 1, 2, 3, 4, 5, 6, 7, -1, 8, -2, -1]])
+    assert ahead_in_tiles(places, 4).tolist() == [[0, 3, 2, 1, 0, 3, 2, 1, 0, 0, 0, 0, 0]]
+    documents = torch.tensor([[0, 0, 0, 0, 0, 1, 1, 1, 2, 2]])
+    mask = torch.tensor([[0, 0, 1, 0, 1, 1, 0, 1, 0, 0]])
+    assert ahead_in_prefixes(mask, documents).tolist() == [[2, 1, 0, 0, 0, 0, 0, 0, 1, 0]]
+    assert ahead_in_prefixes(mask, None).tolist() == [[2, 1, 0, 0, 0, 0, 0, 0, 0, 0]]
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)

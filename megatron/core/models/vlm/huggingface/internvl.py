@@ -10,7 +10,6 @@ from typing_extensions import override
 from megatron.config.vision import VisionConfig
 from megatron.core.conversion.huggingface.config_reader import Json
 from megatron.core.conversion.tables import Row
-from megatron.core.models.vlm.huggingface.llava import GRIDS
 from megatron.core.models.vlm.huggingface.nested import (
     MLP_ROWS,
     NESTED_KINDS,
@@ -22,6 +21,7 @@ from megatron.core.models.vlm.huggingface.nested import (
     activation_name,
     not_plain_mlp,
     passed_layers,
+    unusual_places,
 )
 
 
@@ -63,7 +63,7 @@ class InternVLType(NestedType):
         return {
             **not_plain_mlp(vision),
             "the projector has no norm": not vision.vision_projection_norm,
-            GRIDS: bool(vision.image_grids),
+            **unusual_places(vision),
             "patches are not joined (--pixel-shuffle)": not vision.pixel_shuffle,
         }
 

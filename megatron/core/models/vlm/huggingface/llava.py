@@ -24,9 +24,8 @@ from megatron.core.models.vlm.huggingface.nested import (
     activation_name,
     not_plain_mlp,
     passed_layers,
+    unusual_places,
 )
-
-GRIDS = "images are cut into grids of tiles, whose rows end with a learned vector (--image-grids)"
 
 
 class LlavaType(NestedType):
@@ -69,7 +68,7 @@ class LlavaType(NestedType):
             **not_plain_mlp(vision),
             "the projector has a norm": vision.vision_projection_norm,
             "patches are joined (--pixel-shuffle)": vision.pixel_shuffle,
-            GRIDS: bool(vision.image_grids),
+            **unusual_places(vision),
             "a norm is behind the encoder's last layer (--disable-vision-final-norm is not given)": (
                 vision.kind.post_norm and vision.vision_final_norm
             ),

@@ -11,8 +11,8 @@ from typing_extensions import override
 from megatron.config.vision import VisionConfig
 from megatron.core.conversion.huggingface.config_reader import Json
 from megatron.core.conversion.tables import Row
-from megatron.core.models.vlm.huggingface.llava import GRIDS, LLAVA, LlavaType
-from megatron.core.models.vlm.huggingface.nested import NestedReader
+from megatron.core.models.vlm.huggingface.llava import LLAVA, LlavaType
+from megatron.core.models.vlm.huggingface.nested import GRIDS, NestedReader
 from megatron.core.models.vlm.huggingface.processing import pinpoints
 
 _USUAL = [[336, 672], [672, 336], [672, 672], [1008, 336], [336, 1008]]

@@ -60,6 +60,23 @@ SIZES: dict[str, dict[str, Any]] = {
         "num_attention_heads": 32,
         "vocab_size": 32000,
     },
+    "gemma": {
+        "hidden_size": 3072,
+        "intermediate_size": 24576,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 16,
+        "vocab_size": 256000,
+    },
+    **{
+        name: {
+            "hidden_size": 2304,
+            "intermediate_size": 9216,
+            "num_hidden_layers": 26,
+            "num_attention_heads": 8,
+            "vocab_size": vocabulary,
+        }
+        for name, vocabulary in (("gemma2", 256000), ("gemma3_text", 262208))
+    },
 }
 """What transformers takes for sizes that settings of a language model don't say: published ones say few."""
 
@@ -87,6 +104,14 @@ class NestedType(ModelType, ABC):
         names = list(names)
         inside = any("vision_tower.encoder.layer." in name for name in names)  # InternVL's encoder never had a level
         return {name: _first_name(name, tower=TOWER if inside else f"{TOWER}vision_model.") for name in names}
+
+    def text_settings(self, text: Json, where: str) -> dict[str, Any]:
+        """Settings of the language model as its own type has them; CheckpointError for others. ``where``: the file."""
+        return dict(text)
+
+    def write_sizes(self, model: ModelConfig) -> dict[str, Any]:
+        """Settings that say sizes of the language model a second time."""
+        return {}
 
     @abstractmethod
     def read_features(self, reader: NestedReader, vision: dict[str, Any]) -> dict[str, Any]:
@@ -122,14 +147,17 @@ class NestedReader(ConfigReader):
 
     def __init__(self, config: Json, described: NestedType, where: str, *, kinds: Mapping[str, Any]) -> None:
         super().__init__(config, described.merged("defaults"), where, kinds=kinds)
-        inside = as_kind(self("text_config"), dict[str, Any], where=f"{where}: text_config", error=CheckpointError)
-        text = {"model_type": described.texts[0], **inside}
+        found = as_kind(self("text_config"), dict[str, Any], where=f"{where}: text_config", error=CheckpointError)
+        text = {"model_type": described.texts[0], **found}
         text["tie_word_embeddings"] = bool(self.get("tie_word_embeddings", described.is_tied))
         text = {**described.sizes.get(text["model_type"], {}), **text}
         if text["model_type"] not in described.texts:
             named = enumeration(sorted(described.texts))
             raise self.refuse("text_config", f"the language model is one of the types {named} here")
-        self.described, self.text = described, DECODERS.reader(text, where=f"{where}: text_config")
+        self.described = described
+        self.text = DECODERS.reader(
+            described.text_settings(text, f"{where}: text_config"), where=f"{where}: text_config"
+        )
         vision = as_kind(self("vision_config"), dict[str, Any], where=f"{where}: vision_config", error=CheckpointError)
         vision = {"model_type": described.encoders[0], **vision}
         if vision["model_type"] not in described.encoders:
@@ -210,6 +238,7 @@ class NestedFormat(HuggingFaceFormat):
             "model_type": model_type,
             named: family.image_token_id,
             **described.write_features(vision, source),
+            **described.write_sizes(model),
             "text_config": {
                 **{name: before[name] for name in _KEPT if name in before},
                 **text,
@@ -312,6 +341,18 @@ def activation_name(vision: VisionConfig, source: Json) -> str:
     return str(written) if written in names else names[0]
 
 
+def unusual_places(vision: VisionConfig) -> dict[str, bool]:
+    """Reasons why features don't stand one by one, each seeing those before it."""
+    return {
+        GRIDS: bool(vision.image_grids),
+        AVERAGED: vision.vision_pool_size > 1,
+        AHEAD: vision.image_attention != "causal",
+    }
+
+
+GRIDS = "images are cut into grids of tiles, whose rows end with a learned vector (--image-grids)"
+AVERAGED = "features are means of several patches (--vision-pool-size)"
+AHEAD = "places of images see later ones (--image-attention)"
 MLP_ROWS = (
     Row("vision_projection.linear_fc1", f"{PROJECTOR}linear_1"),
     Row("vision_projection.linear_fc2", f"{PROJECTOR}linear_2"),

@@ -15,9 +15,15 @@ from megatron.errors import CheckpointError
 from megatron.small_files import read_json
 
 PROCESSOR, PREPROCESSOR = "processor_config.json", "preprocessor_config.json"
-_BICUBIC = 3
+_BICUBIC, _BILINEAR = 3, 2
 _TYPES = {"crop": "CLIPImageProcessor", "stretch": "SiglipImageProcessor", "pad": "LlavaImageProcessor"}
-_CLASSES = {"llava": "LlavaProcessor", "llava_next": "LlavaNextProcessor", "internvl": "InternVLProcessor"}
+_CLASSES = {
+    "llava": "LlavaProcessor",
+    "llava_next": "LlavaNextProcessor",
+    "internvl": "InternVLProcessor",
+    "gemma3": "Gemma3Processor",
+    "paligemma": "PaliGemmaProcessor",
+}
 
 
 def usual_processing(vision: Mapping[str, Any]) -> dict[str, Any]:
@@ -45,8 +51,11 @@ def with_processing(vision: VisionConfig, files: Mapping[str, AnyPath]) -> tuple
     if stated is not None and _sides(stated) != size:
         raise CheckpointError(f"{name} has pictures of {_sides(stated)} pixels, and the encoder has {size}")
     notes = []
-    if (resample := found.get("resample", _BICUBIC)) != _BICUBIC:
+    if (resample := found.get("resample", _BICUBIC)) not in (_BICUBIC, _BILINEAR):
         notes.append(f"note: {name} says resample = {resample}: pictures are resized by bicubic interpolation here")
+    if found.get("do_pan_and_scan"):
+        notes.append(f"note: {name} says do_pan_and_scan = true: no crops of pictures are added here")
+    vision = dataclasses.replace(vision, image_resample="bilinear" if resample == _BILINEAR else "bicubic")
     if vision.image_grids:
         if (sizes := found.get("image_grid_pinpoints", wanted := pinpoints(vision))) != wanted:
             raise CheckpointError(f"{name} has image_grid_pinpoints {sizes}, and config.json has {wanted}")
@@ -94,7 +103,7 @@ def write_processing(vision: VisionConfig, model_type: str, folder: Path, *, mar
         **dict.fromkeys(("do_convert_rgb", "do_resize", "do_rescale", "do_normalize"), True),
         "image_mean": list(vision.kind.mean),
         "image_std": list(vision.kind.deviation),
-        "resample": _BICUBIC,
+        "resample": _BICUBIC if vision.image_resample == "bicubic" else _BILINEAR,
         "rescale_factor": 1 / 255,
     }
     sides = {"height": vision.img_h, "width": vision.img_w}
@@ -103,6 +112,10 @@ def write_processing(vision: VisionConfig, model_type: str, folder: Path, *, mar
         tiles = {"crop_to_patches": most > 1, "min_patches": 1, "max_patches": most}
         settings |= {"image_processor_type": "GotOcr2ImageProcessor", "size": sides, **tiles}
         more: dict[str, Any] = {"image_seq_length": vision.features_per_tile}
+    elif model_type in ("gemma3", "paligemma"):
+        kind = "Gemma3ImageProcessor" if model_type == "gemma3" else "SiglipImageProcessor"
+        settings |= {"image_processor_type": kind, "size": sides, "image_seq_length": vision.features_per_tile}
+        more = {"image_seq_length": vision.features_per_tile} if model_type == "gemma3" else {}
     else:
         settings["image_processor_type"] = _TYPES[vision.image_fit]
         if vision.image_grids:
