@@ -143,13 +143,16 @@ def long_function(source: Source) -> list[str]:
     ]
 
 
-def too_many_long_functions(library: Iterable[Source]) -> list[str]:
-    """At most 3 % of the functions take more than 60 lines; returns the longest of them when there are more."""
-    functions = [(source, function) for source in library for function in source.functions()]
-    long = [(source, function) for source, function in functions if length(function) > LONG_FUNCTION_LINES]
-    if len(long) <= MAX_SHARE_OF_LONG_FUNCTIONS * len(functions):
-        return []
-    return [f"{source.at(function)} {function.name}: {length(function)} lines" for source, function in long]
+def too_many(functions: Iterable[tuple[str, int]]) -> list[str]:
+    """The functions of more than 60 lines, if they are more than 3 % of these, which come with their lengths."""
+    functions = list(functions)
+    long = [f"{name}: {lines} lines" for name, lines in functions if lines > LONG_FUNCTION_LINES]
+    return long if len(long) > MAX_SHARE_OF_LONG_FUNCTIONS * len(functions) else []
+
+
+def lengths(source: Source) -> list[tuple[str, int]]:
+    """Every function of a file with its place and length."""
+    return [(f"{source.at(function)} {function.name}", length(function)) for function in source.functions()]
 
 
 def untyped(source: Source) -> list[str]:
@@ -323,6 +326,21 @@ def prose_of_an_error(source: Source) -> list[str]:
     ]
 
 
+def constant_that_a_test_sets(source: Source) -> list[str]:
+    """A rank takes further calls, and what one sets in a module is there for the next: a run would differ from another
+    of the same flags. ``mock.patch.object`` sets it back.
+    """
+    if not source.path.startswith("tests/") or not PurePosixPath(source.path).name.startswith("test_"):
+        return []
+    return [
+        f"{source.at(node)} sets {ast.unparse(target)}"
+        for node in source.nodes
+        if isinstance(node, ast.Assign)
+        for target in node.targets
+        if isinstance(target, ast.Attribute) and isinstance(target.value, ast.Name) and target.attr.isupper()
+    ]
+
+
 def family_in_shared_code(source: Source) -> list[str]:
     """Engines serve every family; a family is a folder in megatron/core/models, and the registry there lists them."""
     if not source.path.startswith("megatron/") or source.path.startswith(KNOWS_FAMILIES):
@@ -366,18 +384,19 @@ def another_family(source: Source) -> list[str]:
     ]
 
 
-def knowing(checked: Iterable[Source]) -> dict[str, list[str]]:
-    """Files of the library outside a family's folder whose code names it, or what it alone has; by family."""
-    known = {family: list[str]() for family in FAMILIES}
-    for source in checked:
-        if source.path.startswith("megatron/") and source.path not in SPEAKERS:
-            words = {*_code_words(source)}
-            for family, paths in known.items():
-                those = (name for name in FAMILIES if family in (name, BUILDS_ON.get(name)))
-                is_own = source.path.startswith(tuple(f"{FAMILIES[name].package.replace('.', '/')}/" for name in those))
-                if not is_own and (words & FACTS[family] or any(family in _named_by(word) for word in words)):
-                    paths.append(source.path)
-    return known
+def families_known(source: Source) -> set[str]:
+    """Families whose name, or what they alone have, a file of the library outside their folder uses in its code."""
+    if not source.path.startswith("megatron/") or source.path in SPEAKERS:
+        return set()
+    words = {*_code_words(source)}
+    named = set[str]().union(*map(_named_by, words))
+    return {family for family in FAMILIES if not _is_own(source, family) and (family in named or words & FACTS[family])}
+
+
+def _is_own(source: Source, family: str) -> bool:
+    """Whether a file is of a family, or of one that builds on it."""
+    those = (name for name in FAMILIES if family in (name, BUILDS_ON.get(name)))
+    return source.path.startswith(tuple(f"{FAMILIES[name].package.replace('.', '/')}/" for name in those))
 
 
 def _code_words(source: Source) -> Iterable[str]:
@@ -459,6 +478,7 @@ EVERYWHERE: tuple[Guard, ...] = (
     gloo_alone,
     bits_of_gpus,
     prose_of_an_error,
+    constant_that_a_test_sets,
     family_in_shared_code,
     fact_of_one_family,
     another_family,

@@ -81,7 +81,7 @@ def frozen_in(row: str, outcomes: list[Observed]) -> set[str]:
     pairs(
         VARIANTS,
         LAYOUTS,
-        rich=("tp2 sp dp2 zero, recompute full", "pp2 zb-v dp2 zero", "cp2 tp2"),
+        rich=("tp2 sp dp2 zero, recompute full", "pp2 zb-v dp2 zero"),
         # Their parts are above, at four ranks, or they are parts of those.
         slow=(
             "tp2 sp pp2 dp2 zero",

@@ -37,7 +37,7 @@ LAYOUTS: dict[str, str] = {
         VARIANTS,
         LAYOUTS,
         rich=("tp2 sp cp2", "tp2 sp ep2 dp2 zero 1", "pp2 zb-h1 dp2, accumulation fused"),
-        slow=("pp2 zb-v cp2",),
+        slow=("pp2 zb-v cp2", "tp2 dp2 zero 3"),  # the second is in test_preferences.py
     ),
 )
 def test_layouts_train_on_the_same_answers(variant: str, layout: str) -> None:
@@ -45,5 +45,5 @@ def test_layouts_train_on_the_same_answers(variant: str, layout: str) -> None:
     out, or counted twice, gives another loss, gradient or reward.
     """
     row = VARIANTS[variant]
-    ranks = run_ranks(train, row, LAYOUTS[layout], **at(row, LAYOUTS[layout]), reuse=True)
+    ranks = run_ranks(train, row, LAYOUTS[layout], **at(row, LAYOUTS[layout]))
     check(ranks, [train_alone(VARIANTS[variant])])

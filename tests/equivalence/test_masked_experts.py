@@ -32,7 +32,7 @@ VARIANTS: dict[str, str] = {
     "classes": f"classes: {SMALL} {EXPERTS} --num-layers 4 {LOSSES} {BIASED}",
     "choices": f"choices: {SMALL} {EXPERTS} --num-layers 4 --moe-aux-loss-coeff 0.3 --moe-count-padding",
 }
-RICH = ("tp2 dp2 ep2 zero", "tp2 sp ep2 etp1", "ep2 etp2 over all")
+RICH = ("tp2 dp2 ep2 zero", "tp2 sp ep2 etp1")
 MORE = {
     "t5, capacity, bias, shared experts, a dense encoder layer": ("pp2 ep2 interleaved", "dp2 ep2 recompute moe"),
     "bert, capacity, bias, shared experts, gathered": ("cp2 ep2",),
@@ -43,6 +43,7 @@ HERE = {
     name: LAYOUTS[name]
     for name in (
         *RICH,
+        "ep2 etp2 over all",
         "pp2 tp2 sp ep2 etp1 zb-v recompute",
         "cp2 ep2",
         "ep4",

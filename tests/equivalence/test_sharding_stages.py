@@ -78,13 +78,15 @@ LAYOUTS: dict[str, str] = {
 
 
 RICH = ("dp2 overlapped, small buckets", "dp2, accumulation")
-LIGHT = [name for name, flags in VARIANTS.items() if LATENT_TIED not in flags]
+LIGHT = ("llama", "gpt2 tied", "frozen: embedding, every second layer", "frozen: all but the head", "hybrid")
+MORE = {"llama tied, experts": ("ep2", "dp4 ep2, accumulation fused", "tp2 sp ep2 dp2")}  # others have none to divide
+SLOW = ("tp2 sp cp2 dp2", "tp2 sp pp2 zb-h1 dp2")  # in parts, at four ranks, they are among the others
 
 
 def _cases() -> list[Any]:
     """Each pair at both stages; of the pairs of the default tier, both stages in turn are in it, and ZeRO 3 first."""
     stages, found = itertools.cycle(("3", "2")), list[Any]()
-    for pair in pairs(VARIANTS, LAYOUTS, rich=RICH, light=LIGHT):
+    for pair in pairs(VARIANTS, LAYOUTS, rich=RICH, more=MORE, slow=SLOW, light=LIGHT):
         first = None if pair.marks else next(stages)
         found += [
             pytest.param(stage, *pair.values, marks=[] if stage == first else pytest.mark.slow) for stage in ("2", "3")

@@ -72,11 +72,21 @@ RICH = (
     "2: dp4 ep2",
     "1: dp4 overlapped, small buckets",
 )
-MORE = {"muon": ("1: dp4 overlapped, small buckets",)}  # whole matrices in buckets that end within them
-LIGHT = [each for each in VARIANTS if each not in ("t5", "hybrid")]
+MORE = {
+    "muon": ("1: dp4 overlapped, small buckets",),  # whole matrices in buckets that end within them
+    # Without experts these would be copies like any others.
+    "llama tied, experts": ("2: dp4 ep2", "3: tp2 sp dp4 ep4, copies with whole experts, state over both"),
+}
+# Copies of tensor-parallel ranks, of slices and of stages are in the others.
+SLOW = (
+    "1: tp2 cp2 dp2 ep2, pipeline ranks side by side",
+    "3: tp2 sp dp4, recompute, accumulation fused",
+    "3: pp2 vpp2 dp4, state over both",
+)
+LIGHT = ("llama", "frozen: embedding, every second layer")
 
 
-@pytest.mark.parametrize(("variant", "layout"), pairs(VARIANTS, LAYOUTS, rich=RICH, more=MORE, light=LIGHT))
+@pytest.mark.parametrize(("variant", "layout"), pairs(VARIANTS, LAYOUTS, rich=RICH, more=MORE, slow=SLOW, light=LIGHT))
 def test_copies_train_what_one_rank_trains(variant: str, layout: str) -> None:
     """A shard that is not summed over the copies, summed twice, or counted twice in the norm, or a portion that its
     copies never get, would train another model on each.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import faulthandler
-import gc
 import os
 import pickle
 import signal
@@ -61,7 +60,6 @@ def rank_main(job: Job, rank: int, connection: Connection) -> None:
 
     Each further job that it is sent has process groups of its own.
     """
-    gc.freeze()  # what the server has loaded stays
     with suppress(EOFError):  # the test process is gone
         while True:
             with job.stack_file(rank).open("w") as stack_file:

@@ -42,6 +42,7 @@ PRELOADED = [
     "tasks.main",
     "tests.equivalence.families",
     "tests.harness.evaluation",
+    "tests.harness.frozen",
 ]
 """What ranks need not import again: most of a second each. Edits of the library count from the next test run on."""
 
@@ -90,15 +91,17 @@ def run_ranks(
     seed: int = 1234,
     timeout: float = DEFAULT_TIMEOUT,
     reuse: bool = True,
+    pool: str = "",
 ) -> list[Result]:
     """Results of ``function(context, *arguments)`` on each of the dc·tp·cp·dp·pp ranks, in rank order.
 
     ``function`` lives at the top level of a test module, since ranks import it by name; arguments and results travel
     pickled. Each rank gets a ``ParallelContext`` of the given ``dtype`` and a process group that is already there.
     Warnings are errors in ranks too. Environment variables set by the test don't reach the ranks: pass arguments.
-    ``reuse``: in the processes of an earlier such call on as many ranks, and for a later one. Groups and random numbers
-    are new; whatever else a function leaves behind is still there, and one that leaves a limit, a handler or a setting
-    of torch's runs in processes of its own. Forking and first uses of torch cost half of a short function's time.
+    ``reuse``: in the processes of earlier such calls, and for later ones. Groups and random numbers are new; whatever
+    else a function leaves behind is still there, and one that leaves a limit, a handler or a setting of torch's runs in
+    processes of its own. Forking and first uses of torch cost half of a short function's time.
+    ``pool``: calls with different names share no processes.
 
     Raises RanksError when a rank fails, RanksTimeoutError after ``timeout`` seconds.
     """
@@ -114,9 +117,7 @@ def run_ranks(
             timeout=timeout,
             folder=Path(folder),
         )
-        size = job.mesh(0).world_size
-        world = _IDLE.pop(size, None) if reuse else None
-        world = world or _World()
+        world = (_IDLE.pop(pool, None) if reuse else None) or _World()
         try:
             world.begin(job)
             world.collect(time.monotonic() + timeout)
@@ -124,10 +125,10 @@ def run_ranks(
             world.end()
             raise
         if reuse:
-            _IDLE[size] = world
+            _IDLE[pool] = world
         else:
             world.end()
-        return [pickle.loads(world.results[rank]) for rank in range(size)]
+        return [pickle.loads(world.results[rank]) for rank in range(world.size)]
 
 
 def _pickle_call(function: Callable[..., object], arguments: tuple[object, ...]) -> bytes:
@@ -147,7 +148,10 @@ def fork_server() -> ForkServerContext:
 
 @dataclass
 class _World:
-    """The rank processes of one call, or of several in turn, and what they have reported so far."""
+    """The rank processes of one call, or of several in turn, and what they have reported so far.
+
+    A call on fewer ranks than there are processes leaves the others alone.
+    """
 
     job: Job = field(init=False)
     processes: list[ForkServerProcess] = field(default_factory=list)
@@ -160,10 +164,10 @@ class _World:
         return self.job.mesh(0).world_size
 
     def begin(self, job: Job) -> None:
-        """Have every rank run ``job``; ranks are started by the first one."""
+        """Have every rank run ``job``; a rank is started by the first job that has it."""
         self.job = job
         self.results.clear()
-        for connection in self.connections:
+        for connection in self.connections[: self.size]:
             connection.send(job)
         context = fork_server()
         for rank in range(len(self.processes), self.size):
@@ -251,5 +255,5 @@ class _World:
 _MAIN_THREAD = re.compile(rf" in {rank_main.__name__}\n|^  \.\.\.\n", re.MULTILINE)
 """Where the stack of a rank's main thread ends, below everything that it does, or is cut since it is deep."""
 
-_IDLE: dict[int, _World] = {}
-"""Worlds that wait for another call, by their size. Their processes end with this one."""
+_IDLE: dict[str, _World] = {}
+"""Worlds that wait for another call, by the name of their pool. Their processes end with this one."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import os
 import time
 import warnings
@@ -17,8 +16,6 @@ import torch.distributed as dist
 from megatron.core.parallel.context import ParallelContext
 from tests.harness import RanksError, ranks, run_ranks
 from tests.harness.ranks import RanksTimeoutError
-
-TESTS = Path(__file__).parents[1]
 
 
 def coordinates(context: ParallelContext, label: str) -> tuple[str, int, int, torch.dtype, bool]:
@@ -170,13 +167,13 @@ def process(context: ParallelContext) -> tuple[int, float]:
 
 def test_processes_are_reused_unless_a_call_asks_for_its_own() -> None:
     """A call that reads module state would see another test's, and groups of other ranks must not be met again."""
-    first = run_ranks(process, tp=2, dp=2)
-    second = run_ranks(process, tp=4)
-    other = run_ranks(process, tp=2)
-    assert [number for number, _ in first] == [number for number, _ in second]
-    assert [[total for _, total in each] for each in (first, second, other)] == [[1, 1, 5, 5], [6] * 4, [1, 1]]
+    layouts: list[dict[str, Any]] = [{"tp": 2, "dp": 2}, {"tp": 4}, {"tp": 2}, {"tp": 4}]
+    results = [run_ranks(process, **layout) for layout in layouts]
+    assert [[total for _, total in each] for each in results] == [[1, 1, 5, 5], [6] * 4, [1, 1], [6] * 4]
+    numbers = [[number for number, _ in each] for each in results]
+    assert numbers == [numbers[0], numbers[0], numbers[0][:2], numbers[0]]
     alone = run_ranks(process, tp=2, dp=2, reuse=False)
-    assert {number for number, _ in alone}.isdisjoint(number for number, _ in (*first, *other))
+    assert {number for number, _ in alone}.isdisjoint(numbers[0])
 
 
 def test_processes_are_not_reused_after_a_failure() -> None:
@@ -192,18 +189,3 @@ def test_a_function_that_ranks_cannot_import_is_refused() -> None:
     """A lambda cannot travel by name; say so instead of failing in the child."""
     with pytest.raises(TypeError, match="by name"):
         run_ranks(lambda context: None)
-
-
-def test_no_test_leaves_a_constant_of_a_module_changed() -> None:
-    """A rank takes further calls, and what one sets in a module is there for the next: a run would differ from another
-    of the same flags. ``mock.patch.object`` sets it back.
-    """
-    found = [
-        f"{path.relative_to(TESTS)}:{node.lineno}: {ast.unparse(target)}"
-        for path in TESTS.rglob("test_*.py")
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
-        if isinstance(node, ast.Assign)
-        for target in node.targets
-        if isinstance(target, ast.Attribute) and isinstance(target.value, ast.Name) and target.attr.isupper()
-    ]
-    assert found == []

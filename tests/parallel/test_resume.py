@@ -76,7 +76,10 @@ def train(context: ParallelContext, flags: str) -> tuple[str, list[Read]]:
 
 
 class Runs:
-    """Runs on data of a few samples an epoch; those that load a checkpoint are in new processes, as after a restart."""
+    """Runs on data of a few samples an epoch; those that load a checkpoint are in other processes, as after a restart.
+
+    What these processes may have kept is of other runs.
+    """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -86,7 +89,8 @@ class Runs:
 
     def run(self, flags: str, *, save: str = "", load: str = "", world: dict[str, Any] | None = None) -> Leg:
         """Train with ``flags``, saving into and loading from folders of these names."""
-        results = run_ranks(train, self.words(flags, save=save, load=load), reuse=not load, **(world or {}))
+        words, pool = self.words(flags, save=save, load=load), "after a restart" if load else ""
+        results = run_ranks(train, words, pool=pool, **(world or {}))
         log = "".join(text for text, _ in results)
         reads = {read.first_sample: read for _, each in results for read in each}
         steps = {
