@@ -73,7 +73,12 @@ def examples(count: int) -> settings:
     """How many examples a property test takes; a fifth of them in the default tier."""
     from hypothesis import settings  # here, since ranks import this module
 
-    return settings(max_examples=count if os.environ.get(EVERY_EXAMPLE) else count // 5)
+    return settings(max_examples=many(count))
+
+
+def many(count: int) -> int:
+    """How often a test repeats something; a fifth as often in the default tier."""
+    return count if os.environ.get(EVERY_EXAMPLE) else count // 5
 
 
 def that_run(request: pytest.FixtureRequest, cases: Iterable[str]) -> list[str]:

@@ -22,7 +22,7 @@ from megatron.core.files.remote_path import AnyPath
 from megatron.core.parallel.mesh import Mesh
 from megatron.core.parallel.sharding import ShardedState, Sharding
 from tests import mock_data
-from tests.harness.scripts import run_script
+from tests.harness.scripts import run_script, start_script
 
 ROOT = Path(__file__).resolve().parents[2]
 SERVER = "tools/run_text_generation_server.py"
@@ -161,10 +161,29 @@ def starting(log: Path, *flags: str, ranks: int = 1) -> Iterator[subprocess.Pope
 
 
 @contextlib.contextmanager
+def serving(log: Path, *flags: str) -> Iterator[str]:
+    """The address of a server in a forked process, as soon as it serves."""
+    process = start_script(SERVER, ["--port", "0", "--inference-max-requests", "4", *flags], log=log)
+    try:
+        while not (found := _address(log)):
+            assert process.is_alive(), log.read_text()
+            time.sleep(0.05)
+        yield found
+    finally:
+        process.kill()
+        process.join()
+
+
+def _address(log: Path) -> str:
+    found = re.search(r"serving \S+ at (http://\S+)", log.read_text()) if log.exists() else None
+    return found[1] if found else ""
+
+
+@contextlib.contextmanager
 def started(log: Path, *flags: str, ranks: int = 1) -> Iterator[tuple[subprocess.Popen[bytes], str]]:
     """The server's process, and its address as soon as it serves."""
     with starting(log, *flags, ranks=ranks) as process:
-        while not (found := re.search(r"serving \S+ at (http://\S+)", log.read_text())):
+        while not (found := _address(log)):
             assert process.poll() is None, log.read_text()
             time.sleep(0.05)
-        yield process, found[1]
+        yield process, found

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from tests.architecture.documents import FENCE, commands
-from tests.end_to_end.commands import ROOT, command, environment, run, started
+from tests.end_to_end.commands import ROOT, command, environment, run, serving
 
 transformers = pytest.importorskip("transformers", reason="a published model is written with it")
 torch = pytest.importorskip("torch")
@@ -125,7 +125,7 @@ def test_it_answers_and_stops_on_the_server(trained: Path, monkeypatch: pytest.M
     [words], [asked] = typed("python tools/run_text_generation_server.py"), typed("curl")
     del words[words.index("--port") : words.index("--port") + 2]
     url, body = asked[0], asked[asked.index("-d") + 1]
-    with started(tmp_path / "log", *words) as (_, address):
+    with serving(tmp_path / "log", *words) as address:
         request = urllib.request.Request(
             address + url.removeprefix("http://localhost:5000"), body.encode(), {"Content-Type": "application/json"}
         )

@@ -84,9 +84,11 @@ LAYOUTS: dict[str, str] = {
             "clip, llama, vector at ends of rows",
             "pp2 cp2, dp outside",
             "pp4",
-            "zero 3 pp2 dp2",
             "pp2 vpp2",
+            # Weights and gradients in parts know no images.
             "zero 2 tp2 dp2",
+            "zero 3 pp2 dp2",
+            "zero 3 dp2 cp2",
         ),
         light=("clip, llama",),
     ),

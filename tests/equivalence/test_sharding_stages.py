@@ -79,8 +79,8 @@ LAYOUTS: dict[str, str] = {
 
 RICH = ("dp2 overlapped, small buckets", "dp2, accumulation")
 LIGHT = ("llama", "gpt2 tied", "frozen: embedding, every second layer", "frozen: all but the head", "hybrid")
-MORE = {"llama tied, experts": ("ep2", "dp4 ep2, accumulation fused", "tp2 sp ep2 dp2")}  # others have none to divide
-SLOW = ("tp2 sp cp2 dp2", "tp2 sp pp2 zb-h1 dp2")  # in parts, at four ranks, they are among the others
+MORE = {"llama tied, experts": ("ep2", "tp2 sp ep2 dp2")}  # others have none to divide
+SLOW = ("dp4 ep2, accumulation fused", "tp2 sp cp2 dp2", "tp2 sp pp2 zb-h1 dp2")  # their parts are among the others
 
 
 def _cases() -> list[Any]:

@@ -21,6 +21,7 @@ from megatron.core.inference.scheduler import SchedulerOptions
 from megatron.core.inference.step_plan import StepPlan
 from megatron.errors import DataError
 from tests.harness.table_model import Table, table
+from tests.tiers import many
 
 VOCABULARY = 12  # few tokens, so that texts share beginnings and repeat themselves
 
@@ -182,8 +183,9 @@ def check_budget(plans: list[StepPlan], setting: Setting) -> None:
         assert plan.num_tokens <= setting.options.max_tokens or len(plan.rows) == 1
 
 
-def test_nothing_is_lost_in_ten_thousand_requests() -> None:
+def test_nothing_is_lost_in_thousands_of_requests() -> None:
     """A server that leaks a block a request is full after a day."""
+    count = many(10_000)
     runner = table(num_blocks=40, max_requests=8, vocabulary=VOCABULARY)
     engine = Engine(runner, options=SchedulerOptions(max_tokens=24))
     chance = random.Random(1)
@@ -191,8 +193,8 @@ def test_nothing_is_lost_in_ten_thousand_requests() -> None:
     threads = threading.active_count()
     before = 0
     asked = ended = 0
-    while asked < 10_000 or engine.has_work:
-        while asked < 10_000 and engine.statistics.waiting < 8:
+    while asked < count or engine.has_work:
+        while asked < count and engine.statistics.waiting < 8:
             prompt = tuple(chance.choices(range(3), k=chance.randrange(1, 12)))
             engine.submit(Request(id=str(asked), prompt=prompt, max_tokens=chance.randrange(4)))
             asked += 1
@@ -201,9 +203,9 @@ def test_nothing_is_lost_in_ten_thousand_requests() -> None:
         ended += sum(update.finish is not None for update in engine.step())
         runner.plans.clear()
         check_blocks(engine)
-        if asked >= 5000 and not before:
+        if asked >= count // 2 and not before:
             before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    assert ended == 10_000
+    assert ended == count
     assert engine.statistics.cache_usage == 0
     assert threading.active_count() == threads
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 5_000

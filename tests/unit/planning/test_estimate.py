@@ -196,11 +196,14 @@ def test_parameters_of_ranks_that_share_key_heads(groups: int) -> None:
         assert rank_parameters(run) == sum(parameter.numel() for parameter in built.parameters())
 
 
-@pytest.mark.parametrize("name", ARCHITECTURES)
-@pytest.mark.parametrize("precision", [{}, {"bf16": True}], ids=["fp32", "bf16"])
-def test_activations(name: str, precision: dict[str, Any]) -> None:
+PRECISIONS: dict[str, dict[str, Any]] = {"fp32": {}, "bf16": {"bf16": True}}
+WITHOUT_NORMS = {"alone": ("layernorm",), "with networks": ("layernorm", "mlp")}
+
+
+@pytest.mark.parametrize(("name", "precision"), pairs(ARCHITECTURES, PRECISIONS, rich=PRECISIONS))
+def test_activations(name: str, precision: str) -> None:
     """The estimate is within 3 % of what torch keeps."""
-    run = run_with(ARCHITECTURES[name], precision)
+    run = run_with(ARCHITECTURES[name], PRECISIONS[precision])
     assert kept_activations(run) == [pytest.approx(measured(run), rel=0.03)]
 
 
@@ -250,11 +253,10 @@ def test_activations_with_recomputed_modules(name: str, modules: tuple[str, ...]
     assert kept_activations(run)[0] < (1 if only_sums else 0.95) * kept_activations(whole)[0]
 
 
-@pytest.mark.parametrize("name", ARCHITECTURES)
-@pytest.mark.parametrize("others", [(), ("mlp",)], ids=["alone", "with networks"])
-def test_activations_without_results_of_norms(name: str, others: tuple[str, ...]) -> None:
+@pytest.mark.parametrize(("name", "modules"), pairs(ARCHITECTURES, WITHOUT_NORMS, rich=WITHOUT_NORMS))
+def test_activations_without_results_of_norms(name: str, modules: str) -> None:
     """What a norm before a branch computes again isn't kept, in branches one after the other and in parallel."""
-    training = {"recompute_granularity": "selective", "recompute_modules": ("layernorm", *others)}
+    training = {"recompute_granularity": "selective", "recompute_modules": WITHOUT_NORMS[modules]}
     run, whole = run_with(ARCHITECTURES[name], {"bf16": True}, training), run_with(ARCHITECTURES[name], {"bf16": True})
     assert kept_activations(run) == [pytest.approx(measured(run), rel=0.03)]
     if not (run.model.apply_residual_connection_post_layernorm or run.model.norm_placement == "after"):
