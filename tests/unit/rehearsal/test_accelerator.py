@@ -42,7 +42,7 @@ def waits_of_operations(context: ParallelContext) -> dict[str, int]:
 @pytest.mark.skipif(unavailable() is not None, reason=str(unavailable()))
 def test_what_the_host_waits_for() -> None:
     """A wait that isn't counted is a stall of each step that a rehearsal calls free."""
-    (found,) = run_ranks(waits_of_operations)
+    (found,) = run_ranks(waits_of_operations, reuse=False)  # a registered device stays
     assert found == {
         "to the device": 1,
         "to the device, not blocking": 0,
