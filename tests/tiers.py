@@ -27,6 +27,7 @@ WHOLE_TIER_ALONE = {
     "tests/end_to_end/test_prune_quickstart.py": "the default tier runs one quickstart, that of GPT",
     "tests/end_to_end/test_vision_language_quickstart.py": "the default tier runs one quickstart, that of GPT",
     "tests/unit/tools/test_image_generation.py": "tests/unit/inference/test_images.py has the engine",
+    "tests/parallel/test_node_copies.py": "runs of four ranks; tests/unit/checkpointing proves which copy is taken",
     "tests/parallel/test_fsdp2.py": "a second opinion on what tests/equivalence/test_sharding_stages.py proves",
     "tests/end_to_end/test_slurm.py": "Slurm takes its time to start jobs; test_slurm_job.py has a stand-in",
 }
