@@ -209,6 +209,14 @@ def test_plan_with_images_travels_as_integers() -> None:
     assert images.within(0, 2) is None
 
 
+def test_prompts_that_see_themselves_have_no_log_probabilities() -> None:
+    """A token that has seen the next one would be sure of it."""
+    asked = replace(seen("paligemma", 1), prompt_logprobs=0)
+    with expect_error(DataError, "prompt_logprobs"):
+        engine(name="paligemma").submit(asked)
+    engine(name="gemma3").submit(asked)
+
+
 def test_images_that_the_model_does_not_read_are_refused() -> None:
     """Tiles of another size would be cut into other patches."""
     one, wrong = engine(), request("wrong", tiles(1, 1))

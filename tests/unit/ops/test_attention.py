@@ -426,3 +426,24 @@ def test_a_layer_chooses_once_for_each_kind_of_call() -> None:
     torch.testing.assert_close(masked, whole)
     with expect_error(ConfigError, "--attention-backend"):
         attention_with(q, q, q, options, backend=LayerBackend("fast"))
+
+
+@pytest.mark.parametrize("window", [None, (3, 0)])
+@pytest.mark.parametrize("has_documents", [False, True])
+def test_keys_ahead_are_seen(window: tuple[int, int] | None, has_documents: bool) -> None:
+    """An image whose places see those before them alone is read as another one; a window still hides what is far."""
+    q, k, v = make_qkv()
+    ahead = torch.tensor([[0, 2, 1, 0, 0, 3, 2, 1, 0], [8, 7, 6, 5, 4, 3, 2, 1, 0], [0] * 9])
+    documents = torch.tensor([[0] * 4 + [1] * 5, [0] * 2 + [1] * 7, [0] * 9]) if has_documents else None
+    place, key = torch.arange(9)[:, None], torch.arange(9)
+    seen = key <= place + ahead[:, :, None]
+    seen &= key >= place - (9 if window is None else window[0])
+    if documents is not None:
+        seen &= documents[:, :, None] == documents[:, None]
+    scores = torch.einsum("sbnd,tbnd->bnst", q, k) * q.shape[-1] ** -0.5
+    wanted = torch.einsum("bnst,tbnd->sbnd", scores.masked_fill(~seen[:, None], -math.inf).softmax(-1), v).flatten(2)
+    for backend in ("auto", "eager", "sdpa"):
+        found = attention(q, k, v, causal=True, ahead=ahead, window=window, document_ids=documents, backend=backend)
+        torch.testing.assert_close(found, wanted, rtol=0, atol=1e-12)
+    with expect_error(ConfigError, "keys ahead of a query"):
+        attention(q, k, v, causal=True, ahead=ahead, backend="chunked")
