@@ -153,14 +153,7 @@ def train(run: Run, saver: Saver, profiled: Profiled, timed: Timed) -> bool:
         timed.report(progress.iteration)
         release_memory(training, run.context, level=1)
         collect_garbage(training, iteration=progress.iteration)
-        interval = training.check_weight_hash_across_dp_replicas_interval
-        if interval is not None and progress.iteration % interval == 0:
-            check_replicas_agree(
-                chain(run.whole_model_state(), run.buffer_state()),
-                run.context,
-                iteration=progress.iteration,
-                fault=run.fault,
-            )
+        check_replicas_if_due(run)
 
         repeated_at_the_end = config.data.full_validation and progress.iteration == config.train_iters
         if training.eval_iters and progress.iteration % training.eval_interval == 0 and not repeated_at_the_end:
@@ -186,6 +179,14 @@ def train(run: Run, saver: Saver, profiled: Profiled, timed: Timed) -> bool:
     if reason is not None:
         reporter.say(reason)
     return reason is None
+
+
+def check_replicas_if_due(run: Run) -> None:
+    """Compare the weights of replicas at --check-weight-hash-across-dp-replicas-interval. A collective."""
+    interval, iteration = run.config.training.check_weight_hash_across_dp_replicas_interval, run.progress.iteration
+    if interval is not None and iteration % interval == 0:
+        state = chain(run.whole_model_state(), run.buffer_state())
+        check_replicas_agree(state, run.context, iteration=iteration, fault=run.fault)
 
 
 def validate(run: Run, split: SplitName, where: str, *, evaluation: int) -> None:
