@@ -12,6 +12,7 @@ from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import pad
 from typing_extensions import override
 
 from megatron.config.lora import LoraConfig
@@ -116,12 +117,8 @@ class LowRankAdapter(nn.ModuleDict):
     @override
     def forward(self, x: Tensor) -> Tensor:
         """``[s, b, in]``, as the layer gets it, to what is added before it leaves its region: ``[S, b, out]``."""
-        context = self._context
-        x = self._dropped(x)
-        narrow = torch.cat([pair.a(x, self._multiply) for pair in self._pairs.values()], dim=-1)
-        if self._is_column:
-            narrow = enter(narrow, context)
-        parts = dict(zip(self._pairs, torch.split(narrow * self._scale, self.rank, dim=-1), strict=True))
+        narrow = self._narrow(x)
+        parts = dict(zip(self._pairs, torch.split(narrow, self.rank, dim=-1), strict=True))
         found = [
             self._pairs[name].b(parts[name], self._multiply)
             if name in parts
@@ -132,9 +129,33 @@ class LowRankAdapter(nn.ModuleDict):
         return whole if self._order is None else whole.index_select(-1, self._order)
 
     def added_to(self, out: Tensor, x: Tensor) -> Tensor:
-        """The layer's output ``out``, before it leaves its region, with what is added to it for input ``x``."""
-        added: Tensor = self(x)
-        return out + added
+        """The layer's output ``out``, before it leaves its region, with what is added to it for input ``x``.
+
+        One product adds what all matrices have: passes over the output cost more than the zeros between their factors.
+        """
+        if self._context.products.multiply is not None or self._context.replaces_operands:
+            added: Tensor = self(x)
+            return out + added
+        narrow, weight = self._narrow(x), self._stacked().t()
+        return torch.addmm(out.flatten(0, -2), narrow.flatten(0, -2), weight).view_as(out)
+
+    def _narrow(self, x: Tensor) -> Tensor:
+        """``scale·a·dropout(x)`` of all matrices, [S, b, r of each]."""
+        x = self._dropped(x)
+        narrow = torch.cat([pair.a(x, self._multiply) for pair in self._pairs.values()], dim=-1)
+        return (enter(narrow, self._context) if self._is_column else narrow) * self._scale
+
+    def _stacked(self) -> Tensor:
+        """Factors ``b`` of all matrices, [out, r of each], with rows as the layer's: each is 0 in columns of others."""
+        pairs, width = self._pairs, self.rank * len(self)
+        own = {
+            name: pad(pair.b.weight, (start, width - self.rank - start))
+            for start, (name, pair) in zip(range(0, width, self.rank), pairs.items())
+        }
+        like = next(iter(own.values()))
+        found = [own[name] if name in own else like.new_zeros(rows, width) for name, rows in self._rows.items()]
+        whole = found[0] if len(found) == 1 else torch.cat(found)
+        return whole if self._order is None else whole.index_select(0, self._order)
 
     def _multiply(self, x: Tensor, weight: Tensor) -> Tensor:
         return linear(x, weight, None, self._context)
@@ -155,6 +176,7 @@ class LowRankAdapter(nn.ModuleDict):
         rows = workload.tokens if self._is_row else workload.rows
         narrow = self.rank * len(self) * workload.itemsize
         kept = (rows + workload.tokens) * narrow if self._is_column else rows * narrow
+        kept += sum(self._rows.values()) * narrow  # the factors b in one matrix
         if self._dropout:
             kept += rows * self._local_inputs * (workload.itemsize + 1)
         outputs = sum(sharding_of(pair.b.weight).shape[0] for pair in self._pairs.values())
