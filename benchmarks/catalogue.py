@@ -60,6 +60,7 @@ CATALOGUE = {
     "index_building": Benchmark("megatron-core's compiled helper", "time over its target", at_most=1.0),
     "lora": Benchmark("peft", "speed of a step with adapters over its", at_least=1.2),
     "muon": Benchmark("torch.optim.Muon", "time of an update over its", at_most=0.25),
+    "node_copies": Benchmark("checkpoints on a disk", "their pause, or recovery, over that in memory"),
     "overlap": Benchmark("the same run without overlap", "time of a step on slow links over its", at_most=1.0),
     "parallel_efficiency": Benchmark("one rank of two threads", "efficiency of data parallelism", at_least=0.9),
     "pipeline_bubble": Benchmark("the simulator", "time of a step over the simulated one", at_most=1.05),

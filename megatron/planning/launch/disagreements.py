@@ -70,7 +70,7 @@ def disagreements(run: RunConfig, file: LaunchFile, memory: MemoryEstimate) -> l
         *_ranks(run, file),
         *_device_memory(file, memory),
         *_host_memory(run, file, memory),
-        *_shared_memory(run, file),
+        *_shared_memory(run, file, memory),
         *_paths(run, file),
         *_variables(run, file),
         *_flags(run, file),
@@ -143,7 +143,8 @@ def _host_memory(run: RunConfig, file: LaunchFile, memory: MemoryEstimate) -> It
     asked = run.checkpoint
     copies = asked.save_retry_copies if asked.async_save or asked.save_retry_copies > 1 else 0
     copied = copies * (memory.weights + memory.main_params + memory.moments)
-    needed = file.ranks_per_node[0].value * (each + copied)
+    kept = _copies_in_memory(run, memory)
+    needed = file.ranks_per_node[0].value * (each + copied + kept)
     if needed > file.memory.value:
         parts = [f"{gigabytes(_PROCESS_BYTES)} for the process"]
         parts += [f"{gigabytes(memory.offloaded)} of offloaded optimizer state"] if memory.offloaded else []
@@ -154,22 +155,34 @@ def _host_memory(run: RunConfig, file: LaunchFile, memory: MemoryEstimate) -> It
         )
         of_what = "--async-save" if asked.async_save else "--save-retry-copies"
         parts += [f"{gigabytes(copied)} for the cop{'y' if copies == 1 else 'ies'} of {of_what}"] if copied else []
+        parts += [f"{gigabytes(kept)} for --non-persistent-ckpt-type in_memory"] if kept else []
         yield (
             f"{file.memory.where} is {gigabytes(file.memory.value)}, and {file.ranks_per_node[0].value} ranks need "
             f"{gigabytes(needed)} of main memory ({', '.join(parts)} each); raise it, or offload less"
         )
 
 
-def _shared_memory(run: RunConfig, file: LaunchFile) -> Iterator[str]:
+def _copies_in_memory(run: RunConfig, memory: MemoryEstimate) -> int:
+    """Bytes in /dev/shm for each rank: a copy on nodes and the one before, of its own state and of its partners'."""
+    asked = run.checkpoint
+    if asked.non_persistent_ckpt_type != "in_memory":
+        return 0
+    parts = asked.replication_factor if asked.replication else 1
+    return 2 * parts * (memory.weights + memory.main_params + memory.moments)
+
+
+def _shared_memory(run: RunConfig, file: LaunchFile, memory: MemoryEstimate) -> Iterator[str]:
     if file.shared_memory is None or not file.ranks_per_node:
         return
     ranks = file.ranks_per_node[0].value
     batch = run.training.micro_batch_size * run.tokens_per_sample * 8 * _TENSORS_OF_A_BATCH
-    needed = ranks * (run.data.num_workers * _PREFETCHED * batch + (_NCCL_BYTES if run.world_size > 1 else 0))
+    copies = _copies_in_memory(run, memory)
+    needed = ranks * (run.data.num_workers * _PREFETCHED * batch + (_NCCL_BYTES if run.world_size > 1 else 0) + copies)
     if needed > file.shared_memory.value:
         yield (
             f"/dev/shm has {gigabytes(file.shared_memory.value)} ({file.shared_memory.where}), and {ranks} ranks need "
-            f"about {gigabytes(needed)} for NCCL and --num-workers {run.data.num_workers}; mount an emptyDir of medium "
+            f"about {gigabytes(needed)} for NCCL{', --non-persistent-ckpt-type in_memory' if copies else ''} and "
+            f"--num-workers {run.data.num_workers}; mount an emptyDir of medium "
             "Memory there, with a larger sizeLimit"
         )
     if file.memory is not None and file.shared_memory.value > file.memory.value:

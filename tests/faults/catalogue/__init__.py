@@ -25,6 +25,7 @@ from tests.faults.catalogue import (
     service,
     sharding_stages,
     state_space,
+    storage,
     tensorrt_llm,
     training,
     two_levels,
@@ -57,6 +58,7 @@ FAULTS: tuple[Fault, ...] = (
     *pruning.FAULTS,
     *rewards.FAULTS,
     *guards.FAULTS,
+    *storage.FAULTS,
 )
 """Their numbers on the command line count from 1 in this order."""
 

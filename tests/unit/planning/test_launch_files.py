@@ -27,6 +27,7 @@ FLAGS = (
 SMALL = MemoryEstimate(weights=GIB, gradients=GIB, main_params=GIB, moments=GIB, kept=GIB, working=GIB)
 LARGE = MemoryEstimate(weights=60 * GIB, gradients=60 * GIB, main_params=GIB, moments=GIB, kept=GIB, working=GIB)
 SLOW = MemoryEstimate(weights=99 * GIB, gradients=0, main_params=20 * GIB, moments=20 * GIB, kept=0, working=0)
+COPIED = MemoryEstimate(weights=6 * GIB, gradients=0, main_params=0, moments=0, kept=0, working=0)
 OFFLOADED = MemoryEstimate(weights=GIB, gradients=GIB, main_params=0, moments=0, kept=0, working=0, offloaded=200 * GIB)
 
 
@@ -85,6 +86,11 @@ KINDS: dict[str, tuple[Any, ...]] = {
         *(JOB, "limits: {nvidia.com/gpu: 8, memory: 1Ti}", "limits: {nvidia.com/gpu: 8, memory: 48Gi}"),
         {"flags": "--async-save"},
         *("--async-save", "51.54 GB"),
+    ),
+    "copies in shared memory": (
+        *(JOB, "", ""),
+        {"flags": "--non-persistent-save-interval 5 --non-persistent-ckpt-type in_memory", "memory": COPIED},
+        *("/dev/shm", "--non-persistent-ckpt-type in_memory", "68.72 GB"),
     ),
     "no shared memory": (JOB, "- {name: shm, mountPath: /dev/shm}", "", {}, "/dev/shm", "67.1 MB"),
     "shared memory above the limit": (JOB, "sizeLimit: 64Gi", "sizeLimit: 2Ti", {}, "/dev/shm", "2199.02 GB"),

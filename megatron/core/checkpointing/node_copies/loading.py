@@ -89,7 +89,7 @@ class _SharingReader(CheckpointReader):
     """Reads the boxes of files on this node, and asks other ranks for the others. ``read_data`` is a collective."""
 
     def __init__(self, copy: NodeCheckpoint) -> None:
-        super().__init__(copy.path)
+        super().__init__(copy.path, is_verified=True)  # files of this node are, and boxes of others by themselves
         self._copy = copy
 
     @override
