@@ -55,7 +55,7 @@ def leg(context: ParallelContext, flags: str, killed_at: int | None) -> str:
                 time.sleep(0.5)  # copies in the background are written
                 raise KilledError
 
-        run.stepped = stepped
+        run.after_step.append(stepped)
 
     spec = FAMILIES["gpt"].train_spec
     with contextlib.redirect_stdout(io.StringIO()) as said, contextlib.suppress(KilledError):
