@@ -68,7 +68,7 @@ def test_steps_are_those_of_trls_trainer(kind: str, folder: Path, monkeypatch: p
         return groups, {"generation": 0.0, "rewards": 0.0}
 
     def built(run: Run) -> None:
-        run.stepped = steps.append
+        run.after_step.append(steps.append)
 
     monkeypatch.setattr(Rater, "rated", recorded)
     data = f"--load-hf {folder}/hf --grpo-prompts {folder}/prompts.jsonl --reward-function {folder}/rewards.py:unused"
