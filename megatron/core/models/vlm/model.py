@@ -13,6 +13,7 @@ from typing_extensions import override
 from megatron.config.model import ModelConfig
 from megatron.config.pipeline import Stage
 from megatron.config.vision import VisionConfig
+from megatron.core.context_parallel.shared_rows import shared_out
 from megatron.core.models.gpt.model import GPTModel
 from megatron.core.parallel.costs import Costs, Workload, costs_of
 from megatron.core.parallel.model_context import ModelContext
@@ -89,7 +90,8 @@ class VLMModel(GPTModel):
         """
         if not len(images):
             images = images.new_zeros(1, *images.shape[1:])
-        features = self.with_row_end(self.image_features(images).transpose(0, 1).flatten(0, 1))
+        of_tiles = shared_out(lambda own: self.image_features(own).transpose(0, 1), images, self._context.mesh)
+        features = self.with_row_end(of_tiles.flatten(0, 1))
         if self._context.splits_sequence:
             features = enter(features, self._whole)  # each rank has other places, and a part of the gradient
         own = sequence_slice(places.t(), self._context)
@@ -111,12 +113,20 @@ class VLMModel(GPTModel):
         found = super().costs(workload)
         if not self._stage.is_first:
             return found
-        tiles = self.vision.tiles_within(workload.length)
+        tiles = workload.batch * self.vision.tiles_within(workload.length)
+        shared = self._of_tiles(workload, -(-tiles // self._context.mesh.size("cp")))
+        total = self._of_tiles(workload, tiles)
+        features = Costs(kept=workload.rows * self._config.hidden_size * (workload.itemsize + 1))
+        own = dataclasses.replace(shared, flops=total.flops, frozen_flops=total.frozen_flops) + features
+        return own.before(found, splits_backward=workload.splits_backward)
+
+    def _of_tiles(self, workload: Workload, count: int) -> Costs:
+        """Costs of encoder and projector over so many tiles."""
         encoded, projected = (
             dataclasses.replace(
                 workload,
                 context=self._whole,
-                batch=workload.batch * tiles,
+                batch=count,
                 length=length,
                 stream_itemsize=workload.itemsize,
                 has_padding=False,
@@ -125,6 +135,4 @@ class VLMModel(GPTModel):
             )
             for length in (self.vision.encoded_per_tile, self.vision.features_per_tile)
         )
-        features = Costs(kept=workload.rows * self._config.hidden_size * (workload.itemsize + 1))
-        own = costs_of(self.vision_model, encoded) + costs_of(self.vision_projection, projected) + features
-        return own.before(found, splits_backward=workload.splits_backward)
+        return costs_of(self.vision_model, encoded) + costs_of(self.vision_projection, projected)
