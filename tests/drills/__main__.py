@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import shutil
 import sys
 import tempfile
 import time
 from pathlib import Path
 
-from tests.drills.catalogue import DRILLS, run_drill, summary
+from tests.drills.catalogue import DRILLS, NEED_PROGRAMS, run_drill, summary
 
 
 def say(text: str) -> None:
@@ -25,7 +26,7 @@ def main() -> int:
     given = parser.parse_args()
     if not given.names:
         for name, drill in DRILLS.items():
-            sys.stdout.write(f"{name:14} {summary(drill)}\n")
+            sys.stdout.write(f"{name:17} {summary(drill)}\n")
         return 0
     names = [*DRILLS] if given.names == ["all"] else given.names
     if unknown := [name for name in names if name not in DRILLS]:
@@ -40,6 +41,10 @@ def ends_as_documented(name: str, folder: Path) -> bool:
     folder.mkdir(parents=True, exist_ok=True)
     start = time.monotonic()
     say(f"== {name}: {summary(DRILLS[name])}")
+    program = NEED_PROGRAMS.get(name)
+    if program is not None and shutil.which(program) is None:
+        say(f"   FAILED: it needs the program {program}, which is not installed")
+        return False
     try:
         run_drill(name, folder, say)
     except AssertionError as error:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from tests.drills import drills, storage
+from tests.drills import drills, slurm, soak, storage
 from tests.drills.drills import Say
 from tests.drills.job import Job
 
@@ -38,10 +38,16 @@ DRILLS: dict[str, Drill] = {
     "disk-away": storage.disk_away,
     "lost-node": storage.lost_node,
     "memory-copies": storage.memory_copies,
-    "soak": drills.soak,
+    "slurm-time-limit": slurm.time_limit,
+    "slurm-preempted": slurm.preempted,
+    "slurm-requeued": slurm.requeued,
+    "soak": soak.soak,
 }
 NEED_ROOT = {"disk-full", "cut-network", "disk-away"}
-NEED_PROGRAMS = {"disk-away": "bindfs"}
+NEED_PROGRAMS = {
+    "disk-away": "bindfs",
+    **dict.fromkeys(("slurm-time-limit", "slurm-preempted", "slurm-requeued"), "slurmctld"),
+}
 """Programs that a drill starts and that most machines don't have."""
 
 

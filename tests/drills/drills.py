@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import itertools
 import os
-import random
 import re
 import signal
 import subprocess
 import sys
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -46,13 +44,18 @@ def undisturbed(folder: Path, *flags: str, ranks: int = 2, iterations: int = ITE
 
 def compare(whole: Reference, parts: Sequence[Job], say: Say) -> None:
     """Every iteration that a start has logged has the loss of the undisturbed run, and the last weights are its own."""
-    lines = [each for part in parts for each in re.findall(r"iteration +(\d+)/.*?lm loss: (\S+)", part.text)]
+    compare_logs(whole, [part.text for part in parts], say)
+    assert_same_tensors(find_checkpoint(whole.save).path, find_checkpoint(parts[-1].place).path)
+    say("   losses and weights are those of the undisturbed run, bit for bit")
+
+
+def compare_logs(whole: Reference, logs: Sequence[str], say: Say) -> None:
+    """Every iteration in ``logs`` has the loss of the undisturbed run."""
+    lines = [each for log in logs for each in re.findall(r"iteration +(\d+)/.*?lm loss: (\S+)", log)]
     for iteration, loss in lines:
         usual = whole.losses[int(iteration)]
         assert usual == loss, f"iteration {iteration} has loss {loss}, not {usual}"
-    assert_same_tensors(find_checkpoint(whole.save).path, find_checkpoint(parts[-1].place).path)
-    again = len(lines) - len(whole.losses)
-    say(f"   losses and weights are those of the undisturbed run, bit for bit; iterations computed again: {again}")
+    say(f"   iterations computed again: {len(lines) - len(whole.losses)}")
 
 
 def ended(job: Job, say: Say, *, code: int | None = None) -> int:
@@ -86,38 +89,6 @@ def kill_rank(folder: Path, say: Say) -> None:
     compare(whole, [job], say)
 
 
-def soak(folder: Path, say: Say, *, faults: int | None = None) -> None:
-    """Faults of all kinds, one after the other: TEST_FAULTS of them (6), each drawn at random, in one run."""
-    faults = int(os.environ.get("TEST_FAULTS", "6")) if faults is None else faults
-    draw, iterations = random.Random(faults), 10 * faults
-    flags = ["--train-iters", str(iterations), "--save-interval", "1"]
-    whole, parts, seen = undisturbed(folder, *flags, iterations=iterations), list[Job](), Counter[str]()
-    more = [*flags, "--keep-last-checkpoints", "3", "--exit-signal-handler"]
-    for _ in range(faults):
-        job = Job(folder, *more, save="soak")
-        parts.append(job)
-        job.wait_for(r"(?s)(iteration +\d+/.*){" + str(draw.randint(3, 5)) + "}")
-        kind = draw.choice(["kill a rank", "kill the launcher", "terminate", "stop a rank", "flip a bit of a file"])
-        seen[kind] += 1
-        if kind == "stop a rank":
-            pid = job.pid_of(draw.randrange(2))
-            os.kill(pid, signal.SIGSTOP)
-            time.sleep(1.0)
-            os.kill(pid, signal.SIGCONT)
-        if kind in ("terminate", "stop a rank"):
-            job.process.terminate()
-        else:
-            os.kill(job.process.pid if kind == "kill the launcher" else job.pid_of(draw.randrange(2)), signal.SIGKILL)
-        job.wait()
-        if kind == "flip a bit of a file":
-            flip_newest(job.save)
-    last = Job(folder, *more, save="soak")
-    ended(last, say, code=0)
-    say(f"   {', '.join(f'{number} times: {kind}' for kind, number in seen.items())}")
-    tell_ledger(last.save, say)
-    compare(whole, [*parts, last], say)
-
-
 def flip_newest(save: Path) -> str:
     """Flip a bit of the largest file of the newest checkpoint; the name of that checkpoint."""
     newest = Path(str(find_checkpoint(save).path))
@@ -132,7 +103,7 @@ def kill_launcher(folder: Path, say: Say) -> None:
     """torchrun is killed and can't end its ranks: they end within seconds, and the same command goes on."""
     whole, job = undisturbed(folder), Job(folder, save="killed")
     job.wait_for_iteration(12)
-    os.kill(job.process.pid, signal.SIGKILL)
+    job.kill_launcher()
     start = time.monotonic()
     ended(job, say, code=-signal.SIGKILL)
     say(f"   all ranks had ended {time.monotonic() - start:.1f} s later")

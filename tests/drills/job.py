@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import ClassVar
 
 from megatron.core.files.remote_path import AnyPath, path_of
+from tests.drills.forked import ForkedLauncher
 from tests.end_to_end.commands import ROOT, TINY, environment, losses
 
 ITERATIONS = 40
@@ -52,7 +53,8 @@ class Job:
     """A start of ``pretrain_gpt.py`` in ``folder`` under torchrun, or what ``command`` says, with a log of its own.
 
     ``place``: where it saves, if not in ``folder``.
-    ``restarts``: of torchrun. ``variables``: for its environment. ``command``: before the flags.
+    ``restarts``: of torchrun. ``variables``: for its environment. ``command``: before the flags. ``forked``: launcher
+    and ranks are forked from a process that has loaded torch. ``pace``: seconds that an iteration takes at least.
     """
 
     started: ClassVar[list[Job]] = []
@@ -67,18 +69,28 @@ class Job:
         restarts: int = 0,
         variables: Mapping[str, str] | None = None,
         command: Sequence[str] | None = None,
+        forked: bool = False,
+        pace: float = PACE,
     ) -> None:
         self.started.append(self)
+        self._orphans = list[int]()
         self.save = folder / save
         self.place: AnyPath = self.save if place is None else path_of(place)
         number = len([*folder.glob(f"{save}-*.log")])
         self.path = folder / f"{save}-{number}.log"
         launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
-        words = [sys.executable, *launcher, f"--max-restarts={restarts}", paced_script(folder, PACE)]
+        words = [sys.executable, *launcher, f"--max-restarts={restarts}", paced_script(folder, pace)]
+        given = [*FLAGS.split(), *flags, "--save", str(self.place), "--load", str(self.place)]
+        environ = environment() | dict(variables or {})
+        self.process: subprocess.Popen[bytes] | ForkedLauncher
+        if forked:
+            script = paced_script(folder, pace)
+            self.process = ForkedLauncher(script, given, ranks=ranks, log=self.path, variables=environ)
+            return
         with self.path.open("wb") as log:
             self.process = subprocess.Popen(
-                [*(command or words), *FLAGS.split(), *flags, "--save", str(self.place), "--load", str(self.place)],
-                env=environment() | dict(variables or {}),
+                [*(command or words), *given],
+                env=environ,
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
@@ -109,15 +121,22 @@ class Job:
 
     def pid_of(self, rank: int) -> int:
         """The process of a rank."""
+        if isinstance(self.process, ForkedLauncher):
+            return self.process.pid_of(rank)
         for pid in _descendants(self.process.pid):
             with suppress(OSError):
                 if f"RANK={rank}".encode() in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
                     return pid
         raise AssertionError(f"there is no process of rank {rank}")
 
+    def kill_launcher(self) -> None:
+        """Kill the launcher alone."""
+        self._orphans = _descendants(self.process.pid)
+        os.kill(self.process.pid, signal.SIGKILL)
+
     def wait(self) -> int:
         """The exit code, once every process of the job has ended."""
-        ranks = _descendants(self.process.pid)
+        ranks = [*_descendants(self.process.pid), *self._orphans]
         code = self.process.wait(PATIENCE)
         end = time.monotonic() + 60
         while any(Path(f"/proc/{pid}").exists() and _state(pid) != "Z" for pid in ranks):
@@ -127,7 +146,7 @@ class Job:
 
     def end(self) -> None:
         """Kill what is left of the job."""
-        for pid in [*_descendants(self.process.pid), self.process.pid]:
+        for pid in [*_descendants(self.process.pid), *self._orphans, self.process.pid]:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         self.process.wait()

@@ -3,23 +3,15 @@
 from __future__ import annotations
 
 import re
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.end_to_end.commands import ROOT, TINY, losses
-from tests.harness.slurm import SlurmCluster, slurm_cluster
+from tests.end_to_end.commands import ROOT, losses
+from tests.harness.slurm import JOB, SMALL, TRAINING, SlurmCluster, SlurmJob, slurm_cluster
 
 pytestmark = pytest.mark.slow  # Slurm takes its time to start jobs; test_slurm_job.py has a stand-in
-
-JOB = ROOT / "examples" / "slurm" / "train_gpt.sbatch"
-SMALL = "--nodes 2 --ntasks-per-node 1 --gpus-per-node 1 --cpus-per-task 2 --job-name test"
-TRAINING = f"""#!/usr/bin/env bash
-exec bash {ROOT}/examples/launch.sh pretrain_gpt.py {TINY} --save "$CHECKPOINT_PATH" --load "$CHECKPOINT_PATH" \\
-    --train-iters 100000 --save-interval 100000 "$@"
-"""
 
 
 def script(rank: str) -> str:
@@ -35,51 +27,11 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SlurmCluster]:
         yield cluster
 
 
-class Job:
-    """A job whose script runs ``text``; by default two ranks train. ``run``: where its checkpoints are."""
-
-    def __init__(
-        self, cluster: SlurmCluster, folder: Path, *flags: str, text: str = TRAINING, options: str = ""
-    ) -> None:
-        script, self.run, self._cluster = folder / "train_tiny.sh", folder / "run", cluster
-        script.write_text(text)
-        variables = {"SCRIPT": str(script), "CHECKPOINT_PATH": str(self.run), "RESTART_SECONDS": "0"}
-        self.number = cluster.submit(JOB, *flags, options=f"{SMALL} {options}", **variables)
-
-    @property
-    def log(self) -> str:
-        return self._cluster.log(self.number)
-
-    @property
-    def saved(self) -> int | None:
-        """Iteration of the newest checkpoint."""
-        tracker = self.run / "latest_checkpointed_iteration.txt"
-        return int(tracker.read_text()) if tracker.exists() else None
-
-    def until_log(self, pattern: str) -> None:
-        self._cluster.until(lambda: re.search(pattern, self.log, re.DOTALL), self.number)
-
-    def until_state(self, *states: str, after: str = "") -> dict[str, str]:
-        """Wait until the job is in one of ``states``, if need be after another; what is known of it then."""
-        if after:
-            self._cluster.until_state(self.number, after, *set(states) - {"PENDING"})
-        self._cluster.until_state(self.number, *states)
-        return self._cluster.facts(self.number)
-
-    def signal(self, *words: str) -> None:
-        self._cluster.call("scancel", *words, self.number)
-
-    def start_at_once(self) -> None:
-        """Don't wait as a requeued job does, whose nodes refuse a start in the second of its end as the old one."""
-        time.sleep(2)
-        self._cluster.call("scontrol", "update", f"JobId={self.number}", "StartTime=now")
-
-
 def test_job_saves_at_its_time_limit_and_goes_on(cluster: SlurmCluster, tmp_path: Path) -> None:
     """A TERM to srun killed the ranks instead of reaching them: all work since the last checkpoint was lost."""
     signal = re.search(r"#SBATCH --signal=(.*)@", JOB.read_text(encoding="utf-8"))
     assert signal is not None
-    job = Job(cluster, tmp_path, options=f"--time 10 --signal {signal[1]}@55")
+    job = SlurmJob(cluster, tmp_path, options=f"--time 10 --signal {signal[1]}@55")
     job.until_log("lm loss:")  # and only now a limit, which a slow machine would reach while it starts
     hours, minutes, _ = map(int, cluster.facts(job.number)["RunTime"].split(":"))
     cluster.call("scontrol", "update", f"JobId={job.number}", f"TimeLimit={hours * 60 + minutes + 2}")
@@ -99,7 +51,7 @@ def test_job_saves_at_its_time_limit_and_goes_on(cluster: SlurmCluster, tmp_path
 
 def test_cancelled_job_saves_and_is_not_queued_again(cluster: SlurmCluster, tmp_path: Path) -> None:
     """Slurm signals a cancelled job as it does one that shall leave: it went back into the queue and started again."""
-    job = Job(cluster, tmp_path)
+    job = SlurmJob(cluster, tmp_path)
     job.until_log("lm loss:")
     job.signal()
     facts = job.until_state("CANCELLED", "PENDING")
@@ -111,7 +63,7 @@ def test_cancelled_job_saves_and_is_not_queued_again(cluster: SlurmCluster, tmp_
 
 def test_job_without_a_checkpoint_goes_back_into_the_queue(cluster: SlurmCluster, tmp_path: Path) -> None:
     """One that is preempted while it starts ended for good; one that can never save should not turn in circles."""
-    job = Job(cluster, tmp_path, text=script("import time; time.sleep(100)"))
+    job = SlurmJob(cluster, tmp_path, text=script("import time; time.sleep(100)"))
     job.until_log("starting from")
     job.signal("--signal=USR1", "--batch")
     assert job.until_state("PENDING", "FAILED", "COMPLETED")["Restarts"] == "1", job.log
@@ -129,7 +81,7 @@ def test_job_without_a_checkpoint_goes_back_into_the_queue(cluster: SlurmCluster
 def test_failing_rank(code: int, starts: int, cluster: SlurmCluster, tmp_path: Path) -> None:
     """srun ended the other ranks of one that failed, and so a wrong setting (2) became 143, which was tried again."""
     fail = f"import os, sys, time; time.sleep(int(os.environ['SLURM_PROCID'])); sys.exit({code})"
-    job = Job(cluster, tmp_path, text=script(fail))
+    job = SlurmJob(cluster, tmp_path, text=script(fail))
     facts = job.until_state("FAILED", "COMPLETED", "PENDING", after="RUNNING")
     assert (facts["JobState"], facts["ExitCode"], facts["Restarts"]) == ("FAILED", f"{code}:0", "0"), job.log
     assert job.log.count("starting from checkpoint: none") == starts
@@ -138,14 +90,14 @@ def test_failing_rank(code: int, starts: int, cluster: SlurmCluster, tmp_path: P
 def test_ranks_have_the_cpus_of_their_task(cluster: SlurmCluster, tmp_path: Path) -> None:
     """Since 22.05 srun doesn't take --cpus-per-task from the job: eight CPUs a rank were one."""
     show = "import os; os.system('scontrol show step $SLURM_JOB_ID.$SLURM_STEP_ID')"
-    job = Job(cluster, tmp_path, text=script(show))
+    job = SlurmJob(cluster, tmp_path, text=script(show))
     job.until_state("COMPLETED", "FAILED")
     assert job.log.count("CPUs=4 Tasks=2 ") == 2, job.log  # of the step: two tasks of two
 
 
 def test_preempted_job_saves_and_goes_on(cluster: SlurmCluster, tmp_path: Path) -> None:
     """A preemption reaches the ranks alone: the job took their end for that of the training, or started them again."""
-    job = Job(cluster, tmp_path, options="--exclusive")
+    job = SlurmJob(cluster, tmp_path, options="--exclusive")
     job.until_log("lm loss:")
     urgent = tmp_path / "urgent.sh"
     urgent.write_text("#!/bin/sh\nsleep 1\n")
@@ -176,7 +128,7 @@ def test_ranks_of_a_heterogeneous_job_are_one_run(cluster: SlurmCluster, tmp_pat
     """srun starts a step on the first part of the job alone unless it is told of the others."""
     show = "from megatron.core.parallel.environment import launch_environment as e; print('rank', vars(e()))"
     more = ": --nodes 1 --ntasks-per-node 2 --gpus-per-node 2"
-    job = Job(cluster, tmp_path, text=script(show), options=more.replace(":", "--nodes 1 :"))
+    job = SlurmJob(cluster, tmp_path, text=script(show), options=more.replace(":", "--nodes 1 :"))
     job.until_state("COMPLETED", "FAILED")
     found = re.findall(r"'rank': (\d+), 'world_size': (\d+), 'local_rank': (\d+), 'local_world_size': (\d+)", job.log)
     assert sorted(found) == [("0", "3", "0", "1"), ("1", "3", "0", "2"), ("2", "3", "1", "2")], job.log

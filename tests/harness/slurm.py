@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.end_to_end.commands import ROOT, environment
+from tests.end_to_end.commands import ROOT, TINY, environment
 from tests.harness.ports import free_ports
 
 PROGRAMS = ("slurmctld", "slurmd", "sbatch", "srun", "scontrol", "scancel")
@@ -52,6 +52,12 @@ PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE
 PartitionName=all Nodes=ALL Default=YES State=UP PriorityTier=1 GraceTime=60
 PartitionName=urgent Nodes=ALL State=UP PriorityTier=2 PreemptMode=OFF
+"""
+JOB = ROOT / "examples" / "slurm" / "train_gpt.sbatch"
+SMALL = "--nodes 2 --ntasks-per-node 1 --gpus-per-node 1 --cpus-per-task 2 --job-name test"
+TRAINING = f"""#!/usr/bin/env bash
+exec bash {ROOT}/examples/launch.sh pretrain_gpt.py {TINY} --save "$CHECKPOINT_PATH" --load "$CHECKPOINT_PATH" \\
+    --train-iters 100000 --save-interval 100000 "$@"
 """
 
 
@@ -103,6 +109,52 @@ class SlurmCluster:
     def until_state(self, job: str, *states: str, seconds: float = 240.0) -> None:
         """Wait until the job is in one of ``states``."""
         self.until(lambda: self.facts(job)["JobState"] in states, job, seconds=seconds)
+
+
+class SlurmJob:
+    """A job of the examples' batch script, whose script is ``text``; by default two ranks train.
+
+    ``run``: where its checkpoints are.
+    """
+
+    def __init__(
+        self, cluster: SlurmCluster, folder: Path, *flags: str, text: str = TRAINING, options: str = ""
+    ) -> None:
+        script, self.run, self._cluster = folder / "train_tiny.sh", folder / "run", cluster
+        script.write_text(text)
+        variables = {"SCRIPT": str(script), "CHECKPOINT_PATH": str(self.run), "RESTART_SECONDS": "0"}
+        self.number = cluster.submit(JOB, *flags, options=f"{SMALL} {options}", **variables)
+
+    @property
+    def log(self) -> str:
+        """What it has printed so far, over all its starts."""
+        return self._cluster.log(self.number)
+
+    @property
+    def saved(self) -> int | None:
+        """Iteration of the newest checkpoint."""
+        tracker = self.run / "latest_checkpointed_iteration.txt"
+        return int(tracker.read_text()) if tracker.exists() else None
+
+    def until_log(self, pattern: str) -> None:
+        """Wait until the log has ``pattern``."""
+        self._cluster.until(lambda: re.search(pattern, self.log, re.DOTALL), self.number)
+
+    def until_state(self, *states: str, after: str = "") -> dict[str, str]:
+        """Wait until the job is in one of ``states``, if need be after another; what is known of it then."""
+        if after:
+            self._cluster.until_state(self.number, after, *set(states) - {"PENDING"})
+        self._cluster.until_state(self.number, *states)
+        return self._cluster.facts(self.number)
+
+    def signal(self, *words: str) -> None:
+        """Send a signal, as scancel's ``words`` say."""
+        self._cluster.call("scancel", *words, self.number)
+
+    def start_at_once(self) -> None:
+        """Don't wait as a requeued job does, whose nodes refuse a start in the second of its end as the old one."""
+        time.sleep(2)
+        self._cluster.call("scontrol", "update", f"JobId={self.number}", "StartTime=now")
 
 
 @contextmanager

@@ -52,7 +52,7 @@ _OF_VARIABLES = {
     "TENSORBOARD_LOGS_PATH": ("tensorboard_dir",),
     "HEALTH_FILE": ("health_file",),
 }
-_WRITTEN = ("save", "tensorboard_dir", "save_hf", "wandb_save_dir")
+_WRITTEN = ("save", "tensorboard_dir", "save_hf", "wandb_save_dir", "log_json", "log_dir")
 _READ = (
     *("data_path", "train_data_path", "valid_data_path", "test_data_path", "vocab_file", "merge_file"),
     "tokenizer_model",
@@ -126,7 +126,7 @@ def _ranks(run: RunConfig, file: LaunchFile) -> Iterator[str]:
 def _device_memory(file: LaunchFile, memory: MemoryEstimate) -> Iterator[str]:
     if file.gpu is None:
         return
-    name = re.sub(r"^(?:NVIDIA|Tesla|AMD)-", "", file.gpu.value, flags=re.IGNORECASE).upper()
+    name = re.sub(r"^(?:(?:NVIDIA|Tesla|AMD)-)+", "", file.gpu.value, flags=re.IGNORECASE).upper()
     sizes = {known.upper(): size for known, size in GPU_GB.items()}
     size = sizes.get(name)
     if size is not None and memory.total > size * 1e9:

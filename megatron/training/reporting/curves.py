@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Protocol
 from megatron.core.inference.scoring import perplexity
 from megatron.errors import RESTART_CANNOT_HELP, ConfigError, exit_code_of
 from megatron.training.reporting.metrics import StepRecord, has_perplexity
-from megatron.training.reporting.mlflow import MLflowWriter
+from megatron.training.reporting.mlflow import open_mlflow
 from megatron.training.reporting.wandb import WandbWriter
 
 if TYPE_CHECKING:
@@ -45,15 +45,14 @@ def open_writers(config: ReportingConfig, *, save: str | None) -> list[Writer]:
     """The writers that the flags ask for; none is usual. Call it on the last rank only. ``save``: ``--save``.
 
     Raises ConfigError when a package is missing, the TensorBoard folder can't be made or written, or wandb or MLflow
-    refuses. A full disk and the like are a warning, and there is no TensorBoard writer.
+    refuses. A full disk, a server of MLflow's that is away and the like are a warning, and there is no such writer.
     """
     tensorboard = open_tensorboard(config)
     writers = [] if tensorboard is None else [tensorboard]
     if config.wandb_project is not None:
         writers.append(WandbWriter(config, save=save))
-    if config.mlflow_experiment is not None:
-        writers.append(MLflowWriter(config))
-    return writers
+    mlflow = open_mlflow(config)
+    return writers if mlflow is None else [*writers, mlflow]
 
 
 def open_tensorboard(config: ReportingConfig) -> Writer | None:

@@ -81,6 +81,11 @@ KINDS: dict[str, tuple[Any, ...]] = {
         4,
     ),
     "memory of the device": (JOB, "", "", {"memory": LARGE}, "NVIDIA-H100-80GB-HBM3", "80 GB"),
+    "memory of a device with a longer name": (
+        *(JOB, "NVIDIA-H100-80GB-HBM3", "NVIDIA-Tesla-T4", {"memory": LARGE}),
+        *("NVIDIA-Tesla-T4", "16 GB"),
+    ),
+    "logs that are not mounted": (JOB, "", "", {"flags": "--log-dir /logs"}, "--log-dir /logs"),
     "main memory": (JOB, "", "", {"memory": OFFLOADED}, "1099.51 GB", "the limit memory"),
     "copy of async saves": (
         *(JOB, "limits: {nvidia.com/gpu: 8, memory: 1Ti}", "limits: {nvidia.com/gpu: 8, memory: 48Gi}"),
