@@ -1,5 +1,4 @@
-"""Copies in the memory of a node against checkpoints on a disk: how long training stands still, and how long a restart
-takes to have its state back.
+"""Copies in the memory of a node against checkpoints on a disk: the pause of training, and the time of a recovery.
 
     python -m benchmarks.node_copies --megabytes 512 --folder /path/on/the/disk
 
