@@ -100,6 +100,17 @@ def check_two_texts(documents: Documents, *, what: str) -> None:
         )
 
 
+def check_no_pairs(documents: Documents) -> None:
+    """Raise DataError where a document for fine-tuning has two texts, of which one may be an answer to unlearn."""
+    if not isinstance(documents, IndexedDataset):
+        return
+    if wrong := np.flatnonzero(np.diff(documents.boundaries) > 1)[:1].tolist():
+        raise DataError(
+            f"{documents.prefix} holds preferences, and --sft would train on the answers that are not preferred, too: "
+            f"document {wrong[0]} has two texts; give --preference-loss, or make the data with tools/preprocess_sft.py"
+        )
+
+
 def mock_pairs(data: DataConfig, *, vocab_size: int) -> Source:
     """Pairs of random texts."""
     texts = MockPairs(vocab_size=vocab_size, longest=data.seq_length // 2 + 1)

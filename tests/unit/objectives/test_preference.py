@@ -189,3 +189,10 @@ def test_data_without_pairs_are_refused(base: Path, tmp_path: Path) -> None:
     flags = flags_of(base, "--train-iters 1").replace(f"{base}/pairs", f"{tmp_path}/texts")
     with expect_error(DataError, f"{tmp_path}/texts", "--preference-loss", "tools/preprocess_preferences.py"):
         train(flags)
+
+
+def test_pairs_are_not_trained_on_as_conversations(base: Path) -> None:
+    """Fine-tuning would learn the rejected answers, too."""
+    flags = flags_of(base, "--train-iters 1 --sft").replace(" --preference-loss dpo", "")
+    with expect_error(DataError, f"{base}/pairs", "--sft", "--preference-loss", "tools/preprocess_sft.py"):
+        train(flags)

@@ -18,6 +18,7 @@ from megatron.core.datasets.fill_in_the_middle import FillInTheMiddle, mark_id
 from megatron.core.datasets.index_cache import IndexCache
 from megatron.core.datasets.mock import MockDocuments
 from megatron.core.datasets.packing import BestFitOrder, PackedDataset, PaddingFreeOrder, num_pairs
+from megatron.core.datasets.pairs import check_no_pairs
 from megatron.core.datasets.sample_order import EpochOrder, MegatronOrder
 from megatron.core.datasets.samples import TEXT_LENGTH, Documents, Sample
 from megatron.core.datasets.splits import SplitSizes
@@ -159,6 +160,8 @@ class GPTDatasets:
         data, source, first = self._data, part.source, part.units.start
         lengths, seq_length = source.documents.lengths[first : part.units.stop], data.seq_length
         tokens, pairs = int(lengths.sum(dtype=np.int64)), int(num_pairs(lengths).sum(dtype=np.int64))
+        if source.targets is not None:
+            check_no_pairs(source.documents)
         needed = 2 if data.packing == "best-fit" else seq_length + 1  # one pair where samples are padded
         if (tokens if data.packing == "stream" else pairs + 1) < needed:
             raise ShortSplitError(
