@@ -165,7 +165,8 @@ class _Pod:
             str(each["name"]): str(each["value"]) for each in container.get("env") or [] if "value" in each
         }
         resources = _mapping(container, "resources")
-        self._limits = {**_mapping(resources, "requests"), **_mapping(resources, "limits")}
+        self._requests = _mapping(resources, "requests")
+        self._limits = {**self._requests, **_mapping(resources, "limits")}
         self.gpus = self._limits.get(_GPUS)
 
     def launch_file(
@@ -203,8 +204,16 @@ class _Pod:
             words=self.words,
             health=tuple(self._health()),
             stops_early="pods are evicted and preempted",
-            problems=tuple(problems),
+            problems=(*problems, *self._requests_that_no_limit_allows()),
         )
+
+    def _requests_that_no_limit_allows(self) -> Iterator[str]:
+        asked, limit = self._requests.get("memory"), self._limits.get("memory")
+        where = f"{self._path}: memory"
+        if asked is not None and size_in_bytes(asked, where=where) > size_in_bytes(limit, where=where):
+            yield f"the request of memory {asked} is above its limit {limit}: Kubernetes takes no such pod"
+        if self._requests.get(_GPUS, self.gpus) != self.gpus:
+            yield f"the request of {_GPUS} {self._requests[_GPUS]} is not its limit {self.gpus}: give the limit alone"
 
     def _volumes(self) -> dict[str, Mapping[str, Any]]:
         return {str(each.get("name")): each for each in self._pod.get("volumes") or []}

@@ -24,6 +24,7 @@ FLAGS = (
     "--save /runs/llama3_8b --load /runs/llama3_8b --exit-signal-handler --health-file /tmp/health.json "
     "--global-batch-size 64 --num-workers 2"
 )
+REQUESTS, LIMITS = 'requests: {cpu: "64", memory: 1Ti}', "limits: {nvidia.com/gpu: 8, memory: 1Ti}"
 SMALL = MemoryEstimate(weights=GIB, gradients=GIB, main_params=GIB, moments=GIB, kept=GIB, working=GIB)
 LARGE = MemoryEstimate(weights=60 * GIB, gradients=60 * GIB, main_params=GIB, moments=GIB, kept=GIB, working=GIB)
 SLOW = MemoryEstimate(weights=99 * GIB, gradients=0, main_params=20 * GIB, moments=20 * GIB, kept=0, working=0)
@@ -87,8 +88,16 @@ KINDS: dict[str, tuple[Any, ...]] = {
     ),
     "logs that are not mounted": (JOB, "", "", {"flags": "--log-dir /logs"}, "--log-dir /logs"),
     "main memory": (JOB, "", "", {"memory": OFFLOADED}, "1099.51 GB", "the limit memory"),
+    "more than the limit of memory": (
+        *(JOB, REQUESTS, 'requests: {cpu: "64", memory: 2Ti}', {}),
+        *("2Ti", "1Ti"),
+    ),
+    "other GPUs than the limit": (
+        *(JOB, REQUESTS, 'requests: {cpu: "64", memory: 1Ti, nvidia.com/gpu: 4}', {}),
+        *("nvidia.com/gpu 4", "limit 8"),
+    ),
     "copy of async saves": (
-        *(JOB, "limits: {nvidia.com/gpu: 8, memory: 1Ti}", "limits: {nvidia.com/gpu: 8, memory: 48Gi}"),
+        *(JOB, f"{REQUESTS}\n            {LIMITS}", "limits: {nvidia.com/gpu: 8, memory: 48Gi}"),
         {"flags": "--async-save"},
         *("--async-save", "51.54 GB"),
     ),
