@@ -25,10 +25,12 @@ class Operands:
     Every product of a linear layer, experts included, asks twice: for its input (``rows``), and for its weight
     (``weight``), which is a function so that the backward pass asks again, and nothing but the parameter is kept.
     Gradients are those of what was multiplied, and are handed to the parameter unchanged. ``replaces``: whether
-    anything is replaced, else products don't ask.
+    anything is replaced, else products don't ask; ``replaces_trained``: whether weights that are trained and their
+    inputs are among it.
     """
 
     replaces = False
+    replaces_trained = True
 
     def weight(self, weight: Tensor) -> Callable[[], Tensor]:
         """What is multiplied in place of ``weight``, without gradient, in its shape."""

@@ -72,6 +72,7 @@ class StoredWeights(Operands):
     """Operands among which some frozen weights are made of their codes whenever they are asked for."""
 
     replaces = True
+    replaces_trained = False
 
     def __init__(self) -> None:
         self._held: dict[Tensor, StoredWeight] = {}

@@ -133,7 +133,8 @@ class LowRankAdapter(nn.ModuleDict):
 
         One product adds what all matrices have: passes over the output cost more than the zeros between their factors.
         """
-        if self._context.products.multiply is not None or self._context.replaces_operands:
+        replaces = self._context.replaces_operands and self._context.operands.replaces_trained
+        if self._context.products.multiply is not None or replaces:
             added: Tensor = self(x)
             return out + added
         narrow, weight = self._narrow(x), self._stacked().t()

@@ -21,6 +21,7 @@ from megatron.core.conversion.megatron_lm import arguments
 from megatron.core.conversion.megatron_lm.arguments import arguments_of, model_from_arguments
 from megatron.core.conversion.megatron_lm.saved_arguments import Arguments
 from megatron.core.models.gpt import megatron_lm
+from megatron.core.models.gpt.huggingface.gemma import GEMMA, GEMMA3
 from megatron.core.models.gpt.huggingface.llama import LLAMA
 from megatron.core.transformer.positions import rotary_of
 from megatron.errors import CheckpointError
@@ -209,11 +210,15 @@ def settings_of(family: str) -> dict[str, Any]:
         "bamba": {"num_hidden_layers": 2, "hidden_size": 32, "mamba_n_heads": 4, "head_dim": 8},
         "granitemoehybrid": {"num_hidden_layers": 2, "hidden_size": 32, "mamba_n_heads": 4, "head_dim": 8},
         "internvl": {"vision_config": {"attention_bias": True}},
+        "gemma3": {
+            "vision_config": {"image_size": 896, "patch_size": 14}
+        },  # whose patches the default number of places divides
     }
     found: dict[str, Any] = transformers.AutoConfig.for_model(family, **needed.get(family, {})).to_dict()
     return found
 
 
+GEMMAS = {"activation": "geglu_tanh", "embedding_multiplier": CLASSIC["hidden_size"] ** 0.5}
 # Fields beside those that all models of a type have, without which a model isn't of the type.
 NEEDED: dict[str, dict[str, Any]] = {
     **{name: {"embedding_multiplier": CLASSIC["hidden_size"] ** 0.5} for name in ("gemma", "gemma2", "gemma3_text")},
@@ -229,7 +234,9 @@ NEEDED: dict[str, dict[str, Any]] = {
     "olmo_hybrid": {"position_embedding_type": "none"},
     "mt5": {"untie_embeddings_and_output_weights": True},  # the files say it, and no setting
     "llava": {**LLAMA.merged("fixed"), "activation": "swiglu"},  # their language models
+    "llava_next": {**LLAMA.merged("fixed"), "activation": "swiglu"},
     "internvl": {**LLAMA.merged("fixed"), "activation": "swiglu", "add_qkv_bias": True},
+    **{name: {**each.merged("fixed"), **GEMMAS} for name, each in (("paligemma", GEMMA), ("gemma3", GEMMA3))},
 }
 
 

@@ -28,7 +28,7 @@ def model(*, interleaved: bool, rotated: float = 1.0) -> ModelConfig:
     )
 
 
-NESTED = {"llava", "internvl"}  # their decoders have Llama's rows, their encoders sizes of their own
+NESTED = {"llava", "llava_next", "internvl", "paligemma", "gemma3"}  # rows of a language model, and of an encoder
 
 
 @pytest.mark.parametrize("interleaved", [False, True])
