@@ -6,6 +6,14 @@ from tests.faults.fault import Fault
 
 FAULTS = (
     Fault(
+        "features_used_by_other_ranks_forgotten",
+        "megatron/core/context_parallel/shared_rows.py",
+        old='reduce_scatter(grad, ctx.mesh, "cp"), None',
+        new='grad.chunk(ctx.mesh.size("cp"))[ctx.mesh.rank("cp")], None',
+        suffers="Encoder and projector learn from the part of a sequence that the rank with the image has.",
+        first=("equivalence/test_images.py::clip, llama-cp2 tp2",),
+    ),
+    Fault(
         "gradients_of_other_places_forgotten",
         "megatron/core/models/vlm/model.py",
         old="        if self._context.splits_sequence:\n            features = enter(",
