@@ -21,6 +21,7 @@ from megatron.errors import ConfigError, DataError, exit_code_of
 
 _PIECES = 1000  # as many as make waiting for the last one short, unless they are smaller or larger than these
 _SMALLEST, _LARGEST = 16 << 20, 1 << 30
+_MOST_PIECES = 1_000_000
 _COUNTED_AT_ONCE = 1 << 20
 
 
@@ -87,7 +88,13 @@ def divide(files: Sequence[InputFile], *, piece_bytes: int | None = None) -> Div
         named = "standard input (--input -)" if pipe == STDIN else f"--input {pipe}"
         raise ConfigError(f"{named} can be read only once and by one machine: give files, or a folder for the output")
     total = sum(each.size or 0 for each in files)
-    return Division(files, piece_bytes or min(max(total // _PIECES, _SMALLEST), _LARGEST))
+    division = Division(files, piece_bytes or min(max(total // _PIECES, _SMALLEST), _LARGEST))
+    if division.count > _MOST_PIECES:
+        raise ConfigError(
+            f"--piece-megabytes divides the input into {division.count:,} pieces, of at most {_MOST_PIECES:,}; give "
+            f"{total / _MOST_PIECES / (1 << 20):.1g} or more"
+        )
+    return division
 
 
 def _line_cut(path: str, file: int, offset: int) -> Position:

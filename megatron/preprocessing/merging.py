@@ -50,10 +50,10 @@ def merge(plan: Plan) -> Totals:
             done.add(record.totals)
             progress.update(done, done.text_bytes)
     outputs = {key: writer.metadata() for key, writer in writers.items()}
-    with write_errors(plan.folder.root, remedy="delete it by hand: the output is complete"):
-        _delete(plan)
     engines = sorted({record.engine for record in records})
     summarize(config, plan.prepared, totals, outputs, progress=progress, engines=engines)
+    with write_errors(plan.folder.root, remedy="delete it by hand: the output is complete"):
+        _delete(plan)
     return totals
 
 
@@ -69,7 +69,7 @@ def _checked(plan: Plan, sizes: Mapping[int, int], totals: Totals) -> list[Piece
         there.append(replace(record, totals=Totals(), batches=[]))
         if record.plan != plan.digest or record.number not in range(plan.division.count):
             raise DataError(
-                f"{plan.folder.path(record.number)} is of other settings, another input or another tokenizer: delete "
+                f"{plan.folder.path(number)} is of other settings, another input or another tokenizer: delete "
                 f"it, and make it again with {_maker(record.maker)}"
             )
     missing = [number for number in range(plan.division.count) if number not in sizes]
@@ -104,7 +104,7 @@ def _bad_lines(plan: Plan, records: Sequence[PieceRecord]) -> Iterator[BadLine]:
     """The first bad lines of the input, by the numbers that they have in their files."""
     file, lines, shown = -1, 0, 0
     for record in records:
-        start = plan.division.piece(record.number).start
+        start = record.start
         before = lines if start.offset and start.file == file else 0
         for bad in record.bad:
             in_middle = bad.file == start.file and start.offset > 0

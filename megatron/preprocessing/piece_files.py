@@ -1,9 +1,9 @@
 """The file of an encoded piece: it appears whole or not at all, on a disk or in object storage.
 
 After ``MAGIC`` follow, for each batch of lines and each key, the ids, the length of each sequence (int32) and the
-number of sequences of each document (int64), all little-endian; then a record in JSON, its length (8 bytes) and
-``MAGIC`` again. The record has the number of each batch's ids, sequences and documents, and the SHA-256 of what comes
-before it.
+number of sequences of each document (int64), all little-endian; then a record in JSON, its length (8 bytes), its
+SHA-256 (32 bytes) and ``MAGIC`` again. The record has the number of each batch's ids, sequences and documents, and the
+SHA-256 of what comes before it.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import io
 import json
+import re
 import struct
 import tempfile
 from collections.abc import Iterator, Mapping
@@ -28,11 +29,13 @@ from megatron.core.files.durable import replaced_file, write_errors
 from megatron.core.files.range_reader import BLOCK, RangeReader
 from megatron.core.files.remote_path import AnyPath, RemotePath
 from megatron.core.tokenizers.encode import EncodedTexts
+from megatron.core.tokenizers.line_batches import Position
 from megatron.errors import DataError, exit_code_of
 from megatron.small_files import parse_json
 
 MAGIC = b"MGPIECE1"
-_END = struct.Struct("<Q8s")
+_END = struct.Struct("<Q32s8s")
+_NAME = re.compile(r"([0-9]{6})\.piece")
 _BAD_LINES = 100  # kept of a piece; the others are counted
 
 
@@ -49,14 +52,15 @@ class LeftOut:
 class PieceRecord:
     """What is known of a piece beside its ids.
 
-    ``plan``: digest of settings and input. ``maker``: which share or worker made it. ``last_file`` and ``last_lines``:
-    the last file that it has lines of, and how many. ``bad``: the first lines without a document; those of a file in
-    whose middle the piece begins are counted from there. ``batches``: ids, sequences and documents of each batch and
-    key, end to end.
+    ``plan``: digest of settings and input. ``start``: where it begins. ``maker``: which share or worker made it.
+    ``last_file`` and ``last_lines``: the last file that it has lines of, and how many. ``bad``: the first lines without
+    a document; those of a file in whose middle the piece begins are counted from there. ``batches``: ids, sequences and
+    documents of each batch and key, end to end.
     """
 
     plan: str
     number: int
+    start: Position
     maker: str
     engine: str
     totals: Totals = field(default_factory=Totals)
@@ -96,7 +100,8 @@ class PieceFolder:
             else:
                 there = self.root.glob("*.piece") if self.root.is_dir() else ()
                 sizes = {each.name: each.stat().st_size for each in there}
-        return {int(name[:-6]): sizes[name] for name in sizes if name.endswith(".piece") and name[:-6].isdigit()}
+        numbers = {name: int(found[1]) for name in sizes if (found := _NAME.fullmatch(name))}
+        return {number: sizes[name] for name, number in numbers.items()}
 
     @contextmanager
     def new(self, record: PieceRecord) -> Iterator[PieceWriter]:
@@ -114,16 +119,23 @@ class PieceFolder:
                 path.copy_from(local)
 
     def read_record(self, number: int, size: int) -> PieceRecord:
-        """What is known of a piece of ``size`` bytes; DataError for a damaged one."""
+        """What is known of a piece of ``size`` bytes; DataError for a damaged one, and for another piece's file."""
         path = self.path(number)
         with _reading(path), _opened(path, size) as file:
             if size >= _END.size + len(MAGIC):
                 file.seek(size - _END.size)
-                length, magic = _END.unpack(file.read(_END.size))
+                length, digest, magic = _END.unpack(file.read(_END.size))
                 if magic == MAGIC and length <= size - _END.size:
                     file.seek(size - _END.size - length)
                     content = file.read(length)
-                    return cast(PieceRecord, parse_json(content, PieceRecord, where=str(path), error=DataError))
+                    if hashlib.sha256(content).digest() == digest:
+                        record = cast(PieceRecord, parse_json(content, PieceRecord, where=str(path), error=DataError))
+                        if record.number == number:
+                            return record
+                        raise DataError(
+                            f"{path} holds piece {record.number}: delete it, and make piece {number} again with the "
+                            "command that made it"
+                        )
         raise _damaged(path)
 
     def batches(
@@ -178,7 +190,7 @@ class PieceWriter:
         self.record.sha256 = self._digest.hexdigest()
         content = json.dumps(asdict(self.record)).encode()
         self._file.write(content)
-        self._file.write(_END.pack(len(content), MAGIC))
+        self._file.write(_END.pack(len(content), hashlib.sha256(content).digest(), MAGIC))
         self._file.flush()
 
 

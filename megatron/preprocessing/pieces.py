@@ -134,7 +134,7 @@ def encode_pieces(plan: Plan, numbers: Sequence[int], *, maker: str, progress: P
         while steps:
             piece, is_end = steps.popleft()
             if writer is None:
-                record = PieceRecord(plan.digest, piece.number, maker, plan.prepared.engine.name)
+                record = PieceRecord(plan.digest, piece.number, piece.start, maker, plan.prepared.engine.name)
                 writer = current.enter_context(plan.folder.new(record))
             if is_end:
                 done.add(writer.record.totals)

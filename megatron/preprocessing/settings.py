@@ -88,12 +88,18 @@ def check_settings(config: PreprocessConfig) -> None:
         raise ConfigError(f"{' and '.join(ways)} contradict each other: give one of them.")
     if config.shard is not None:
         share_of(config.shard)
+    if config.ray == "":
+        raise ConfigError("--ray is empty; give local, auto or the address of a cluster")
     if config.partitions > 1:
         print(f"--partitions {config.partitions} has no effect: all workers share all input.", file=sys.stderr)
 
 
-def _ways(config: PreprocessConfig) -> tuple[tuple[str, object], ...]:
-    return (("--shard", config.shard), ("--merge-shards", config.merge_shards), ("--ray", config.ray))
+def _ways(config: PreprocessConfig) -> tuple[tuple[str, bool], ...]:
+    return (
+        ("--shard", config.shard is not None),
+        ("--merge-shards", config.merge_shards),
+        ("--ray", config.ray is not None),
+    )
 
 
 @dataclass(frozen=True)
@@ -112,20 +118,21 @@ def share_of(word: str) -> Share:
     """The share that ``--shard`` names. Raises ConfigError for one that doesn't exist, and outside of a job array."""
     if word == "slurm":
         names = ("SLURM_ARRAY_TASK_ID", "SLURM_ARRAY_TASK_MIN", "SLURM_ARRAY_TASK_STEP", "SLURM_ARRAY_TASK_COUNT")
-        task, first, step, count = (os.environ.get(name, "") for name in names)
-        if not (task.isdigit() and count.isdigit()):
+        words = [os.environ.get(name) or usual for name, usual in zip(names, ("", "0", "1", ""))]
+        if not all(re.fullmatch(r"[0-9]{1,9}", each) for each in words) or "0" in words[2:]:
             raise ConfigError(
                 "--shard slurm needs the variables of a job array, SLURM_ARRAY_TASK_ID and SLURM_ARRAY_TASK_COUNT: "
                 "submit with sbatch --array, or give a share such as --shard 3/8"
             )
-        index = (int(task) - int(first or 0)) // int(step or 1)
-        if index >= int(count):
+        task, first, step, count = map(int, words)
+        index, between = divmod(task - first, step)
+        if between or not 0 <= index < count:
             raise ConfigError(
-                f"--shard slurm: SLURM_ARRAY_TASK_ID {task} is not one of {count} numbers in a row; submit with sbatch "
-                f"--array 0-{int(count) - 1}, which leaves out what is finished"
+                f"--shard slurm: SLURM_ARRAY_TASK_ID {task} is not one of {count} evenly spaced numbers from {first} "
+                f"on; submit with sbatch --array 0-{count - 1}, which leaves out what is finished"
             )
-        return Share(index + 1, int(count))
-    found = re.fullmatch(r"([0-9]{1,6})/([0-9]{1,6})", word)
+        return Share(index + 1, count)
+    found = re.fullmatch(r"([0-9]{1,9})/([0-9]{1,9})", word)
     if found is None or not 1 <= int(found[1]) <= int(found[2]):
-        raise ConfigError(f"--shard {word} is no share I/N with I from 1 to N, such as 3/8, nor slurm")
+        raise ConfigError(f"--shard is {word!r}; give I/N with I from 1 to N, such as 3/8, or slurm in a job array")
     return Share(int(found[1]), int(found[2]))

@@ -8,9 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from megatron.core.tokenizers.input_files import list_inputs
+from megatron.core.tokenizers.input_files import InputFile, list_inputs
 from megatron.core.tokenizers.text_files import read_batches
+from megatron.errors import ConfigError
 from megatron.preprocessing.division import Division, divide, lines_before
+from tests.harness.sentences import expect_error
 
 
 def texts(division: Division, number: int) -> list[bytes]:
@@ -66,3 +68,9 @@ def test_size_of_pieces_follows_the_input(folder: Path) -> None:
     """A function of the input alone: any number of machines divides it in the same way."""
     small = divide(list_inputs([str(folder)]))
     assert (small.count, small.piece_bytes) == (1, 16 << 20)
+
+
+def test_more_than_a_million_pieces_are_refused() -> None:
+    """A size in gigabytes or bytes instead of megabytes would fill a folder, or the memory, with numbers."""
+    with expect_error(ConfigError, "--piece-megabytes"):
+        divide([InputFile("a.jsonl", "a.jsonl", 10**9, "")], piece_bytes=900)

@@ -125,7 +125,7 @@ def test_shares_of_other_data_are_refused(corpus: Path, change: str) -> None:
         preprocess("all", *flags)
 
 
-@pytest.mark.parametrize("harm", ["of another run", "cut", "flipped"])
+@pytest.mark.parametrize("harm", ["of another run", "another piece", "cut", "flipped", "flipped in its record"])
 def test_a_piece_that_is_not_of_this_run_is_refused(corpus: Path, harm: str) -> None:
     """Copied by hand, or damaged on its way."""
     preprocess("all", "--shard", "1/1")
@@ -133,11 +133,13 @@ def test_a_piece_that_is_not_of_this_run_is_refused(corpus: Path, harm: str) -> 
     if harm == "of another run":
         preprocess("other", "--shard", "1/1", "--append-eod")
         shutil.copy("other_pieces/000002.piece", piece)
+    elif harm == "another piece":
+        shutil.copy("all_pieces/000003.piece", piece)
     elif harm == "cut":
         os.truncate(piece, piece.stat().st_size - 1)
     else:
         content = bytearray(piece.read_bytes())
-        content[20] ^= 1
+        content[20 if harm == "flipped" else content.index(b'"batches": [') + 12] ^= 1
         piece.write_bytes(content)
     with expect_error(DataError, "all_pieces/000002.piece"):
         preprocess("all", "--merge-shards")
@@ -193,9 +195,12 @@ def test_tasks_of_an_array_are_shares(corpus: Path, monkeypatch: pytest.MonkeyPa
         ("--shard half", {}),
         ("--shard slurm", {}),
         ("--shard slurm", slurm(7, count=2)),
+        ("--shard slurm", slurm(1, first=3)),
+        ("--shard slurm", slurm(1, step=0)),
         ("--shard 1/2 --merge-shards", {}),
         ("--input - --shard 1/2", {}),
         ("--ray local", {}),
+        ("--ray=", {}),
     ],
 )
 def test_mistakes_are_one_sentence(
@@ -204,7 +209,7 @@ def test_mistakes_are_one_sentence(
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setitem(sys.modules, "ray", None)  # as where it isn't installed
-    with expect_error(ConfigError, flags.split()[0]):
+    with expect_error(ConfigError, flags.split()[0].removesuffix("=")):
         preprocess("all", *flags.split())
     assert not Path("all_pieces").exists()
 
