@@ -6,6 +6,7 @@ All nodes reach input, output and the tokenizer's files by the same names, and h
 from __future__ import annotations
 
 import os
+import re
 import socket
 import sys
 from collections import Counter, deque
@@ -22,6 +23,7 @@ from megatron.preprocessing.progress import Progress
 from megatron.preprocessing.settings import PreprocessConfig
 
 MOST_TRIES = 4  # of a piece whose worker is lost
+_ANSWERS_WITHIN = 10.0  # seconds; the library itself waits for minutes
 _AHEAD = 2  # pieces given out for each one that can be encoded at once
 
 
@@ -72,6 +74,23 @@ def library() -> Any:
     return ray
 
 
+def check_cluster(address: str) -> None:
+    """Raise ConfigError without the library, and for the address of a machine that doesn't answer."""
+    library()
+    found = re.fullmatch(r"(?:ray://)?\[?(.+?)\]?:([0-9]{1,5})", address)
+    try:
+        if found is not None:
+            socket.create_connection((found[1], int(found[2])), timeout=_ANSWERS_WITHIN).close()
+    except (OSError, OverflowError, UnicodeError) as error:
+        raise _no_cluster(address, getattr(error, "strerror", None) or str(error)) from None
+
+
+def _no_cluster(address: str, reason: str) -> ConfigError:
+    return ConfigError(
+        f"--ray {address} has no cluster that answers ({reason}): start one with ray start --head, or give local"
+    )
+
+
 def _start(config: PreprocessConfig) -> Any:
     """The library, connected to the cluster that ``--ray`` names."""
     ray = library()
@@ -87,10 +106,7 @@ def _start(config: PreprocessConfig) -> Any:
         else:
             ray.init(address=config.ray, **options)
     except (ConnectionError, ValueError, RuntimeError, OSError) as error:
-        said = str(error).partition("\n")[0].rstrip(".")
-        raise ConfigError(
-            f"--ray {config.ray} has no cluster that answers ({said}): start one with ray start --head, or give local"
-        ) from None
+        raise _no_cluster(str(config.ray), str(error).partition("\n")[0].rstrip(".")) from None
     return ray
 
 

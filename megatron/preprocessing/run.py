@@ -27,7 +27,7 @@ def preprocess(config: PreprocessConfig, tokenizer_config: TokenizerConfig) -> T
     if not (config.shard or config.merge_shards or config.ray or at_url):
         return preprocess_here(config, tokenizer_config)
     if config.ray:
-        ray_cluster.library()
+        ray_cluster.check_cluster(config.ray)
     plan = make_plan(config, tokenizer_config)
     for remark in plan.prepared.remarks:
         print(f"note: {remark}", file=sys.stderr)

@@ -9,6 +9,7 @@ import random
 import shutil
 import sys
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -211,6 +212,14 @@ def test_mistakes_are_one_sentence(
     monkeypatch.setitem(sys.modules, "ray", None)  # as where it isn't installed
     with expect_error(ConfigError, flags.split()[0].removesuffix("=")):
         preprocess("all", *flags.split())
+    assert not Path("all_pieces").exists()
+
+
+def test_a_ray_cluster_that_is_away_is_named_at_once(corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The library waits for minutes."""
+    monkeypatch.setitem(sys.modules, "ray", ModuleType("ray"))
+    with expect_error(ConfigError, "--ray 127.0.0.1:1"):
+        preprocess("all", "--ray", "127.0.0.1:1")
     assert not Path("all_pieces").exists()
 
 
