@@ -139,7 +139,7 @@ class TaskScores:
         with run.reporter.aside("evaluate-tasks"), run.evaluating():
             for label, each in self._read.items():
                 metrics = each.metrics()
-                numbers = {name: float(metrics[name]) for name in each.shown}
+                numbers = {name: float(metrics[name]) for name in each.shown if name in metrics}
                 values |= {f"{label} {name}": value for name, value in numbers.items()}
                 found.append(f"{label}: " + ", ".join(f"{n} {v:.6g}" for n, v in numbers.items()))
         run.reporter.numbers(f" tasks at iteration {iteration} | " + " | ".join(found), values, iteration=iteration)

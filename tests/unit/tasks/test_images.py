@@ -205,7 +205,8 @@ def test_answers_are_compared_as_in_vqa() -> None:
     assert accuracy("3", ten) == 1 and accuracy("4", ten) == 0
     assert most_frequent([["a b"], ["The A b"], ["c"]]) == pytest.approx(2 / 3)
     assert bleu(["a dog runs in the park"], [["the dog runs in a park"]]) == pytest.approx(1)
-    assert bleu(["one two"], [["one two"]]) == 0.0
+    assert bleu(["one two"], [["one two", "one and two or three"]]) == 0.0
+    assert bleu(["one two"], [["one two"]]) is None
 
 
 @pytest.mark.slow(reason="tests/unit/training/evaluation/test_task_scores.py has the way of scores into curves")

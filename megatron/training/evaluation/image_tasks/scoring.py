@@ -49,16 +49,17 @@ def most_frequent(right: Sequence[Sequence[str]]) -> float:
     return sum(accuracy(best, answers) for answers in right) / len(right)
 
 
-def bleu(captions: Sequence[str], right: Sequence[Sequence[str]]) -> float:
+def bleu(captions: Sequence[str], right: Sequence[Sequence[str]]) -> float | None:
     """BLEU-4 of all captions together (Papineni et al. 2002), over words as ``normalized`` leaves them.
 
-    0 where no four words in a row are right.
+    0 where no four words in a row are right; None where no right caption has four words.
     """
     scores = import_module("nltk.translate.bleu_score")
     found = [normalized(each).split() for each in captions]
     wanted = [[normalized(each).split() for each in answers] for answers in right]
-    longest = max(map(len, found), default=0)
-    if longest < 4 or not _shares_four(found, wanted):
+    if all(len(answer) < 4 for answers in wanted for answer in answers):
+        return None
+    if not _shares_four(found, wanted):
         return 0.0
     return float(scores.corpus_bleu(wanted, found))
 

@@ -130,11 +130,12 @@ class Caption(ImageTask):
         right = [each.right for each in said.questions]
         nats, tokens = (sum(column) for column in zip(*said.losses, strict=True))
         loss = nats / tokens
+        alike = bleu(said.answers, right)
         exact = [any(answer.split() == each.split() for each in texts) for answer, texts in zip(said.answers, right)]
         return {
             "loss": loss,
             "perplexity": perplexity(loss),
-            "bleu4": bleu(said.answers, right),
+            **({} if alike is None else {"bleu4": alike}),
             "exact": float(np.mean(exact)),
             "captions": len(right),
             "tokens": int(tokens),
