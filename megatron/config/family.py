@@ -105,6 +105,11 @@ class PartConfig(CheckedSettings):
         return False
 
     @property
+    def averages_answers(self) -> bool:
+        """Whether the loss of a step is a mean over answers and not over tokens."""
+        return False
+
+    @property
     def segments(self) -> tuple[int, ...]:
         """Numbers of layers of the pipeline stages, where the part says how the model is cut."""
         return ()

@@ -146,6 +146,12 @@ class GRPOConfig(ObjectiveConfig):
 
     @property
     @override
+    def averages_answers(self) -> bool:
+        """Answers or their tokens, by --grpo-loss-type."""
+        return self.perform_rl_step
+
+    @property
+    @override
     def makes_samples(self) -> bool:
         """Samples are the model's answers."""
         return self.is_chosen

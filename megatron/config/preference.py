@@ -89,6 +89,12 @@ class PreferenceConfig(ObjectiveConfig):
         return self.preference_loss is not None
 
     @property
+    @override
+    def averages_answers(self) -> bool:
+        """Pairs, or answers that are rated alone."""
+        return self.is_chosen
+
+    @property
     def rates_single_answers(self) -> bool:
         """Whether the loss is of answers that are rated alone, not of pairs."""
         return self.preference_loss in UNPAIRED

@@ -255,6 +255,8 @@ def mean_of_a_step(run: RunConfig) -> str | None:
     batch, micro = run.training.global_batch_size, run.training.micro_batch_size
     if not run.provenance or batch == micro or run.training.skip_train:
         return None
+    if any(part.averages_answers for part in run.parts):
+        return None
     if any("--calculate-per-token-loss" in note for note in run.notes):  # not a field: it asks for the only behaviour
         return None
     why = {

@@ -435,6 +435,7 @@ def test_remarks(changes: str, without: str, remark: str) -> None:
         "BERT --exact-gelu-head",
         "BERT --exact-gelu",
         "--eod-mask-loss",
+        "GPT --preference-loss dpo --load a --global-batch-size 6",
     ],
 )
 def test_nothing_is_said_where_megatron_lm_computes_the_same(changes: str) -> None:
