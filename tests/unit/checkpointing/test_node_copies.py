@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
+
 import pytest
 
 from megatron.core.checkpointing.node_copies.choosing import FoundCopy, candidates, incomplete, partners_of, sources
+from megatron.core.checkpointing.node_copies.folder import NodeFolder
+from megatron.core.parallel.mesh import Mesh
+from megatron.errors import CheckpointError
+from tests.harness.sentences import expect_error
 
 FILES = frozenset({"__0_0.distcp", "__1_0.distcp"})
 FIRST, SECOND = FILES, frozenset({"__1_0.distcp"})
@@ -55,3 +62,21 @@ def test_files_are_read_where_they_lie() -> None:
     assert [each[first] for each in found] == [0, 1, 0, 0]
     assert [each[second] for each in found] == [2, 2, 2, 3]
     assert sources([{first}, set()], (0, 1), FILES)[1].keys() == {first}  # nobody has the other
+
+
+@pytest.mark.parametrize("kind", ["link", "other user"])
+def test_a_folder_that_another_user_has_made_is_refused(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Everybody may write into /dev/shm, and the folder's name follows from --save: its weights would be trained on."""
+    path, made = tmp_path / "megatron-1", tmp_path / "made"
+    NodeFolder.seen(made, Mesh.single())
+    assert made.stat().st_mode & 0o777 == 0o700
+    if kind == "link":
+        path.symlink_to(made)
+    else:
+        path.mkdir()
+        user = os.getuid()
+        monkeypatch.setattr(os, "getuid", lambda: user + 1)
+    with expect_error(CheckpointError, path, "--non-persistent-local-ckpt-dir", "--save-fallback-dir"):
+        NodeFolder.seen(path, Mesh.single())

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import socket
+import stat
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -43,9 +45,19 @@ class NodeFolder:
 
     @classmethod
     def seen(cls, path: Path, mesh: Mesh) -> NodeFolder:
-        """Make the folder and find out who shares it. A collective; raises OSError where it can't be made."""
-        path.mkdir(parents=True, exist_ok=True)
-        facts = path.stat()
+        """Make the folder, for this user alone, and find out who shares it. A collective.
+
+        Raises OSError where it can't be made, and CheckpointError where another user has made it: its name is known
+        beforehand, and folders such as /dev/shm are everybody's.
+        """
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        facts = path.lstat()
+        if not stat.S_ISDIR(facts.st_mode) or facts.st_uid != os.getuid():
+            what = "is a link" if stat.S_ISLNK(facts.st_mode) else "belongs to another user"
+            raise CheckpointError(
+                f"{path}, for copies of this run, {what}, so that what is in it may not be the run's: delete it, or "
+                "name another folder with --non-persistent-local-ckpt-dir or --save-fallback-dir"
+            )
         everyone = gather_objects((socket.gethostname(), facts.st_dev, facts.st_ino), mesh)
         numbers = {each: number for number, each in enumerate(dict.fromkeys(everyone))}
         return cls(path, mesh.world_rank, tuple(numbers[each] for each in everyone))
