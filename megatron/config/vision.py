@@ -87,11 +87,11 @@ class VisionConfig(PartConfig):
         "Join the features of each square of 2 x 2 patches, without the class token (InternVL)."
     )
     vision_pool_size: int = architecture_flag(
-        "Patches of a side of the squares whose features are averaged to one (Gemma 3).", default=1, at_least=1
+        "Side, in patches, of the average pooling behind the encoder (Gemma 3).", default=1, at_least=1
     )
     vision_projection_type: Literal["mlp", "affine", "rms-affine"] = architecture_flag(
-        "Projector of features to the language model's width: two matrices around an activation, one with a bias, or "
-        "one without behind an RMSNorm (Gemma 3).",
+        "Projector of features to the language model's width: an MLP, a linear layer with a bias (affine), or an "
+        "RMSNorm and a linear layer without one (rms-affine, Gemma 3).",
         default="mlp",
     )
     vision_projection_activation: Activation = architecture_flag(
@@ -123,14 +123,14 @@ class VisionConfig(PartConfig):
         "Interpolation by which images are resized.", default="bicubic", from_checkpoint=True
     )
     image_grids: tuple[str, ...] = architecture_flag(
-        "Grids of tiles, rows x columns as in 2x1, that an image may be cut into without changing its shape "
-        "(LLaVA-NeXT): the whole image is the first tile, patches of bars take no places, and rows of patches end with "
-        "a learned vector.",
+        "Grids of tiles, rows x columns as in 2x1, that an image may be cut into without changing its aspect "
+        "ratio (LLaVA-NeXT): the whole image is the first tile, patches of padding are left out, and rows of patches "
+        "end with a learned vector.",
         default=(),
     )
     image_attention: Literal["causal", "bidirectional", "prefix"] = architecture_flag(
-        "What places of images see of later ones: nothing, those of the same tile (Gemma 3), or all of a prompt, whose "
-        "words do the same, up to the first answer (PaliGemma).",
+        "Attention of image tokens: causal, in both directions within a tile (Gemma 3), or prefix: in both directions "
+        "within the whole prompt, up to the first answer (PaliGemma).",
         default="causal",
     )
     freeze_lm: bool = switch("Do not train the language model.", aliases=("--freeze-LM",))

@@ -46,17 +46,17 @@ class PreprocessConfig(Settings):
     split_sentences: bool = flag("Make each sentence a separate sequence, for training on masked text.", default=False)
     keep_newlines: bool = flag("With --split-sentences: keep the whitespace after each sentence.", default=False)
     shard: str | None = flag(
-        "Encode share I of N of the input alone, as 3/8, or slurm: the share of this task of a Slurm job array. All "
-        "machines get the same flags and write beside the output; --merge-shards joins them.",
+        "Encode only shard I of N of the input, such as 3/8, or slurm: the shard of this task of a Slurm job array. "
+        "All machines get the same other flags; --merge-shards writes the output.",
         default=None,
     )
-    merge_shards: bool = flag("Join what all shares of --shard have written.", default=False)
+    merge_shards: bool = flag("Write the output from what all runs with --shard have encoded.", default=False)
     ray: str | None = flag(
         "Encode on a Ray cluster: local, auto (the one that this machine belongs to) or an address.", default=None
     )
     piece_megabytes: float | None = flag(
-        "Size of the pieces of input by which --shard, --ray and a URL of --output-prefix divide work; "
-        "none is encoded twice. Unless given a thousandth of the input, from 16 MiB to 1 GiB.",
+        "Size of the pieces of input that --shard, --ray and an --output-prefix at a URL encode one by one. "
+        "Unless given, a thousandth of the input, from 16 MiB to 1 GiB.",
         default=None,
         above=0,
         at_most=1 << 20,
