@@ -161,7 +161,7 @@ def main(argv: Sequence[str]) -> int:
     )
     vision = checked_vision(vision)
     pillow()
-    tokenizer, encoder = encoder_of(config, tokenizer_config, marker=MARKER)
+    tokenizer, encoder = encoder_of(config, tokenizer_config, marker=MARKER, image=with_words(MARKER, vision))
     places = Places(vision, tokenizer, image_token_id=family.image_token_id)
     counts, images = convert(config, tokenizer, encoder, places)
     lines = report(config, counts, encoder, tokenizer, images)
@@ -225,11 +225,15 @@ class Places:
         return self._words[word]
 
 
-def with_words_in(sample: Conversation | Pair, vision: VisionConfig) -> Conversation | Pair:
-    """The sample with words around images that are tokenized with its texts."""
+def with_words_in(sample: Conversation | Pair, vision: VisionConfig, *, by_template: bool) -> Conversation | Pair:
+    """The sample with words around images that are tokenized with its texts; ``by_template``: turns get them when a
+    template writes them.
+    """
     if isinstance(sample, Pair):
         prompt, completion = (with_words(text, vision) for text in (sample.prompt, sample.completion))
         return dataclasses.replace(sample, prompt=prompt, completion=completion)
+    if by_template:
+        return sample
     messages = [
         {**each, "content": with_words(each["content"], vision)} if isinstance(each.get("content"), str) else each
         for each in sample.messages
@@ -269,7 +273,8 @@ def convert(
                     raise waiting.record
                 images = [image.result() for image in waiting.images]
                 sample = encoder.encode(
-                    with_words_in(waiting.record.sample, places.vision), [places.of(image) for image in images]
+                    with_words_in(waiting.record.sample, places.vision, by_template=config.chat_template is not None),
+                    [places.of(image) for image in images],
                 )
             except DataError as error:
                 _refuse(BadLine(waiting.path, waiting.line, str(error)), config, counts, error)

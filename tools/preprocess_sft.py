@@ -37,7 +37,7 @@ from megatron.core.datasets.metadata import TokenizerStamp
 from megatron.core.tokenizers.base import Tokenizer
 from megatron.core.tokenizers.build import build_tokenizer
 from megatron.core.tokenizers.chat_settings import ChatSettings
-from megatron.core.tokenizers.conversations import OWN, ChatFormat, Writer, load_template, own_template
+from megatron.core.tokenizers.conversations import IMAGE, OWN, ChatFormat, Writer, load_template, own_template
 from megatron.core.tokenizers.input_files import find_inputs
 from megatron.core.tokenizers.json_records import read_records
 from megatron.core.tokenizers.records import FIELDS, Conversation, read_sample
@@ -100,15 +100,17 @@ def main(argv: Sequence[str]) -> int:
 
 
 def encoder_of(
-    config: SftConfig, tokenizer_config: TokenizerConfig, *, marker: str | None = None
+    config: SftConfig, tokenizer_config: TokenizerConfig, *, marker: str | None = None, image: str = IMAGE
 ) -> tuple[Tokenizer, SampleEncoder]:
-    """The tokenizer, and what writes conversations with it. ``marker``: as of ``SampleEncoder``."""
+    """The tokenizer, and what writes conversations with it. ``marker``: as of ``SampleEncoder``; ``image``: as of
+    ``ChatTemplate``.
+    """
     if tokenizer_config.tokenizer_type is None:
         tokenizer_config = dataclasses.replace(tokenizer_config, tokenizer_type="GPT2BPETokenizer")
     tokenizer = build_tokenizer(tokenizer_config)
     for remark in getattr(tokenizer, "remarks", ()):
         print(f"note: {remark}", file=sys.stderr)
-    writer = writer_of(config, tokenizer, tokenizer_config.tokenizer_model)
+    writer = writer_of(config, tokenizer, tokenizer_config.tokenizer_model, image=image)
     return tokenizer, SampleEncoder(tokenizer, writer, marker=marker)
 
 
@@ -186,7 +188,7 @@ def write(
         )
 
 
-def writer_of(config: SftConfig, tokenizer: Tokenizer, tokenizer_model: str | None) -> Writer:
+def writer_of(config: SftConfig, tokenizer: Tokenizer, tokenizer_model: str | None, *, image: str = IMAGE) -> Writer:
     """The format of turns."""
     if config.chat_template is None:
         return ChatFormat(
@@ -200,7 +202,7 @@ def writer_of(config: SftConfig, tokenizer: Tokenizer, tokenizer_model: str | No
         raise ConfigError(
             f"--{both[0].replace('_', '-')} and --chat-template both describe the format of turns; give one"
         )
-    return load_template(config.chat_template, tokenizer_model, learned=config.learned_role)
+    return load_template(config.chat_template, tokenizer_model, learned=config.learned_role, image=image)
 
 
 def remark_on_template(config: SftConfig, tokenizer_config: TokenizerConfig, counts: Counts) -> Iterator[str]:

@@ -15,6 +15,7 @@ import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -32,6 +33,7 @@ OWN = "tokenizer"
 IMAGE = "<image>"
 """Stands for an image in contents. A template that writes images itself gets contents as lists of parts."""
 _WRITES_IMAGES = re.compile(r"""['"]image['"]""")
+_TOKEN, _NAMES_IMAGES = re.compile(r"<[^<>\s]{1,60}>|\[[A-Z_]{1,60}\]"), re.compile("(?i)im(a)?g")
 _READS_TEXTS = re.compile(r"\bis (not )?string\b")
 _GENERATION = re.compile(r"{%[-+]?\s*generation\s*[-+]?%}")
 
@@ -150,13 +152,16 @@ class _NoText(str):
 class ChatTemplate:
     """A compiled template. ``tokens``: the special tokens by role (``bos_token``), which templates refer to.
 
-    ``learned``: the role that is trained on.
+    ``learned``: the role that is trained on. ``image``: what stands for an image in written texts, whatever the
+    template writes for one (``<IMG_CONTEXT>``, ``<start_of_image>``).
 
     Raises ConfigError without the jinja2 library, DataError for an invalid template.
     """
 
-    def __init__(self, source: str, *, tokens: Mapping[str, str], learned: str = "assistant") -> None:
-        self.source, self.tokens = source, tokens
+    def __init__(
+        self, source: str, *, tokens: Mapping[str, str], learned: str = "assistant", image: str = IMAGE
+    ) -> None:
+        self.source, self.tokens, self._image = source, tokens, image
         self.marks_answers = _GENERATION.search(source) is not None
         self._learned = learned
         self._begin, self._end = (f"\x00{secrets.token_hex(8)}\x00" for _ in range(2))
@@ -181,9 +186,31 @@ class ChatTemplate:
         return text.replace(self._begin, "").replace(self._end, "")
 
     def _write(self, messages: Sequence[Any], variables: Mapping[str, Any], *, prompt: bool = False) -> str:
+        text = self._rendered(
+            [{**each, "content": self._content(each["content"])} for each in messages], variables, prompt=prompt
+        )
+        if not any(IMAGE in (each["content"] or "") for each in messages):
+            return text
+        if self._written_image is not None:
+            text = text.replace(self._written_image, IMAGE)
+        return text.replace(IMAGE, self._image)
+
+    @cached_property
+    def _written_image(self) -> str | None:
+        """What the template writes for an image; None where it writes none."""
+        if not _WRITES_IMAGES.search(self.source):
+            return None
+        parts = [{"type": "image"}, {"type": "text", "text": "x"}]
+        try:
+            plain, shown = (self._rendered([{"role": "user", "content": each}], {}) for each in (parts[1:], parts))
+        except DataError:
+            return None
+        found = list(dict.fromkeys(each for each in _TOKEN.findall(shown) if each not in plain))
+        return next((each for each in found if _NAMES_IMAGES.search(each)), None)
+
+    def _rendered(self, messages: Sequence[Any], variables: Mapping[str, Any], *, prompt: bool = False) -> str:
         settings = {"tools": None, "documents": None, **variables, **self.tokens}
-        written = [{**each, "content": self._content(each["content"])} for each in messages]
-        settings |= {"messages": written, "add_generation_prompt": prompt}
+        settings |= {"messages": messages, "add_generation_prompt": prompt}
         try:
             text: str = self._template.render(settings)
         except Exception as error:  # templates may raise anything
@@ -288,8 +315,9 @@ def _compiled(source: str, begin: str, end: str) -> Any:
         raise DataError(f"--chat-template is not a Jinja template: {error}") from None
 
 
-def load_template(choice: str, tokenizer_model: str | None, *, learned: str) -> ChatTemplate:
-    """The template that ``--chat-template`` names: a file, or ``tokenizer`` for the tokenizer's own.
+def load_template(choice: str, tokenizer_model: str | None, *, learned: str, image: str = IMAGE) -> ChatTemplate:
+    """The template that ``--chat-template`` names: a file, or ``tokenizer`` for the tokenizer's own. ``image``: as of
+    ``ChatTemplate``.
 
     Raises ConfigError when there is none, DataError for an invalid one.
     """
@@ -300,7 +328,7 @@ def load_template(choice: str, tokenizer_model: str | None, *, learned: str) -> 
             f"--chat-template {OWN}: {where} has no chat_template.jinja and no chat_template in "
             "tokenizer_config.json: name a file, or describe turns with --turn-start and --turn-end"
         )
-    template = ChatTemplate(source, tokens=template_tokens(tokenizer_model), learned=learned)
+    template = ChatTemplate(source, tokens=template_tokens(tokenizer_model), learned=learned, image=image)
     if template.marks_answers and learned != "assistant":
         raise ConfigError(f"--learned-role {learned}: the chat template marks the answers itself; leave it out")
     return template

@@ -247,7 +247,11 @@ class SampleEncoder:
 
 
 def _check_inserted(markers: int, inserted: Sequence[Sequence[int]]) -> None:
-    assert markers == len(inserted), f"{markers} markers for {len(inserted)} stretches of ids"
+    if markers != len(inserted):
+        raise DataError(
+            f"the chat template writes {markers} images, and the sample has {len(inserted)}: give a template that "
+            "writes each once"
+        )
 
 
 def leading_ids(tokenizer: Tokenizer) -> list[int]:

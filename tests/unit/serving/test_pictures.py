@@ -164,9 +164,9 @@ EITHER = "{% if messages[0]['content'] is string %}{{ messages[0]['content'] }}{
 @pytest.mark.parametrize(
     ("template", "content", "text"),
     [
-        (PARTS, f"{MARKER}\nWhat?", "[IMG](What?)"),
+        (PARTS, f"{MARKER}\nWhat?", "<image>(What?)"),
         (PARTS, "What?", "(What?)"),
-        (EITHER, f"See {MARKER}, {MARKER}!", "(See )[IMG](, )[IMG](!)"),
+        (EITHER, f"See {MARKER}, {MARKER}!", "(See )<image>(, )<image>(!)"),
         (EITHER, "What?", "What?"),
         ("{{ messages[0]['content'] }}", f"{MARKER}\nWhat?", f"{MARKER}\nWhat?"),
     ],

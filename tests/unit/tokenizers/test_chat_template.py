@@ -186,3 +186,34 @@ def test_the_current_folder_is_no_tokenizer(tmp_path: Path, monkeypatch: pytest.
     assert not load_template("mine.jinja", None, learned="assistant").tokens
     with expect_error(ConfigError, "--chat-template tokenizer", "chat_template.jinja"):
         load_template("tokenizer", None, learned="assistant")
+
+
+PARTS = """{% for m in messages %}{{ m.role }}:{% if m.content is string %}{{ m.content }}{% else %}
+{%- for part in m.content %}{% if part.type == 'image' %}MARK{% else %}{{ part.text | trim }}{% endif %}{% endfor %}
+{%- endif %};{% endfor %}"""
+
+
+@pytest.mark.parametrize(
+    ("mark", "written"),
+    [
+        ("<image>", "<image>"),
+        ("<IMG_CONTEXT>\n", "<image>\n"),
+        ("<start_of_image>", "<image>"),
+        ("<|vision_start|><|image_pad|><|vision_end|>", "<|vision_start|><image><|vision_end|>"),
+    ],
+)
+def test_what_a_template_writes_for_an_image_is_found(mark: str, written: str) -> None:
+    """Gemma 3's template writes <start_of_image>: its chats about pictures had no place for them."""
+    source = PARTS.replace("MARK", mark)
+    asked = [{"role": "user", "content": "<image>\nWhat?"}]
+    found = ChatTemplate(source, tokens={}).prompt(asked, begin_answer=False, variables={})
+    assert found == f"user:{written}What?;"
+    chat = read_sample({"messages": [*asked, {"role": "assistant", "content": "A dog."}]})
+    assert isinstance(chat, Conversation)
+    words = ChatTemplate(source, tokens={}, image="(<image>)").write(chat)
+    assert words.text == f"user:{written.replace('<image>', '(<image>)')}What?;assistant:A dog.;"
+    assert [words.text[each.start : each.stop] for each in words.answers] == ["assistant:A dog.;"]
+    of_text = [{"role": "user", "content": f"What is {mark}?"}]
+    assert mark == "<image>" or mark in ChatTemplate(source, tokens={}).prompt(
+        of_text, begin_answer=False, variables={}
+    )
