@@ -10,6 +10,8 @@ import errno
 import io
 import logging
 import re
+import socket
+import ssl
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -311,7 +313,8 @@ def _as_os_error(url: str, *, writing: bool = False) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        code = error.errno if isinstance(error, OSError) and error.errno else errno.EIO
+        is_of_library = isinstance(error, (ssl.SSLError, socket.gaierror))  # whose numbers are no errno
+        code = (error.errno if isinstance(error, OSError) and not is_of_library else None) or errno.EIO
         reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
         is_missing, text = isinstance(error, FileNotFoundError), str(error)
         # Where nothing need be for a write, only the bucket can be missing. Azure calls it a container.

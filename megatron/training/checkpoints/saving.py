@@ -52,6 +52,7 @@ class Saver:
         self._still_held = still_held
         self._root = path_of(run.config.checkpoint.save or "")
         self._under_way: tuple[Job, PendingSave] | None = None
+        self._left: tuple[int, str] | None = None  # the iteration of the copy that is left on nodes, and words about it
         self._waiting = WaitingSaves(run.config.checkpoint.save_retry_copies)
         published = run.config.checkpoint.load_hf  # which may be a folder in --save
         loaded = None if run.loaded_from in (None, published) else path_of(run.loaded_from or "").parent
@@ -166,6 +167,7 @@ class Saver:
             self._end_attempt(since=begun)
         if is_left:
             remove_left_copy(self._run)
+            self._left = None
 
     def drop_waiting(self) -> None:
         """Forget saves that failed: the run goes back to a checkpoint before them."""
@@ -183,8 +185,15 @@ class Saver:
         return [self._origin, *(job.origin for job in (*under_way, *self._waiting.jobs))]
 
     def _leave_copy(self) -> str:
-        """Leave a copy of the run as it is now on the nodes; what became of it, in words."""
-        return leave_copy(self._run, self._snapshot(), origins=self._origins, small_files=self._files)
+        """Leave a copy of the run as it is now on the nodes, if none is there; what became of it, in words."""
+        if self._left is None or self._left[0] != self._run.progress.iteration:
+            if self._tier is not None:
+                self._tier.finish()  # it may be writing this very copy
+            is_left, words = leave_copy(self._run, self._snapshot(), origins=self._origins, small_files=self._files)
+            if not is_left:
+                return words
+            self._left = self._run.progress.iteration, words
+        return self._left[1]
 
     def _snapshot(self) -> Snapshot:
         run = self._run

@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import tempfile
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -31,7 +30,7 @@ from megatron.core.parallel.byte_links import ByteLinks
 from megatron.core.parallel.collectives import all_reduce, broadcast_object, gather_objects
 from megatron.core.parallel.environment import launch_environment
 from megatron.core.parallel.mesh import WORLD, Mesh
-from megatron.errors import CheckpointError, ConfigError
+from megatron.errors import CheckpointError, ConfigError, StorageAwayError
 from megatron.small_files import read_text
 from megatron.training.run.run import Run
 
@@ -44,12 +43,17 @@ _NO_CHECKPOINT = -1
 def origin_of(root: AnyPath) -> tuple[str, int]:
     """The origin of copies made now, which the newest checkpoint in ``root`` is, and its iteration.
 
-    Before the first checkpoint, and -1, the origin is what ``_BEGUN`` says; empty where nothing has begun.
+    Before the first checkpoint, and -1, the origin is what ``_BEGUN`` says; empty where nothing has begun. Raises
+    StorageAwayError where that can't be known now.
     """
     if not is_unused(root):
-        with suppress(CheckpointError):
+        try:
             newest = find_checkpoint(root, verify=False)
             return named_origin(newest.iteration, newest.saved_at), newest.iteration
+        except StorageAwayError:
+            raise
+        except CheckpointError:
+            pass  # a start that reads them says what is wrong
     path = root / _BEGUN
     said = read_text(path, where=str(path), error=CheckpointError, most_bytes=1 << 10) if path.exists() else ""
     return said, _NO_CHECKPOINT
@@ -105,12 +109,18 @@ def copy_to_load(run: Run) -> CheckpointFolder | None:
         return None
     root = path_of(settings.save or "")
     origin, newest = run_on_first(lambda: origin_of(root), mesh)
+    if newest == _NO_CHECKPOINT and not run_on_first(lambda: is_unused(root), mesh):
+        return None  # none of its checkpoints can be read now: copies of any of them stay
     found = list[tuple[CheckpointFolder, NodeFolder | None]]()
     folders = list[NodeFolder]()
     for path in dict.fromkeys(filter(None, (node_path(settings), fallback_path(settings)))):
-        if not any(gather_objects(path.is_dir(), mesh)):
+        if not any(gather_objects(os.path.isdir(path), mesh)):
             continue
-        folder = run_on_all(lambda: NodeFolder.seen(path, mesh), mesh)  # noqa: B023  # called in this round
+        try:
+            folder = run_on_all(lambda: NodeFolder.seen(path, mesh), mesh)  # noqa: B023  # called in this round
+        except CheckpointError as error:
+            run.reporter.say(f"warning: {error}")
+            continue
         copy, remarks = find_copy(folder, mesh, origin=origin, newer_than=newest)
         folders.append(folder)
         for remark in remarks:
@@ -285,20 +295,24 @@ def note_beginning(root: AnyPath) -> str:
     return said
 
 
-def leave_copy(run: Run, snapshot: Snapshot, *, origins: Sequence[str], small_files: Mapping[str, bytes]) -> str:
-    """Leave a copy in ``--save-fallback-dir`` of every node; what became of it, in words. A collective."""
+def leave_copy(
+    run: Run, snapshot: Snapshot, *, origins: Sequence[str], small_files: Mapping[str, bytes]
+) -> tuple[bool, str]:
+    """Leave a copy in ``--save-fallback-dir`` of every node: whether there is one, and what became of it in words. A
+    collective.
+    """
     settings, mesh = run.config.checkpoint, run.context.mesh
     if not any(origins):
-        return f"no copy is left, as nothing has been saved in {settings.save} that it could go on from"
+        return False, f"no copy is left, as nothing has been saved in {settings.save} that it could go on from"
     path = fallback_path(settings)
     shared: dict[str, bytes] = broadcast_object(dict(small_files), mesh)
     try:
         folder = run_on_all(lambda: NodeFolder.seen(path, mesh), mesh)
         NodeCopy(folder, snapshot, origins=origins, small_files=shared).finish()
     except CheckpointError as error:
-        return f"no copy could be left in {path} either ({error}); name another folder with --save-fallback-dir"
+        return False, f"no copy could be left in {path} either ({error}); name another folder with --save-fallback-dir"
     add = "" if settings.resumes_own else f" with --load {settings.save}"
-    return (
+    return True, (
         f"a copy of iteration {snapshot.iteration} is in {path} on every node: once the storage is back, the same "
         f"command{add} goes on from it on these nodes"
     )
@@ -307,6 +321,6 @@ def leave_copy(run: Run, snapshot: Snapshot, *, origins: Sequence[str], small_fi
 def remove_left_copy(run: Run) -> None:
     """Delete what ``leave_copy`` has left. A collective."""
     mesh, path = run.context.mesh, fallback_path(run.config.checkpoint)
-    if any(gather_objects(path.is_dir(), mesh)):
+    if any(gather_objects(os.path.isdir(path), mesh)):
         folder = run_on_all(lambda: NodeFolder.seen(path, mesh), mesh)
         run_on_all(lambda: folder.remove() if folder.is_first else None, mesh)

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from megatron.core.checkpointing.manifest import MANIFEST, Manifest, checksum
 from megatron.core.checkpointing.node_copies.choosing import FoundCopy, candidates, incomplete, partners_of, sources
-from megatron.core.checkpointing.node_copies.folder import NodeFolder
+from megatron.core.checkpointing.node_copies.folder import ORIGINS, NodeFolder
 from megatron.core.parallel.mesh import Mesh
 from megatron.errors import CheckpointError
 from tests.harness.sentences import expect_error
@@ -80,3 +81,18 @@ def test_a_folder_that_another_user_has_made_is_refused(
         monkeypatch.setattr(os, "getuid", lambda: user + 1)
     with expect_error(CheckpointError, path, "--non-persistent-local-ckpt-dir", "--save-fallback-dir"):
         NodeFolder.seen(path, Mesh.single())
+
+
+@pytest.mark.parametrize("damaged", [None, "run.json", ORIGINS])
+def test_small_files_of_a_copy_are_compared_by_their_bytes(damaged: str | None, tmp_path: Path) -> None:
+    """A flipped bit in a run's settings or counters keeps a file's size."""
+    folder = NodeFolder.seen(tmp_path / "copies", Mesh.single())
+    path = folder.of(40)
+    path.mkdir()
+    (path / "run.json").write_text('{"iteration": 40}')
+    (path / ORIGINS).write_text(NEWEST)
+    files = {name: checksum(path / name) for name in ("run.json", ORIGINS)}
+    (path / MANIFEST).write_text(Manifest(iteration=40, saved_at=1.0, files=files).to_json())
+    if damaged is not None:
+        (path / damaged).write_bytes((path / damaged).read_bytes()[:-1] + b"?")
+    assert [each.iteration for each in folder.found()] == ([] if damaged else [40])

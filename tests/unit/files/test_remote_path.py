@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 import re
+import socket
+import ssl
 import sys
 from pathlib import Path
 
@@ -11,7 +13,7 @@ import pytest
 from fsspec.registry import _registry
 
 from megatron.core.files.remote_path import AnyPath, RemotePath, path_of
-from megatron.errors import RESTART_CANNOT_HELP, RESTART_MAY_HELP, ConfigError, exit_code_of
+from megatron.errors import RESTART_CANNOT_HELP, RESTART_MAY_HELP, ConfigError, exit_code_of, may_pass
 from tests.harness.bucket import ServiceError, failing, url
 from tests.harness.sentences import expect_error
 
@@ -136,3 +138,17 @@ def test_what_is_missing_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "fsspec", None)
     with expect_error(ConfigError, "s3://bucket/run"):
         path_of("s3://bucket/run").exists()
+
+
+@pytest.mark.parametrize(
+    "error", [ssl.SSLError(1, "handshake failed"), socket.gaierror(-3, "Temporary failure in name resolution")]
+)
+def test_failures_of_tls_and_of_names_may_pass(error: OSError, tmp_path: Path) -> None:
+    """Their numbers were read as an errno, by which a handshake that fails is a missing permission."""
+
+    def fail(name: str, path: str) -> None:
+        raise error
+
+    with failing(fail), pytest.raises(OSError, match=str(error.strerror)) as caught:
+        path_of(url(tmp_path / "file")).write_text("x", encoding="utf-8")
+    assert may_pass(caught.value)

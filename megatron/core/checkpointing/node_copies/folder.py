@@ -58,6 +58,8 @@ class NodeFolder:
                 f"{path}, for copies of this run, {what}, so that what is in it may not be the run's: delete it, or "
                 "name another folder with --non-persistent-local-ckpt-dir or --save-fallback-dir"
             )
+        if facts.st_mode & 0o077:
+            path.chmod(0o700)
         everyone = gather_objects((socket.gethostname(), facts.st_dev, facts.st_ino), mesh)
         numbers = {each: number for number, each in enumerate(dict.fromkeys(everyone))}
         return cls(path, mesh.world_rank, tuple(numbers[each] for each in everyone))
@@ -93,7 +95,7 @@ class NodeFolder:
                 if (path / name).is_file() and (path / name).stat().st_size == record.size
             )
             small = {name for name in manifest.files if not _DATA.fullmatch(name)}
-            if small <= here:
+            if small <= here and not manifest.checksum_problems(path, small):
                 files = frozenset(manifest.files) - small
                 copies.append(FoundCopy(manifest.iteration, manifest.saved_at, origins, files, here - small))
         return copies

@@ -15,7 +15,7 @@ import pytest
 from megatron.core.parallel.context import ParallelContext
 from megatron.errors import CheckpointError, StorageAwayError
 from megatron.training.checkpoints import saving as module
-from megatron.training.checkpoints import waiting
+from megatron.training.checkpoints import tiers, waiting
 from megatron.training.checkpoints.saving import Saver, saving
 from megatron.training.run.stop import NonFiniteError
 from tests.harness.sentences import expect_error
@@ -94,7 +94,7 @@ def stage(request: pytest.FixtureRequest) -> Iterator[Stage]:
         mock.patch.object(module, "take_snapshot", made.snapshot),
         mock.patch.object(waiting, "PendingSave", made.attempt),
         mock.patch.object(module, "prune", made.prune),
-        mock.patch.object(module, "leave_copy", return_value="a copy of iteration 7 is on every node"),
+        mock.patch.object(module, "leave_copy", return_value=(True, "a copy of iteration 7 is on every node")),
         mock.patch.object(module, "remove_left_copy"),
         mock.patch.object(module, "run_state", return_value={}),
     ):
@@ -271,3 +271,26 @@ def test_the_last_save_is_waited_for_until_the_storage_is_back(stage: Stage) -> 
         stage.saves[0].error = next(attempts)
     assert stage.now == 10 + 20 + 40
     assert stage.events[-2:] == ["successfully", "prune"]
+
+
+def test_a_copy_is_left_once(stage: Stage) -> None:
+    """Giving up at the end, the run deleted the copy that it had left when it began to wait, to write it again."""
+
+    def sleep(seconds: float) -> None:
+        stage.now += 7200
+
+    saver, stage.error = stage.saver(), AWAY
+    saver.save()
+    with mock.patch("time.sleep", sleep), pytest.raises(StorageAwayError):
+        saver.make_durable()
+    module.leave_copy.assert_called_once()  # type: ignore[attr-defined]  # the fixture's
+
+
+def test_checkpoints_that_cannot_be_read_now_are_no_new_past() -> None:
+    """A restart while the storage was away took the run for one without checkpoints, and deleted its copies."""
+    with (
+        mock.patch.object(tiers, "is_unused", return_value=False),
+        mock.patch.object(tiers, "find_checkpoint", side_effect=AWAY),
+        pytest.raises(StorageAwayError),
+    ):
+        tiers.origin_of(Path("run"))
