@@ -15,11 +15,12 @@ from typing_extensions import override
 
 from megatron.config.data import DataConfig
 from megatron.config.flags import plural_s
-from megatron.core.datasets.build import Source
+from megatron.core.datasets.build import Source, targets_prefix
 from megatron.core.datasets.index_cache import IndexCache
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 from megatron.core.datasets.samples import Documents, Sample
 from megatron.core.datasets.scored import SCORES, ScoredDataset, ScoredDatasets, laid_out
+from megatron.core.files.remote_path import path_of
 from megatron.errors import DataError
 
 ANSWER, IS_PAIR, NUMBER = "answer", "is_pair", "pair_number"
@@ -101,13 +102,18 @@ def check_two_texts(documents: Documents, *, what: str) -> None:
 
 
 def check_no_pairs(documents: Documents) -> None:
-    """Raise DataError where a document for fine-tuning has two texts, of which one may be an answer to unlearn."""
-    if not isinstance(documents, IndexedDataset):
+    """Raise DataError for preferences, of whose two texts in a document one may be an answer to unlearn. Documents of
+    several sentences, which have no targets, are none.
+    """
+    if not isinstance(documents, IndexedDataset) or len(documents.lengths) < len(documents.boundaries):
+        return  # a text each
+    if not path_of(f"{targets_prefix(documents.prefix)}.idx").exists():
         return
     if wrong := np.flatnonzero(np.diff(documents.boundaries) > 1)[:1].tolist():
         raise DataError(
-            f"{documents.prefix} holds preferences, and --sft would train on the answers that are not preferred, too: "
-            f"document {wrong[0]} has two texts; give --preference-loss, or make the data with tools/preprocess_sft.py"
+            f"{documents.prefix} holds preferences, and without --preference-loss the answers that are not preferred "
+            f"would be learned, too: document {wrong[0]} has two texts; give --preference-loss, or make the data with "
+            "tools/preprocess_sft.py"
         )
 
 

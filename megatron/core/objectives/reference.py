@@ -77,7 +77,8 @@ class Reference:
             scores = self.scores.get(dataset.scores.digest)
             if scores is None or len(scores) != len(dataset.scores.values):
                 raise ConfigError(
-                    f"{path} holds log-probabilities of other {dataset.what}s than those of {dataset.prefix}: {again}"
+                    f"{path} holds log-probabilities of other {dataset.what}s than those of {dataset.prefix}, or those "
+                    f"for another --preference-loss or --seq-length: {again}"
                 )
             lacking = numbers[np.isnan(scores[numbers]).any(axis=1)]
             if len(lacking):

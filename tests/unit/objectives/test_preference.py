@@ -191,8 +191,9 @@ def test_data_without_pairs_are_refused(base: Path, tmp_path: Path) -> None:
         train(flags)
 
 
-def test_pairs_are_not_trained_on_as_conversations(base: Path) -> None:
-    """Fine-tuning would learn the rejected answers, too."""
-    flags = flags_of(base, "--train-iters 1 --sft").replace(" --preference-loss dpo", "")
-    with expect_error(DataError, f"{base}/pairs", "--sft", "--preference-loss", "tools/preprocess_sft.py"):
+@pytest.mark.parametrize("more", ["--sft", ""])
+def test_pairs_are_not_trained_on_as_texts(more: str, base: Path) -> None:
+    """A run would learn the rejected answers, too."""
+    flags = flags_of(base, f"--train-iters 1 {more}").replace(" --preference-loss dpo", "")
+    with expect_error(DataError, f"{base}/pairs", "--preference-loss", "tools/preprocess_sft.py"):
         train(flags)

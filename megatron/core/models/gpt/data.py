@@ -160,8 +160,7 @@ class GPTDatasets:
         data, source, first = self._data, part.source, part.units.start
         lengths, seq_length = source.documents.lengths[first : part.units.stop], data.seq_length
         tokens, pairs = int(lengths.sum(dtype=np.int64)), int(num_pairs(lengths).sum(dtype=np.int64))
-        if source.targets is not None:
-            check_no_pairs(source.documents)
+        check_no_pairs(source.documents)
         needed = 2 if data.packing == "best-fit" else seq_length + 1  # one pair where samples are padded
         if (tokens if data.packing == "stream" else pairs + 1) < needed:
             raise ShortSplitError(
