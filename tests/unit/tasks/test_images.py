@@ -195,6 +195,15 @@ def test_a_model_of_texts_is_refused(folder: Path) -> None:
         measured(ParallelContext.single(), plain[: plain.index("--chat-template")])
 
 
+def test_losses_are_refused_where_words_see_later_ones(folder: Path) -> None:
+    """The sentence was about a request's prompt_logprobs, which no flag of the task is."""
+    saved(folder, "prefix", f"{VISION} --image-attention prefix", "vlm")
+    plain = flags_of(folder, "CAPTION", "captions.jsonl")
+    flags = [each.replace(f"{folder}/model", f"{folder}/prefix") for each in plain]
+    with expect_error(ConfigError, "--task CAPTION", "--image-attention prefix", "--task VQA", exit_code=2):
+        measured(ParallelContext.single(), flags)
+
+
 def test_answers_are_compared_as_in_vqa() -> None:
     """Rules of the benchmark: how an answer is spelled is not what it says, and three of ten people are enough."""
     assert normalized("The  Two dogs, and a cat!") == "2 dogs and cat"
@@ -207,6 +216,13 @@ def test_answers_are_compared_as_in_vqa() -> None:
     assert bleu(["a dog runs in the park"], [["the dog runs in a park"]]) == pytest.approx(1)
     assert bleu(["one two"], [["one two", "one and two or three"]]) == 0.0
     assert bleu(["one two"], [["one two"]]) is None
+    long = ["a dog runs in the park with one ball", "two cats sleep on the old red sofa today"]
+    right = [["a dog runs in the park with balls", "dogs run"], ["two cats sleep on a red sofa"]]
+    from nltk.translate.bleu_score import corpus_bleu
+
+    split = [[normalized(each).split() for each in texts] for texts in (*right, long)]
+    assert bleu(long, right) == pytest.approx(corpus_bleu(split[:2], split[2]))
+    assert bleu([*long, "red"], [*([each] for each in long), ["red"]]) == pytest.approx(1)
 
 
 @pytest.mark.slow(reason="tests/unit/training/evaluation/test_task_scores.py has the way of scores into curves")

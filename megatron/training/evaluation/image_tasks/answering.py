@@ -40,6 +40,7 @@ class Answerer:
                 "model has no vision encoder: name another checkpoint, or another task"
             )
         self._placed, self._prompts, self._tokens, self._given = placed, prompts, tokens, template
+        self._flag = flag
         self._length, self._batch = placed.config.data.seq_length, placed.config.training.micro_batch_size
         engine = engine_of_every_rank(
             placed,
@@ -56,6 +57,14 @@ class Answerer:
     def context(self) -> ParallelContext:
         """Where the model is."""
         return self._placed.context
+
+    def check_losses(self) -> None:
+        """Raise ConfigError for a model of which ``losses`` can't be known."""
+        if self._engine.limits.joint_attention == "prefix":
+            raise ConfigError(
+                f"{self._flag} computes losses of captions as those of a prompt, whose words see later ones in this "
+                "model (--image-attention prefix): take --task VQA, which compares answers alone"
+            )
 
     def check(self, questions: Sequence[ImageQuestion]) -> None:
         """Raise DataError for a question of this rank's share that can't be asked, with its file and line."""

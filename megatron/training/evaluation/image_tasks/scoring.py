@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections import Counter
 from collections.abc import Sequence
@@ -52,25 +53,29 @@ def most_frequent(right: Sequence[Sequence[str]]) -> float:
 def bleu(captions: Sequence[str], right: Sequence[Sequence[str]]) -> float | None:
     """BLEU-4 of all captions together (Papineni et al. 2002), over words as ``normalized`` leaves them.
 
-    0 where no four words in a row are right; None where no right caption has four words.
+    0 where no four words in a row are right; None where no right caption has four words. nltk's own sum takes each
+    caption under four words for one with a wrong row of four.
     """
     scores = import_module("nltk.translate.bleu_score")
     found = [normalized(each).split() for each in captions]
     wanted = [[normalized(each).split() for each in answers] for answers in right]
     if all(len(answer) < 4 for answers in wanted for answer in answers):
         return None
-    if not _shares_four(found, wanted):
+    matches, counts, length, closest = [0] * 4, [0] * 4, 0, 0
+    for words, answers in zip(found, wanted, strict=True):
+        for order in range(4):
+            own, most = _grams(words, order + 1), Counter[tuple[str, ...]]()
+            for answer in answers:
+                most |= _grams(answer, order + 1)
+            matches[order] += (own & most).total()
+            counts[order] += own.total()
+        length, closest = length + len(words), closest + scores.closest_ref_length(answers, len(words))
+    if 0 in matches:
         return 0.0
-    return float(scores.corpus_bleu(wanted, found))
+    logarithms = [math.log(match / count) for match, count in zip(matches, counts)]
+    return float(scores.brevity_penalty(closest, length)) * math.exp(sum(logarithms) / 4)
 
 
-def _shares_four(found: Sequence[Sequence[str]], wanted: Sequence[Sequence[Sequence[str]]]) -> bool:
-    """Whether any caption has four words in a row of one of its own; without, nltk warns and gives nearly 0."""
-    return any(
-        _fours(words) & {four for answer in answers for four in _fours(answer)}
-        for words, answers in zip(found, wanted, strict=True)
-    )
-
-
-def _fours(words: Sequence[str]) -> set[tuple[str, ...]]:
-    return {tuple(words[start : start + 4]) for start in range(len(words) - 3)}
+def _grams(words: Sequence[str], order: int) -> Counter[tuple[str, ...]]:
+    """How often each row of ``order`` words is in ``words``."""
+    return Counter(tuple(words[start : start + order]) for start in range(len(words) - order + 1))

@@ -72,11 +72,13 @@ class ImageTask:
     def prepare(self, placed: PlacedModel) -> None:
         """Take a model to ask, and check every question and image of this rank's share. A collective.
 
-        Raises ConfigError for a model that reads texts alone, DataError with file and line for an image that can't be
-        read and for a question that is too long.
+        Raises ConfigError for a model that can't answer or whose losses can't be known, DataError with file and line
+        for an image that can't be read and for a question that is too long.
         """
         asked = self.asked
         self._answerer = Answerer(placed, tokens=asked.tokens, template=asked.template, flag=f"--task {self.name}")
+        if self._has_losses:
+            self._answerer.check_losses()
         for questions in self.sets.values():
             run_on_all(partial(self._answerer.check, questions), placed.context.mesh)
 

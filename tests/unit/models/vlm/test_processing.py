@@ -81,6 +81,29 @@ def test_pixels_are_those_of_transformers(name: str, tmp_path: Path) -> None:
             np.testing.assert_allclose(ours, wanted, rtol=0, atol=1e-6)
 
 
+@pytest.mark.parametrize(
+    "said",
+    [
+        {"size": "big"},
+        {"size": {"height": None, "width": 16}},
+        {"size": {}},
+        {"size": [16, 16]},
+        {"image_mean": 0.5},
+        {"image_mean": ["x"]},
+        {"max_patches": "many"},
+        {"max_patches": -1},
+        {"max_patches": 10**9},
+    ],
+    ids=str,
+)
+def test_damaged_settings_of_pictures_are_one_sentence(said: dict[str, Any], tmp_path: Path) -> None:
+    """They ended with a traceback, or were taken for a billion tiles."""
+    file = tmp_path / "preprocessor_config.json"
+    file.write_text(json.dumps(said))
+    with expect_error(CheckpointError, file):
+        with_processing(settings("clip"), {file.name: file})
+
+
 def tokenizer_with(mark: str, folder: Path, *more: str, bos: str | None = None) -> Any:
     """A fast tokenizer with a mark of images, saved in the folder; ``bos`` begins its texts."""
     pipeline: Any = next(each for each in vars(byte_tokenizer()).values() if type(each).__name__ == "Tokenizer")

@@ -12,10 +12,11 @@ from megatron.config.vision import VisionConfig
 from megatron.core.files.remote_path import AnyPath
 from megatron.core.models.vlm.huggingface.vision import TOWERS
 from megatron.errors import CheckpointError
-from megatron.small_files import read_json
+from megatron.small_files import read_json, shown
 
 PROCESSOR, PREPROCESSOR = "processor_config.json", "preprocessor_config.json"
 _BICUBIC, _BILINEAR = 3, 2
+_MOST_TILES = 1024
 _TYPES = {"crop": "CLIPImageProcessor", "stretch": "SiglipImageProcessor", "pad": "LlavaImageProcessor"}
 _CLASSES = {
     "llava": "LlavaProcessor",
@@ -45,11 +46,13 @@ def with_processing(vision: VisionConfig, files: Mapping[str, AnyPath]) -> tuple
     kind, size = vision.kind, (vision.img_h, vision.img_w)
     for key, own in (("image_mean", kind.mean), ("image_std", kind.deviation)):
         stated = found.get(key)
-        if stated is not None and [round(float(each), 6) for each in stated] != [round(each, 6) for each in own]:
-            raise CheckpointError(f"{name} says {key} = {stated}: a {vision.vision_model_type} encoder has {list(own)}")
+        if stated is not None and _rounded(stated) != _rounded(own):
+            raise CheckpointError(
+                f"{name} says {key} = {str(stated)[:80]}: a {vision.vision_model_type} encoder has {list(own)}"
+            )
     stated = found.get("crop_size") if found.get("do_center_crop") else found.get("size")
-    if stated is not None and _sides(stated) != size:
-        raise CheckpointError(f"{name} has pictures of {_sides(stated)} pixels, and the encoder has {size}")
+    if stated is not None and (sides := _sides(stated)) != size:
+        raise CheckpointError(f"{name} has pictures of {sides or shown(stated)} pixels, and the encoder has {size}")
     notes = []
     if (resample := found.get("resample", _BICUBIC)) not in (_BICUBIC, _BILINEAR):
         notes.append(f"note: {name} says resample = {resample}: pictures are resized by bicubic interpolation here")
@@ -61,9 +64,13 @@ def with_processing(vision: VisionConfig, files: Mapping[str, AnyPath]) -> tuple
             raise CheckpointError(f"{name} has image_grid_pinpoints {sizes}, and config.json has {wanted}")
         return vision, notes
     if "max_patches" in found or "crop_to_patches" in found:
-        most = int(found.get("max_patches", 12))
+        most = found.get("max_patches", 12)
+        if type(most) is not int or not 0 < most <= _MOST_TILES:
+            raise CheckpointError(
+                f"{name} says max_patches = {shown(most)}: a picture has from 1 to {_MOST_TILES} tiles"
+            )
         return dataclasses.replace(vision, use_tiling=most > 1, max_num_tiles=most, use_thumbnail=most > 1), notes
-    is_padded = found.get("do_pad") and found.get("image_processor_type", "").startswith("Llava")
+    is_padded = found.get("do_pad") and str(found.get("image_processor_type", "")).startswith("Llava")
     if is_padded:
         return dataclasses.replace(vision, image_fit="pad"), notes
     return dataclasses.replace(vision, image_fit="crop" if found.get("do_center_crop") else "stretch"), notes
@@ -85,13 +92,17 @@ def _stated(files: Mapping[str, AnyPath]) -> tuple[dict[str, Any], str]:
     return {}, ""
 
 
-def _sides(size: Any) -> tuple[int, int]:
-    """Height and width of a size in any of its forms: a number, the shortest edge, or both."""
-    if not isinstance(size, dict):
-        return int(size), int(size)
-    if "shortest_edge" in size:
-        return int(size["shortest_edge"]), int(size["shortest_edge"])
-    return int(size["height"]), int(size["width"])
+def _sides(size: Any) -> tuple[Any, ...] | None:
+    """Height and width of a size in any of its forms: a number, the shortest edge, or both. None for another form."""
+    names = ("shortest_edge",) * 2 if isinstance(size, dict) and "shortest_edge" in size else ("height", "width")
+    sides = tuple(size.get(name) for name in names) if isinstance(size, dict) else (size, size)
+    return sides if all(type(side) is int for side in sides) else None
+
+
+def _rounded(numbers: Any) -> Any:
+    """Numbers to six digits; what is no list of numbers stays as it is."""
+    is_list = isinstance(numbers, (list, tuple)) and all(isinstance(each, (int, float)) for each in numbers)
+    return [round(each, 6) for each in numbers] if is_list else numbers
 
 
 def write_processing(vision: VisionConfig, model_type: str, folder: Path, *, mark: str | None) -> None:
